@@ -374,7 +374,8 @@ _ACTORS = [
     Fault(
         "slots-in-equal-parts",
         "actors", "shards", _UPDATE,
-        "num_rests=storage.num_rests * own // max(1, total)", "num_rests=storage.num_rests // 2",
+        "num_up_downs=storage.num_up_downs * own // max(1, total)",
+        "num_up_downs=storage.num_up_downs // 2",
         ("test_services_have_slots_as_they_have_neurons",),
     ),
     Fault(

@@ -72,9 +72,9 @@ class Kept:
     """Those that are wanted most: of how many the gate row stays, the up and down rows; bytes."""
 
     num_gates: int
-    num_rests: int
+    num_up_downs: int
     gate_bytes: int
-    rest_bytes: int
+    up_down_bytes: int
 
 
 def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
@@ -84,20 +84,20 @@ def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
     """
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
     gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
-    rests = expected_reads(fired, kept.num_rests, kept.rest_bytes)
-    return Reads(gates.number + rests.number, gates.num_bytes + rests.num_bytes)
+    up_downs = expected_reads(fired, kept.num_up_downs, kept.up_down_bytes)
+    return Reads(gates.number + up_downs.number, gates.num_bytes + up_downs.num_bytes)
 
 
 def whole_bundles(fired: np.ndarray, kept: Kept) -> Reads:
     """The same where all that a listed neuron lacks is read at once, unless its gate is there."""
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
     gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
-    rests = expected_reads(fired, kept.num_rests, kept.rest_bytes)
-    both = max(kept.num_gates, kept.num_rests)
-    with_gates = expected_reads(wanted, both, kept.rest_bytes)
-    alone = expected_reads(fired, both, kept.rest_bytes)
-    number = gates.number + rests.number - alone.number
-    num_bytes = gates.num_bytes + with_gates.num_bytes + rests.num_bytes - alone.num_bytes
+    up_downs = expected_reads(fired, kept.num_up_downs, kept.up_down_bytes)
+    both = max(kept.num_gates, kept.num_up_downs)
+    with_gates = expected_reads(wanted, both, kept.up_down_bytes)
+    alone = expected_reads(fired, both, kept.up_down_bytes)
+    number = gates.number + up_downs.number - alone.number
+    num_bytes = gates.num_bytes + with_gates.num_bytes + up_downs.num_bytes - alone.num_bytes
     return Reads(number, num_bytes)
 
 

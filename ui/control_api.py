@@ -118,7 +118,7 @@ class Stay:
         self._attended_at = time.monotonic()
 
 
-class OwnDoor:
+class ControlDoor:
     """Stands at the Unix socket: the routes below /own, and for all others `app`."""
 
     def __init__(self, app: ASGIApp, state: Callable[[], dict[str, Any]]) -> None:
@@ -128,7 +128,7 @@ class OwnDoor:
         self._own: ASGIApp | None = None
 
     def use(self, own: ASGIApp) -> None:
-        """Answer with the routes of `create_own_app` from now on."""
+        """Answer with the routes of `create_control_app` from now on."""
         self._own = own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ class OwnDoor:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
 
-def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starlette:
+def create_control_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starlette:
     """The routes of a system that has loaded; `facts` are what a state begins with."""
 
     async def generate(request: Request) -> Response:

@@ -117,8 +117,8 @@ class ServerThread:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
         return uvicorn.Server(config)
 
-    def open_own(self, listener: socket.socket, app: ASGIApp) -> OwnServer:
-        """Answer with `app`, without keys, at one Unix socket more, until `close_own`."""
+    def open_control_api(self, listener: socket.socket, app: ASGIApp) -> OwnServer:
+        """Answer with `app`, without keys, at one Unix socket more, until `close_control_api`."""
         opened = self._server(app, (), True), listener
         self._servers.append(opened)
 
@@ -135,7 +135,7 @@ class ServerThread:
         self.begin(serve())
         return opened
 
-    def close_own(self, opened: OwnServer) -> None:
+    def close_control_api(self, opened: OwnServer) -> None:
         """Take nothing more there; what runs goes on, until `stop` cuts it off too."""
         opened[0].should_exit = True
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from hotcold.actors.attention.rope_cache import inv_freq
 from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
-from hotcold.actors.cpu.lazy_matmul import LateProducts
+from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import CacheSpec
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, load_attention
@@ -77,7 +77,7 @@ class AttentionService(Service):
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
         dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
-        self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)
@@ -109,11 +109,11 @@ class AttentionService(Service):
         if self._hot is not None:
             self._hot.prepare_prompts()
 
-    def use_products(self, choice: ProductChoice) -> None:
-        """See `Service.use_products`."""
+    def use_matmul(self, choice: MatmulChoice) -> None:
+        """See `Service.use_matmul`."""
         self._products.choose(choice)
         if self._hot is not None:
-            self._hot.use_products(choice)
+            self._hot.use_matmul(choice)
 
     def release(self) -> None:
         """End the threads of matrix products."""

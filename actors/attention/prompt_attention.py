@@ -1,13 +1,13 @@
 """Attention and head of many tokens of one sequence (prefill), by torch.
 
 What numba_kernels.serve.serve_attention computes, as matrix products over all tokens. What is
-written here is what shall be computed; `MatrixProducts.at_once` has all threads do it.
+written here is what shall be computed; `Matmul.at_once` has all threads do it.
 """
 
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.actors.cpu.matmul import Matmul
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.attention import read_kernel
 from hotcold.numba_kernels.decode.rows import split_range
@@ -28,9 +28,7 @@ _PARTS = 4  # of the KV heads, where there are so many
 class _Rows:
     """What becomes of rows of tokens, once `products` are run: each thread has its own tokens."""
 
-    def __init__(
-        self, products: MatrixProducts, shape: AttentionShape, arrays: AttentionArrays
-    ) -> None:
+    def __init__(self, products: Matmul, shape: AttentionShape, arrays: AttentionArrays) -> None:
         self._products, self._shape, self._arrays = products, shape, arrays
 
     def norm(self, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
@@ -69,7 +67,7 @@ class _Rows:
 
 
 def _attend(
-    products: MatrixProducts,
+    products: Matmul,
     buffers: SharedBuffers,
     layer: int,
     qkv: np.ndarray,
@@ -161,7 +159,7 @@ def _attention(
 
 
 def dense_attention(
-    products: MatrixProducts,
+    products: Matmul,
     service: int,
     buffers: SharedBuffers,
     shape: AttentionShape,
@@ -209,7 +207,7 @@ def dense_attention(
 
 
 def dense_head(
-    products: MatrixProducts,
+    products: Matmul,
     service: int,
     buffers: SharedBuffers,
     shape: AttentionShape,

@@ -77,17 +77,17 @@ class BundleReads:
             geometry.first_byte,
             geometry.num_neurons,
             geometry.gate_bytes,
-            geometry.rest_bytes,
+            geometry.up_down_bytes,
             piece_bytes,
         ]
         return NeuronFile(facts, layers, places, file.sums[layers, places])
 
-    def start(self, gates: NeuronSlots, rests: NeuronSlots, rows: RowBytes) -> None:
-        """Let threads read into `rows`; what came is noted in `gates` and `rests`.
+    def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
+        """Let threads read into `rows`; what came is noted in `gates` and `up_downs`.
 
         Errors:  ServiceError where they cannot be started
         """
-        self._into = gates.held, rests.held
+        self._into = gates.held, up_downs.held
         self._rows = rows
         is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
         if is_direct and not in_one_piece:
@@ -147,7 +147,7 @@ class BundleReads:
         for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
         # All of a layer is wanted, so what lies between is not much, or is other rows of the same.
-        gap = max(MAX_GAP, self._geometry.rest_bytes)
+        gap = max(MAX_GAP, self._geometry.up_down_bytes)
         if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap):
             raise ServiceError(self.failure())
 

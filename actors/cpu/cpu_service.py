@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.cpu.lazy_matmul import LateProducts
+from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_UP,
     OPERATION,
     ROUND,
-    SHIP,
+    SEND,
     decode_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
@@ -67,7 +67,7 @@ class CpuService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         dtypes = self.weight_dtypes()
-        self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
         self._places = layout.bundles(self._arena)[self.index]
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
@@ -90,8 +90,8 @@ class CpuService(Service):
 
         self._products.get()
 
-    def use_products(self, choice: ProductChoice) -> None:
-        """See `Service.use_products`."""
+    def use_matmul(self, choice: MatmulChoice) -> None:
+        """See `Service.use_matmul`."""
         self._products.choose(choice)
 
     def release(self) -> None:
@@ -135,7 +135,7 @@ class CpuService(Service):
     def answer_in_python(self) -> None:
         """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
         request = self.buffers.requests[self.index]
-        if request[OPERATION] == SHIP:
+        if request[OPERATION] == SEND:
             self._ship(int(request[LAYER]), int(request[ROUND]))
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
@@ -157,7 +157,7 @@ class CpuService(Service):
             partial,
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
-            await_rest=self.await_rest,
+            await_up_down=self.await_up_down,
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
@@ -165,7 +165,7 @@ class CpuService(Service):
         """Arrays with all neurons of the layer, and which of their layers it is."""
         return self.arrays, layer
 
-    def await_rest(self) -> None:
+    def await_up_down(self) -> None:
         """Return when up and down rows of `layer_arrays` are there. Errors: ServiceError."""
 
     def _ship(self, layer: int, number: int) -> None:

@@ -5,12 +5,12 @@ import numpy as np
 from hotcold.actors.cpu.thread_team import Then
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from hotcold.numba_kernels.prompt.quantized_matmul import products_kernel, quantize_kernel
+from hotcold.numba_kernels.prompt.quantized_matmul import matmul_kernel, quantize_kernel
 
 _ROWS = 8  # of which a thread has whole ones: as many as some tile takes side by side
 
 
-class IntegerProducts:
+class IntegerMatmul:
     """Each thread quantizes tokens and has rows of its own."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
@@ -37,6 +37,6 @@ class IntegerProducts:
 
         def multiply(thread: int) -> None:
             part = split_range(weights.shape[0], thread, self._num_threads, _ROWS)
-            products_kernel(weights, operand, out, *part)
+            matmul_kernel(weights, operand, out, *part)
 
         self._then(multiply)

@@ -12,37 +12,37 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 
 if TYPE_CHECKING:
-    from hotcold.actors.cpu.matmul import MatrixProducts
+    from hotcold.actors.cpu.matmul import Matmul
 
 
-class LateProducts:
-    """Makes a service's `MatrixProducts` at the first call of `get`, in any thread."""
+class LazyMatmul:
+    """Makes a service's `Matmul` at the first call of `get`, in any thread."""
 
     def __init__(
         self,
         num_threads: int,
         dtypes: Iterable[np.dtype],
         thread_cores: Sequence[Sequence[int]] = (),
-        choice: ProductChoice | None = None,
+        choice: MatmulChoice | None = None,
     ) -> None:
-        """As of `MatrixProducts`."""
+        """As of `Matmul`."""
         self._num_threads, self._thread_cores = num_threads, thread_cores
         self._dtypes = tuple(dict.fromkeys(dtypes))
         self._choice = choice
-        self._made: MatrixProducts | None = None
+        self._made: Matmul | None = None
         self._is_closed = False
         self._making = threading.Lock()
 
-    def get(self) -> MatrixProducts:
+    def get(self) -> Matmul:
         """The products; waits where another thread makes them. Errors: of importing torch."""
         with self._making:
             if self._made is None:
-                from hotcold.actors.cpu.matmul import MatrixProducts
+                from hotcold.actors.cpu.matmul import Matmul
 
-                self._made = MatrixProducts(
+                self._made = Matmul(
                     self._num_threads, self._dtypes, self._thread_cores, self._choice
                 )
             made = self._made
@@ -50,7 +50,7 @@ class LateProducts:
             made.close()
         return made
 
-    def choose(self, choice: ProductChoice) -> None:
+    def choose(self, choice: MatmulChoice) -> None:
         """Multiply as `choice` says from now on; returns once all is made for it."""
         with self._making:
             self._choice = choice

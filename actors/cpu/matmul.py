@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.integer_matmul import IntegerProducts
-from hotcold.actors.cpu.matmul_choice import choose_products
-from hotcold.actors.cpu.pair_matmul import PairProducts, WordProducts
+from hotcold.actors.cpu.integer_matmul import IntegerMatmul
+from hotcold.actors.cpu.matmul_choice import choose_matmul
+from hotcold.actors.cpu.pair_matmul import PairMatmul, WordMatmul
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
-from hotcold.actors.cpu.torch_matmul import TorchProducts
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.cpu.torch_matmul import TorchMatmul
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
@@ -64,7 +64,7 @@ class _RowShares:
             part(first, last)
 
 
-class MatrixProducts:
+class Matmul:
     """Products of a service's weights with the hidden states of many tokens."""
 
     def __init__(
@@ -72,7 +72,7 @@ class MatrixProducts:
         num_threads: int,
         dtypes: Sequence[np.dtype],
         thread_cores: ThreadCores = (),
-        choice: ProductChoice | None = None,
+        choice: MatmulChoice | None = None,
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
@@ -85,19 +85,19 @@ class MatrixProducts:
                 pin_thread(thread_cores[thread])
 
         self.num_threads = num_threads
-        self._choice = choose_products() if choice is None else choice
+        self._choice = choose_matmul() if choice is None else choice
         self._team = ThreadTeam(num_threads, begin)
         self._phases: list[Phase] = []
         self._scratch: list[np.ndarray] = []
         self._num_allocated = 0
-        self._torch = TorchProducts(num_threads, self.then)
-        self._pairs = PairProducts(num_threads, self.then)
-        self._words = WordProducts(num_threads, self.then)
-        self._integers = IntegerProducts(num_threads, self.then)
+        self._torch = TorchMatmul(num_threads, self.then)
+        self._pairs = PairMatmul(num_threads, self.then)
+        self._words = WordMatmul(num_threads, self.then)
+        self._integers = IntegerMatmul(num_threads, self.then)
         self._dtypes = dtypes
         self._try_out()
 
-    def choose(self, choice: ProductChoice) -> None:
+    def choose(self, choice: MatmulChoice) -> None:
         """Multiply as `choice` says from now on; between two products."""
         if choice != self._choice:
             self._choice = choice

@@ -24,13 +24,13 @@ import llvmlite.binding
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.pair_matmul import PairProducts, WordProducts
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.cpu.pair_matmul import PairMatmul, WordMatmul
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.model.files.whole_file import write_first
 from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.formats import Q8, row_items
-from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
-from hotcold.numba_kernels.ir.int16_ir import has_word_products
+from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
+from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
 from hotcold.numba_kernels.kernel_cache import cache_folder
 from hotcold.numba_kernels.load.convert import widen_kernel
 from hotcold.numba_kernels.own_cache import own_folder
@@ -45,7 +45,7 @@ _INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 _trying = threading.Lock()
 
 
-def choose_products() -> ProductChoice:
+def choose_matmul() -> MatmulChoice:
     """Time one thread's products of each kind; takes a tenth of a second, once all is compiled.
 
     Only the first time on this machine. Threads that ask at the same time get the same.
@@ -55,7 +55,7 @@ def choose_products() -> ProductChoice:
 
 
 @functools.cache
-def _choose() -> ProductChoice:
+def _choose() -> MatmulChoice:
     """What this machine has kept, else what is fastest, kept from now on."""
     try:
         path = _kept_path()
@@ -69,7 +69,7 @@ def _choose() -> ProductChoice:
     return found
 
 
-def _keep(path: Path, choice: ProductChoice) -> None:
+def _keep(path: Path, choice: MatmulChoice) -> None:
     """Write the choice, whole, unless somebody has kept one that can be read."""
     with suppress(OSError):
         if _read(path) is None:
@@ -88,17 +88,17 @@ def _kept_path() -> Path:
     return own_folder("products") / f"{digest}.json"
 
 
-def _read(path: Path) -> ProductChoice | None:
+def _read(path: Path) -> MatmulChoice | None:
     """What was kept; None where nothing was, or it is damaged."""
     try:
         values = json.loads(path.read_bytes())
-        found = ProductChoice(**values)
+        found = MatmulChoice(**values)
     except (OSError, ValueError, TypeError):
         return None
     return found if all(isinstance(value, bool) for value in values.values()) else None
 
 
-def _try() -> ProductChoice:
+def _try() -> MatmulChoice:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -113,13 +113,13 @@ def _try() -> ProductChoice:
     vectors, halves = x.numpy(), weights.to(torch.float16).numpy().view(np.uint16)
     integers_s = _fastest(lambda: gemv(rows, vectors))
     halves_s = _fastest(lambda: widen_kernel(halves, block, 0, _ROWS))
-    own_s = _own_s(PairProducts, has_pair_products(), vectors, halves)
+    own_s = _own_s(PairMatmul, has_pair_matmul(), vectors, halves)
     bfloat16 = min(narrow_s, own_s) * _CLEARLY < wide_s
-    has_words = has_word_products()
+    has_words = has_word_matmul()
     # Tokens are rounded once for all rows, which takes longer than to round them to bfloat16.
     more = np.tile(halves, (_MORE, 1))
-    words_s = _own_s(WordProducts, has_words and not bfloat16, vectors, more) / _MORE
-    return ProductChoice(
+    words_s = _own_s(WordMatmul, has_words and not bfloat16, vectors, more) / _MORE
+    return MatmulChoice(
         bfloat16=bfloat16,
         integers=integers_s < (widen_s + min(narrow_s, wide_s)) * _CLEARLY,
         own_bfloat16=own_s < (halves_s + narrow_s) * _CLEARLY,
@@ -129,7 +129,7 @@ def _try() -> ProductChoice:
 
 
 def _own_s(
-    kind: type[PairProducts] | type[WordProducts],
+    kind: type[PairMatmul] | type[WordMatmul],
     is_possible: bool,
     x: np.ndarray,
     weights: np.ndarray,

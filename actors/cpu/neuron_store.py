@@ -63,20 +63,21 @@ class NeuronStore:
         self._file, self._weights = file, weights
         ids, offsets = weights.neuron_ids, weights.offsets
         self._most = int(np.diff(offsets).max(initial=0))
-        num_gates, num_rests = (
-            max(self._most, min(ids.size, number)) for number in (share.num_gates, share.num_rests)
+        num_gates, num_up_downs = (
+            max(self._most, min(ids.size, number))
+            for number in (share.num_gates, share.num_up_downs)
         )
         self._num_threads = num_threads
         self._reads = BundleReads(file, weights, self._most, share.piece_bytes)
         located = self._reads.located
         norms = file.norms[located.layers, located.places] if has_down_norms else NO_NORMS
         self._down_norms = norms
-        self.arrays = self._new_arrays(num_gates, num_rests)
-        self.stored = self._new_stored(num_gates, num_rests, share, num_threads, predictors)
+        self.arrays = self._new_arrays(num_gates, num_up_downs)
+        self.stored = self._new_stored(num_gates, num_up_downs, share, num_threads, predictors)
         self._gates_stay = num_gates == ids.size
         self._slot_rows = self._new_row_bytes()
         self._asked_layer = _NO_LAYER
-        self._reads.start(self.stored.gates, self.stored.rests, self._slot_rows)
+        self._reads.start(self.stored.gates, self.stored.up_downs, self._slot_rows)
         self._try_layers()
         try:
             self._fill(share.rates, on_bytes)
@@ -84,7 +85,7 @@ class NeuronStore:
             self.close()
             raise
 
-    def _new_arrays(self, num_gates: int, num_rests: int) -> FfnArrays:
+    def _new_arrays(self, num_gates: int, num_up_downs: int) -> FfnArrays:
         """For the slots; memory is taken when they are filled."""
         geometry, weights = self._file.geometry, self._weights
         dtypes = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
@@ -99,18 +100,18 @@ class NeuronStore:
         return FfnArrays(
             weights.offsets,
             rows(num_gates, geometry.gate_row_bytes, dtypes[0]),
-            rows(num_rests if up_bytes else 0, up_bytes or geometry.gate_row_bytes, dtypes[0]),
-            rows(num_rests, geometry.down_row_bytes, dtypes[1]),
+            rows(num_up_downs if up_bytes else 0, up_bytes or geometry.gate_row_bytes, dtypes[0]),
+            rows(num_up_downs, geometry.down_row_bytes, dtypes[1]),
             floats(num_gates, weights.gate_bias),
-            floats(num_rests, weights.up_bias),
+            floats(num_up_downs, weights.up_bias),
             weights.down_bias,
-            floats(num_rests, self._down_norms),
+            floats(num_up_downs, self._down_norms),
         )
 
     def _new_stored(
         self,
         num_gates: int,
-        num_rests: int,
+        num_up_downs: int,
         share: OffloadedShare,
         num_threads: int,
         predictors: SignPredictors | None,
@@ -125,7 +126,7 @@ class NeuronStore:
         ]
         num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
         # Two layers' may be under way, and none may take a slot that this layer needs.
-        spare = num_rests - self._most
+        spare = num_up_downs - self._most
         if num_gates < num_neurons:
             spare = min(spare, num_gates - self._most)
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
@@ -136,14 +137,14 @@ class NeuronStore:
             down_norms=self._down_norms,
             file=self._reads.located,
             gates=new_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
-            rests=new_slots(rates, num_rests),
+            up_downs=new_slots(rates, num_up_downs),
             queue=self._reads.queue,
             ahead=new_read_ahead(predictors, num_threads, min(_MAX_AHEAD, spare // 2)),
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
             gate_slots=np.zeros(self._most, np.int32),
             late=np.zeros(self._most, np.int32),
-            rest_slots=np.zeros((num_threads, self._most), np.int32),
+            up_down_slots=np.zeros((num_threads, self._most), np.int32),
             to_come=np.zeros((num_threads, self._most), np.int32),
             missing=np.zeros(self._most, np.int32),
             options=options,
@@ -159,24 +160,24 @@ class NeuronStore:
 
         gate, up, down = self.arrays[1:4]
         up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
-        slots = self.stored.gates.slot_of, self.stored.rests.slot_of
+        slots = self.stored.gates.slot_of, self.stored.up_downs.slot_of
         return RowBytes(rows(gate), up_bytes, rows(down), *slots)
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
         """Read all gates where they stay; what is wanted most else, if that is known."""
-        geometry, (gates, rests) = self._file.geometry, (self.stored.gates, self.stored.rests)
+        geometry, (gates, up_downs) = self._file.geometry, (self.stored.gates, self.stored.up_downs)
         chosen = np.zeros(self._weights.neuron_ids.size, np.uint8)  # which parts of each neuron
         if self._gates_stay:
             self._choose(chosen, GATE, gates, np.arange(chosen.size, dtype=np.int32))
         elif rates.size:
             self._choose(chosen, GATE, gates, _highest(rates, gates.row_of.size))
         if rates.size:
-            self._choose(chosen, REST, rests, _highest(rates, rests.row_of.size))
+            self._choose(chosen, REST, up_downs, _highest(rates, up_downs.row_of.size))
         weights, arrays = self._weights, self.arrays
         for own, all_of, slots in (
             (arrays.gate_bias, weights.gate_bias, gates),
-            (arrays.up_bias, weights.up_bias, rests),
-            (arrays.down_norms, self._down_norms, rests),
+            (arrays.up_bias, weights.up_bias, up_downs),
+            (arrays.down_norms, self._down_norms, up_downs),
         ):
             if own.size:
                 held = np.flatnonzero(slots.slot_of >= 0)
@@ -185,8 +186,10 @@ class NeuronStore:
             rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
             self._reads.read(rows, chosen[rows])
             num_gates = int(np.count_nonzero(chosen[rows] & GATE))
-            num_rests = int(np.count_nonzero(chosen[rows] & REST))
-            on_bytes(num_gates * geometry.gate_row_bytes + num_rests * geometry.rest_row_bytes)
+            num_up_downs = int(np.count_nonzero(chosen[rows] & REST))
+            on_bytes(
+                num_gates * geometry.gate_row_bytes + num_up_downs * geometry.up_down_row_bytes
+            )
 
     @staticmethod
     def _choose(chosen: np.ndarray, part: int, slots: NeuronSlots, rows: np.ndarray) -> None:
@@ -213,11 +216,11 @@ class NeuronStore:
         A step that comes before takes back what has not been begun.
         """
         self._ask_for_layer(layer)
-        self._asked_layer = layer, int(self.stored.rests.state[EPOCH])
+        self._asked_layer = layer, int(self.stored.up_downs.state[EPOCH])
 
     def _ask_for_layer(self, layer: int) -> None:
         # All of the layer is wanted: what lies between is not much, or is other rows of the same.
-        gap = max(MAX_GAP, self._file.geometry.rest_bytes)
+        gap = max(MAX_GAP, self._file.geometry.up_down_bytes)
         settle_reads(self.stored)
         layer_rows = self._layer_rows()[layer]
         ask_for_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)
@@ -225,23 +228,23 @@ class NeuronStore:
     @property
     def _bases(self) -> tuple[int, int]:
         """The slots of a layer's first gate and first rest, where it lies side by side."""
-        gates, rests = self.stored.gates, self.stored.rests
-        return gates.row_of.size - self._most, rests.row_of.size - self._most
+        gates, up_downs = self.stored.gates, self.stored.up_downs
+        return gates.row_of.size - self._most, up_downs.row_of.size - self._most
 
     @property
     def _copied(self) -> tuple[RowBytes, NeuronSlots, NeuronSlots]:
-        return self._slot_rows, self.stored.gates, self.stored.rests
+        return self._slot_rows, self.stored.gates, self.stored.up_downs
 
     def layer_arrays(self, layer: int, together: Together) -> FfnArrays:
         """All of a layer's neurons, as one layer, until the next request.
 
         They lie side by side in the last slots; `together` has all threads copy what is in others.
-        Where gates stay, `await_rest` comes before up and down rows are looked at.
+        Where gates stay, `await_up_down` comes before up and down rows are looked at.
         Errors:  ServiceError
         """
         first, last = self._layer_rows()[layer]
         size, (gate_base, base) = last - first, self._bases
-        if self._asked_layer != (layer, int(self.stored.rests.state[EPOCH])):
+        if self._asked_layer != (layer, int(self.stored.up_downs.state[EPOCH])):
             self._ask_for_layer(layer)
         self._asked_layer = _NO_LAYER
 
@@ -251,7 +254,7 @@ class NeuronStore:
 
         together(copy)
         if not self._gates_stay:
-            self.await_rest()
+            self.await_up_down()
         weights = self._weights
 
         def part(bias: np.ndarray) -> np.ndarray:
@@ -276,7 +279,7 @@ class NeuronStore:
             ahead = ahead._replace(predictors=ahead.predictors._replace(bits=bits))
             self.stored = self.stored._replace(ahead=ahead)
 
-    def await_rest(self) -> None:
+    def await_up_down(self) -> None:
         """Return when all of the layer of `layer_arrays` has come. Errors: ServiceError."""
         if not await_layer(self.stored):
             raise ServiceError(self.failure())

@@ -21,7 +21,7 @@ from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
-from hotcold.numba_kernels.storage.serve_offloaded import serve_stored_ffn
+from hotcold.numba_kernels.storage.serve_offloaded import serve_offloaded_ffn
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
@@ -29,7 +29,7 @@ from hotcold.predictors.read_ahead import shard_predictors
 class OffloadedCpuService(CpuService):
     """`CpuService` over a `NeuronStore`."""
 
-    loop = staticmethod(serve_stored_ffn)
+    loop = staticmethod(serve_offloaded_ffn)
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class OffloadedCpuService(CpuService):
         function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
-        """See `load_stored_service`."""
+        """See `load_offloaded_service`."""
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
         self.store, self.loop_arrays = store, store.stored
 
@@ -60,7 +60,7 @@ class OffloadedCpuService(CpuService):
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
 
-        Up and down rows may still be on their way: see `await_rest`.
+        Up and down rows may still be on their way: see `await_up_down`.
         """
 
         def together(phase: Callable[[int], None]) -> None:
@@ -69,9 +69,9 @@ class OffloadedCpuService(CpuService):
 
         return self.store.layer_arrays(layer, together), 0
 
-    def await_rest(self) -> None:
-        """See `CpuService.await_rest`."""
-        self.store.await_rest()
+    def await_up_down(self) -> None:
+        """See `CpuService.await_up_down`."""
+        self.store.await_up_down()
 
     def explain(self, service: int) -> str:
         """What became of a read, if the last one failed; else as `Service.explain`."""
@@ -83,7 +83,7 @@ class OffloadedCpuService(CpuService):
         self.store.close()
 
 
-def load_stored_service(
+def load_offloaded_service(
     path: Path,
     config: ModelConfig,
     index: int,

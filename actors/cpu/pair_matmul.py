@@ -45,7 +45,7 @@ class _Space:
         return self._items[:count].reshape(shape)
 
 
-class PairProducts:
+class PairMatmul:
     """Products of bfloat16.
 
     Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
@@ -98,11 +98,11 @@ class PairProducts:
         self._then(multiply)
 
 
-class WordProducts:
+class WordMatmul:
     """Products of int16 with scales; each thread has rows, and a buffer of its own."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
-        """See `PairProducts`."""
+        """See `PairMatmul`."""
         self._num_threads, self._then = num_threads, then
         self._buffers = _buffers(int16_matmul.BUFFER_PAIRS, num_threads)
         self._tokens, self._scales, self._sums = (
@@ -123,7 +123,7 @@ class WordProducts:
         return Words(tokens, scales)
 
     def linear(self, operand: Words, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T; see `PairProducts.linear`."""
+        """out = x @ weights.T; see `PairMatmul.linear`."""
         groups = operand.tokens.shape[0]
         sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS, groups, LANES)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.actors.cpu.matmul import Matmul
 from hotcold.model.torch_activations import activated, activated_up
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.decode.activations import Activation
@@ -32,7 +32,7 @@ _FEW = 0.18
 
 
 def prompt_ffn(
-    products: MatrixProducts,
+    products: Matmul,
     arrays: FfnArrays | DenseFfnArrays,
     layer: int,
     x: np.ndarray,
@@ -41,13 +41,13 @@ def prompt_ffn(
     *,
     skip_silent: bool,
     counts: np.ndarray | None = None,
-    await_rest: Callable[[], None] = lambda: None,
+    await_up_down: Callable[[], None] = lambda: None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
-    tokens for which neuron n's activation is not 0; with drelu also its up product. `await_rest`
+    tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are there; gates are at once, and are multiplied before where
     products need not be asked for together.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
@@ -83,13 +83,13 @@ def prompt_ffn(
 
     with products.at_once():
         if scales_at_once or not waits:
-            await_rest()
+            await_up_down()
         products.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
         products.then_rows(len(x), activate)
         if waits:
             products.run()
             if not scales_at_once:
-                await_rest()
+                await_up_down()
         if counts is not None:
             torch.from_numpy(counts).add_((h != 0).sum(dim=0))
         by_neurons = isinstance(arrays, FfnArrays)
@@ -109,7 +109,7 @@ def prompt_ffn(
 
 
 def _add_fired(
-    products: MatrixProducts,
+    products: Matmul,
     up: np.ndarray,
     up_bias: np.ndarray,
     down: np.ndarray,

@@ -26,7 +26,7 @@ def as_tensor(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits)
 
 
-class TorchProducts:
+class TorchMatmul:
     """Products in bfloat16 or float32; each thread has rows, and a buffer of its own."""
 
     def __init__(self, num_threads: int, then: Then) -> None:

@@ -99,12 +99,12 @@ class Driver:
         system: SystemConfig,
         exchange: Exchange,
         shards: Sequence[Sequence[np.ndarray]] = (),
-        prepare_products: Callable[[], None] = lambda: None,
+        prepare_matmul: Callable[[], None] = lambda: None,
     ) -> None:
         """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
 
         Neurons that none of them holds are hot ones of the GPU service; without shards there are
-        none. `prepare_products` is called by the engine's thread before services multiply matrices.
+        none. `prepare_matmul` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
         self._system, self._shards = system, shards
@@ -124,7 +124,7 @@ class Driver:
         bos_id = self.generator.prompts.bos_id
         self._profiling = ProfilingEngine(config, embedding, exchange, bos_id, num_hot)
         self._trials = ThresholdTrials(engine)
-        engine.prepare_products = self._profiling.prepare_products = prepare_products
+        engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()

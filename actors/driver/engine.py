@@ -79,7 +79,7 @@ class Engine:
         self.predictor = predictor
         self._thresholds = thresholds or _own_thresholds(config, mode)
         # Called before steps that services answer by matrix products, which they may not have yet.
-        self.prepare_products: Callable[[], None] = lambda: None
+        self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.use_services(np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot)
@@ -156,7 +156,7 @@ class Engine:
         """Put a step's tokens where the layers find them. Shapes: (T,) each."""
         num_tokens = len(token_ids)
         if self._multiplies(num_tokens):
-            self.prepare_products()
+            self.prepare_matmul()
         buffers = self.exchange.buffers
         buffers.positions[:num_tokens] = positions
         buffers.slots[:num_tokens] = slots
@@ -190,7 +190,7 @@ class Engine:
         own_ffn, read = self._asks_ffn(num_tokens), INPUTS[self._predictor_input()]
         begin_layers(layer_state, layers, num_tokens, predicts, own_ffn, read)
         while reason := run_layers(
-            layer_state, exchange.asking, exchange.buffers, self._facts, team
+            layer_state, exchange.request_state, exchange.buffers, self._facts, team
         ):
             self._come_back(reason, int(layer_state[layer_loop.AT_LAYER]), num_tokens)
         self.times.add_layers(layer_state)

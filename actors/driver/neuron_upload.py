@@ -17,7 +17,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     ROUND,
-    SHIP,
+    SEND,
     STREAM,
 )
 
@@ -29,7 +29,7 @@ def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens
     buffers = exchange.buffers
     services = range(buffers.requests.shape[0])
     buffers.requests[:, LAYER], buffers.requests[:, NUM_TOKENS] = layer, num_tokens
-    buffers.requests[0, OPERATION], buffers.requests[1:, OPERATION] = STREAM, SHIP
+    buffers.requests[0, OPERATION], buffers.requests[1:, OPERATION] = STREAM, SEND
     number, num_rounds = 0, _UNKNOWN
     while num_rounds == _UNKNOWN or number <= num_rounds:
         buffers.requests[:, ROUND] = number

@@ -41,14 +41,14 @@ _PAGES = "page_tables"  # a row for each slot
 
 
 @dataclass(frozen=True)
-class Question:
+class ServiceRequest:
     """A request and the arrays that it reads, cut to the tokens asked."""
 
     words: np.ndarray
     inputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, buffers: SharedBuffers, service: int) -> "Question":
+    def read(cls, buffers: SharedBuffers, service: int) -> "ServiceRequest":
         """What the buffers ask of `service`."""
         words = buffers.requests[service].copy()
         num_tokens = int(words[NUM_TOKENS])
@@ -76,14 +76,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServiceReply:
     """A reply and the arrays that the service wrote."""
 
     words: np.ndarray
     outputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, buffers: SharedBuffers, service: int) -> "Answer":
+    def read(cls, buffers: SharedBuffers, service: int) -> "ServiceReply":
         """What is in the buffers after `service` has answered."""
         outputs = {name: view.copy() for name, view in _outputs(buffers, service).items()}
         return cls(buffers.replies[service].copy(), outputs)
@@ -118,12 +118,15 @@ class CallExchange:
         self._watch = watch
         self._names = names
         self._handles = handles
-        self.asking, self.next_number = NO_DOORBELLS, 0
+        self.request_state, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         """Call all, wait for all. See `Exchange.ask`."""
         started = time.monotonic_ns()
-        refs = {self._handles[s].answer.remote(Question.read(self.buffers, s)): s for s in services}
+        refs = {
+            self._handles[s].answer.remote(ServiceRequest.read(self.buffers, s)): s
+            for s in services
+        }
         pending: list[Any] = list(refs)
         failure: HotcoldError | None = None  # told when nobody works on the request any more
         num_polls = 0
@@ -157,7 +160,7 @@ class CallExchange:
 
     def _collect(self, ref: Any, service: int) -> None:
         try:
-            answer: Answer = ray.get(ref)
+            answer: ServiceReply = ray.get(ref)
         except ray.exceptions.RayError as error:
             told = service_error(f"{self._names[service]} service", error)
             if isinstance(told, AnswerFailed):

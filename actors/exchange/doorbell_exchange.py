@@ -21,9 +21,9 @@ from hotcold.numba_kernels.serve.mailbox import (
     STATUS,
     TIMEOUT_NS,
     SharedBuffers,
-    ask_services,
     await_all,
-    new_asking,
+    new_request_state,
+    send_requests,
 )
 
 
@@ -36,8 +36,8 @@ class Exchange(Protocol):
         ...
 
     @property
-    def asking(self) -> np.ndarray:
-        """For `ask_services` of compiled code, which may ask so too; else NO_DOORBELLS."""
+    def request_state(self) -> np.ndarray:
+        """For `send_requests` of compiled code, which may ask so too; else NO_DOORBELLS."""
         ...
 
     @property
@@ -89,27 +89,31 @@ class ArenaExchange:
     ) -> None:
         """`first_number` is that of the first request; services start having seen none."""
         self.buffers = buffers
-        self.asking = new_asking(first_number, POLL_NS)
+        self.request_state = new_request_state(first_number, POLL_NS)
         self._watch = watch
 
     @property
     def next_number(self) -> int:
         """See `Exchange.next_number`."""
-        return int(self.asking[NEXT_NUMBER])
+        return int(self.request_state[NEXT_NUMBER])
 
     def ask(self, services: Sequence[int]) -> int:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
         started = time.monotonic_ns()
         buffers, asked = self.buffers, np.asarray(services, np.int64)
-        if not ask_services(self.asking, buffers.cells, buffers.replies, asked):
+        if not send_requests(self.request_state, buffers.cells, buffers.replies, asked):
             self.resume(services)
         return time.monotonic_ns() - started
 
     def resume(self, services: Sequence[int]) -> int:
         """See `Exchange.resume`."""
         started = time.monotonic_ns()
-        cells, number, timeout_ns = self.buffers.cells, self.asking[NUMBER], self.asking[TIMEOUT_NS]
-        asked, answered = np.asarray(services, np.int64), int(self.asking[NUM_DONE])
+        cells, number, timeout_ns = (
+            self.buffers.cells,
+            self.request_state[NUMBER],
+            self.request_state[TIMEOUT_NS],
+        )
+        asked, answered = np.asarray(services, np.int64), int(self.request_state[NUM_DONE])
         lost, num_polls = None, 0
         while answered < asked.size:
             num_polls += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.exchange.watch import POLL_S, RELAY_POLLS, STARTING_POLLS, Pulse
@@ -85,7 +85,7 @@ class HostsExchange:
         self.buffers: SharedBuffers = local.buffers
         self._local = local
         self._relays = relays
-        self.asking = NO_DOORBELLS  # of all services
+        self.request_state = NO_DOORBELLS  # of all services
         self._remote = {service for relay in relays for service in relay.services}
 
     @property
@@ -119,7 +119,7 @@ class HostsExchange:
             failure = error
         for relay, call in calls:
             try:
-                answers: dict[int, Answer] = relay.result(call)
+                answers: dict[int, ServiceReply] = relay.result(call)
             except RequestError as error:
                 failure = failure or error
             except ServiceLost as error:
@@ -136,7 +136,7 @@ class HostsExchange:
         calls = []
         for relay in self._relays:
             asked = [service for service in relay.services if service in services]
-            questions = {service: Question.read(self.buffers, service) for service in asked}
+            questions = {service: ServiceRequest.read(self.buffers, service) for service in asked}
             for service in asked[1:]:
                 questions[service].inputs.pop(_OF_ALL, None)
             if asked:

@@ -51,9 +51,9 @@ class RecoveringExchange:
         return self.inner.buffers
 
     @property
-    def asking(self) -> np.ndarray:
-        """See `Exchange.asking`."""
-        return self.inner.asking
+    def request_state(self) -> np.ndarray:
+        """See `Exchange.request_state`."""
+        return self.inner.request_state
 
     @property
     def next_number(self) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
 from hotcold.numba_kernels.serve.mailbox import (
@@ -33,7 +33,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     cell,
     finish_request,
 )
-from hotcold.placement.machine.core_affinity import CoreKeeper, Delays
+from hotcold.placement.machine.core_affinity import CoreAffinity, Delays
 from hotcold.placement.machine.pinning import pin_thread
 
 
@@ -50,7 +50,7 @@ class Service(ABC):
         self.index = index
         self.num_threads = num_threads
         self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
-        self.keeper: CoreKeeper | None = None  # of threads that are not pinned
+        self.keeper: CoreAffinity | None = None  # of threads that are not pinned
         self.device_name = "cpu"
         self.last_error = ""
         self._broken = False
@@ -60,11 +60,11 @@ class Service(ABC):
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
-        """Answer requests after number `seen` until one is Python's; return its number."""
+        """ServiceReply requests after number `seen` until one is Python's; return its number."""
 
     @abstractmethod
     def answer_in_python(self) -> None:
-        """Answer the request in the mailbox that the compiled loop left to Python."""
+        """ServiceReply the request in the mailbox that the compiled loop left to Python."""
 
     @abstractmethod
     def prepare(self, layout: ArenaLayout) -> None:
@@ -82,7 +82,7 @@ class Service(ABC):
         """
 
     @abstractmethod
-    def use_products(self, choice: ProductChoice) -> None:
+    def use_matmul(self, choice: MatmulChoice) -> None:
         """Multiply long prompts as `choice` says; called while none is being answered."""
 
     def attach(
@@ -109,7 +109,7 @@ class Service(ABC):
         if self.keeper is not None:
             self._keep(self.keeper)
 
-    def _keep(self, keeper: CoreKeeper) -> None:
+    def _keep(self, keeper: CoreAffinity) -> None:
         """Let the keeper look after the threads for as long as they serve this arena."""
         ended = self._ended = threading.Event()
         cells, reply = self.buffers.cells, self.buffers.replies[self.index]
@@ -130,13 +130,13 @@ class Service(ABC):
             target=keeper.watch, args=(await_work, delays), name="keeper", daemon=True
         ).start()
 
-    def answer(self, question: Question) -> Answer:
-        """Answer a question that came as an actor call, through this process's own arena."""
+    def answer(self, question: ServiceRequest) -> ServiceReply:
+        """ServiceReply a question that came as an actor call, through this process's own arena."""
         if self._calls is None:
             self._calls = ArenaExchange(self.buffers, self)
         question.write(self.buffers, self.index)
         self._calls.ask([self.index])
-        return Answer.read(self.buffers, self.index)
+        return ServiceReply.read(self.buffers, self.index)
 
     def try_out(self) -> None:
         """Let the threads answer an empty question; returns once their compiled loops run.

@@ -32,7 +32,7 @@ from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
-from hotcold.actors.setup.storage import stored_share
+from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.current_folder import environment_of_python
@@ -43,7 +43,7 @@ from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.kernel_cache import cache_folder
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
-from hotcold.placement.machine.core_affinity import CoreKeeper
+from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
 _SET_DEATH_SIGNAL = 1  # of prctl(2)
@@ -146,14 +146,14 @@ def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """A CPU service that has as little in memory as one can: neurons of a layer's number."""
-    from hotcold.actors.cpu.offloaded_service import load_stored_service
+    from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
     path, predictors = Path(spec.model_path), spec.storage.predictors
-    share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+    share = offloaded_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
-    share = replace(share, num_gates=most, num_rests=most, rates=np.ones(total, np.float32))
-    return load_stored_service(
+    share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
+    return load_offloaded_service(
         path,
         config,
         spec.index,
@@ -180,7 +180,7 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
     for spec in specs if indices is None else [specs[index] for index in indices]:
         service = (_cpu_service if spec.index else _gpu_service)(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
-        service.keeper = CoreKeeper(cores) if cores else None
+        service.keeper = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
@@ -190,15 +190,15 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
 
 def rehearse(system: SystemConfig) -> None:
     """Go through what the processes of such a system will. Errors: HotcoldError."""
-    from hotcold.actors.cpu.matmul_choice import choose_products
+    from hotcold.actors.cpu.matmul_choice import choose_matmul
     from hotcold.actors.driver.driver import Driver
 
     services, shards, buffers = _begun(system)
 
     def prepare() -> None:
-        choice = system.products or choose_products()
+        choice = system.products or choose_matmul()
         for service in services:
-            service.use_products(choice)
+            service.use_matmul(choice)
 
     driver = Driver(system, ArenaExchange(buffers, _Threads(services)), shards, prepare)
     engine, length = driver.engine, driver.generator.context_length

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.places import withdraw_request
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
@@ -29,14 +29,14 @@ class RelayActor:
         self._exchange = ArenaExchange(layout.buffers(arena), self._watch)
         return [self._arena_ref]
 
-    def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:
+    def answer(self, questions: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
         """Ask the services that have a question, by their numbers. Errors: as in `Exchange.ask`."""
         exchange = self._require_exchange()
         buffers = exchange.buffers
         for service, question in questions.items():
             question.write(buffers, service)
         exchange.ask(list(questions))
-        return {service: Answer.read(buffers, service) for service in questions}
+        return {service: ServiceReply.read(buffers, service) for service in questions}
 
     def expect(self, service: int, pid: int) -> None:
         """The service is in process `pid` of this host, which has been asked nothing yet."""

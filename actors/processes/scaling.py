@@ -89,7 +89,7 @@ class CpuServiceChange:
         new, products = self._new, self._services.system.products
         new.replacer.take_over(0, self._services.connection.replacer)
         if products is not None and new.system.products is None:
-            new.use_products(products, new.cpu_services)
+            new.use_matmul(products, new.cpu_services)
             new.system = replace(new.system, products=products)
 
     def move(self) -> None:
@@ -117,7 +117,7 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig
             "a system with neurons on storage cannot be scaled while it serves; "
             "start anew with --cpu-actors"
         )
-    if system.down_by_outputs and num_cpu_actors > num_units(config):
+    if system.down_transposed and num_cpu_actors > num_units(config):
         raise UsageError(
             f"{num_cpu_actors} CPU services are too many for this model's FFN as its file has it, "
             f"{num_units(config)} are the most; start anew with --cpu-actors {num_cpu_actors}"

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.processes.freed_memory import give_back_freed_memory
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.processes.service_loading import Loader, service_loader
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.host_files import (
     named_host,
     require_room,
@@ -32,7 +32,7 @@ from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
-from hotcold.placement.machine.core_affinity import CoreKeeper
+from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.first_touch import FirstTouch
 from hotcold.placement.machine.pinning import find_cores, find_place, pin_process, settle_thread
 
@@ -111,19 +111,19 @@ class ServiceActor:
             service.thread_cores = self._place.thread_cores
         elif self.spec.share is not None and self.spec.gpu is None:
             cores = find_cores(self.spec.share, self.spec.num_threads)
-            service.keeper = CoreKeeper(cores) if cores else None
+            service.keeper = CoreAffinity(cores) if cores else None
         self._service = service
 
-    def choose_products(self) -> ProductChoice:
+    def choose_matmul(self) -> MatmulChoice:
         """How this process would best multiply long prompts; it tries."""
-        from hotcold.actors.cpu.matmul_choice import choose_products
+        from hotcold.actors.cpu.matmul_choice import choose_matmul
 
-        return choose_products()
+        return choose_matmul()
 
-    def use_products(self, choice: ProductChoice) -> None:
+    def use_matmul(self, choice: MatmulChoice) -> None:
         """Multiply long prompts as `choice` says; returns once it is ready to."""
         self._settle(0)
-        self._require_service().use_products(choice)
+        self._require_service().use_matmul(choice)
 
     def prepare_prompts(self) -> None:
         """Begin in the background what only long prompts need; what fails, fails there again."""
@@ -218,12 +218,12 @@ class ServiceActor:
         service = self._require_service()
         return service.explain(self.spec.index)
 
-    def answer(self, question: Question) -> Answer:
-        """Answer a request that came as an actor call."""
+    def answer(self, question: ServiceRequest) -> ServiceReply:
+        """ServiceReply a request that came as an actor call."""
         return self._require_service().answer(question)
 
     def try_out(self) -> None:
-        """Answer an empty question; see `Service.try_out`. Errors: ServiceError."""
+        """ServiceReply an empty question; see `Service.try_out`. Errors: ServiceError."""
         self._require_service().try_out()
 
     def join(self, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.host_files import own_predictors
-from hotcold.actors.setup.storage import stored_share
+from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
@@ -30,7 +30,7 @@ def service_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | N
         return _attention_loader(spec, config, touch)
     if spec.storage is not None:
         return _stored_loader(spec, config, spec.storage)
-    if spec.down_by_outputs:
+    if spec.down_transposed:
         return _dense_loader(spec, config, touch)
     return _cold_loader(spec, config, touch)
 
@@ -91,11 +91,11 @@ def _dense_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | No
 
 
 def _stored_loader(spec: ServiceSpec, config: ModelConfig, storage: NeuronStorage) -> Loader:
-    from hotcold.actors.cpu.offloaded_service import load_stored_service
+    from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     path = Path(spec.model_path)
-    share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
-    return lambda on_bytes: load_stored_service(
+    share = offloaded_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+    return lambda on_bytes: load_offloaded_service(
         path,
         config,
         spec.index,

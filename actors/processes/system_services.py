@@ -141,7 +141,7 @@ class SystemServices:
             from hotcold.actors.driver.driver import Driver
 
             shards = self.connection.shards
-            self._driver = Driver(self.system, self.exchange, shards, self.prepare_products)
+            self._driver = Driver(self.system, self.exchange, shards, self.prepare_matmul)
             self.connection.ready()
             self.exchange.start()
             if self.system.auto_mode:
@@ -190,14 +190,14 @@ class SystemServices:
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
         self.connection.find(self.connection.services)
 
-    def prepare_products(self) -> None:
+    def prepare_matmul(self) -> None:
         """Let the services agree how they multiply; in the engine's thread, for the system's life.
 
         Errors:  RequestError where one cannot, CacheLost after the GPU service was replaced
         """
         while self.system.products is None:
             try:
-                choice = self.connection.agree_on_products()
+                choice = self.connection.agree_on_matmul()
             except ServiceLost as error:
                 self.exchange.renew(error.service, cause_of(error))
             else:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hotcold.actors.protocol.arena import ArenaLayout
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-    from hotcold.actors.protocol.step_sizes import ProductChoice
+    from hotcold.actors.protocol.step_sizes import MatmulChoice
     from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
@@ -42,7 +42,7 @@ class SystemConfig:
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
     thresholds_path: str = ""  # of the mode "threshold"
-    down_by_outputs: bool = False  # CPU services hold down projections as the file has them
+    down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
     plan_path: str = ""  # where neurons go; dealt in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
@@ -56,7 +56,7 @@ class SystemConfig:
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
-    products: ProductChoice | None = None  # None: what the services agree on once they have loaded
+    products: MatmulChoice | None = None  # None: what the services agree on once they have loaded
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
 
 
@@ -103,7 +103,7 @@ class ServiceSpec:
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
     has_down_norms: bool = False  # as of SystemConfig
-    down_by_outputs: bool = False  # the neurons are a run then, cut at multiples of a block
+    down_transposed: bool = False  # the neurons are a run then, cut at multiples of a block
     # Of the model when the system started: the state of its files, or, with `has_own_files`, their
     # content; "": any.
     model_digest: str = ""

@@ -21,7 +21,7 @@ class NeuronStorage:
 
     path: str
     num_gates: int  # of which the gate row is
-    num_rests: int  # of which the up and down rows are
+    num_up_downs: int  # of which the up and down rows are
     predictors: str = ""  # file: by these the next layer's neurons are read ahead
     predictor_words: int = 0  # of their bits, where the driver's lie in the arena for services too
     without: tuple[str, ...] = ()  # of PARTS: what a benchmark leaves out, to see what it gains
@@ -34,8 +34,8 @@ class NeuronStorage:
 class OffloadedShare:
     """What one service has of it.
 
-    num_gates, num_rests: neurons of which the gate row, the up and down rows are in memory; rates
-    (N,) float32: how often each neuron of the shard fires, (0,) where that is not known;
+    num_gates, num_up_downs: neurons of which the gate row, the up and down rows are in memory;
+    rates (N,) float32: how often each neuron of the shard fires, (0,) where that is not known;
     reads_whole: a bundle is read at once where a predictor asks for its gate; spans: most bytes of
     a read, most bytes between neighbours
     For benchmarks alone: piece_bytes, unless 0, is all that a read of the file takes; forgets:
@@ -43,7 +43,7 @@ class OffloadedShare:
     """
 
     num_gates: int
-    num_rests: int
+    num_up_downs: int
     rates: np.ndarray = field(default_factory=lambda: _NO_RATES)
     reads_whole: bool = True
     most_bytes: int = READ_BYTES

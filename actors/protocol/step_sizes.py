@@ -9,7 +9,7 @@ KERNEL_TOKENS = 32
 MATRIX_TOKENS = KERNEL_TOKENS + 1
 
 
-class ProductChoice(NamedTuple):
+class MatmulChoice(NamedTuple):
     """How long prompts are multiplied.
 
     bfloat16: 16-bit weights multiply in bfloat16, else in float32

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 
 
 def system_as_json(system: SystemConfig) -> bytes:
@@ -23,5 +23,5 @@ def system_of_json(text: bytes) -> SystemConfig:
     if storage is not None:
         values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
     if products is not None:
-        values["products"] = ProductChoice(*products)
+        values["products"] = MatmulChoice(*products)
     return SystemConfig(**values | {"hosts": tuple(values["hosts"])})

@@ -19,7 +19,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.shared_memory import put_arena
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.hosts import SpawnRelay, start_relays
 from hotcold.actors.setup.partition import require_partition
 from hotcold.model.config.model_config import ModelConfig
@@ -86,22 +86,22 @@ class Connection:
         """Ask all services what they hold; each neuron has to be in one. Errors: ServiceError."""
         require_partition(config, self.call_each("held_neurons"))
 
-    def agree_on_products(self) -> ProductChoice:
+    def agree_on_matmul(self) -> MatmulChoice:
         """How all services multiply long prompts from now on, also those that come in their place.
 
         Each found out by trying; a fresh process might find otherwise, and round otherwise.
         Errors:  ServiceLost of one that died or is stuck; RequestError of one that cannot
         """
-        choices: list[ProductChoice] = self._call_compiling("choose_products", self.services)
-        choice = ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
-        self.use_products(choice, self.services)
+        choices: list[MatmulChoice] = self._call_compiling("choose_matmul", self.services)
+        choice = MatmulChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
+        self.use_matmul(choice, self.services)
         return choice
 
-    def use_products(self, choice: ProductChoice, services: Sequence[int]) -> None:
+    def use_matmul(self, choice: MatmulChoice, services: Sequence[int]) -> None:
         """Let `services` multiply so, and all that come in a service's place. Errors: as above."""
         self._layout = replace(self._layout, products=choice)
         self.replacer.change_layout(self._layout)
-        self._call_compiling("use_products", services, choice)
+        self._call_compiling("use_matmul", services, choice)
 
     def _call_compiling(self, method: str, services: Sequence[int], *arguments: Any) -> list[Any]:
         """Call a method that may compile kernels. Errors: ServiceLost, RequestError."""

@@ -89,13 +89,13 @@ def require_room(spec: ServiceSpec, num_bytes: int) -> None:
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: HotcoldError of a damaged checkpoint."""
     checkpoint = Checkpoint(Path(spec.model_path))
-    has_gpu, by_outputs = spec.gpu is not None, spec.down_by_outputs
-    config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, by_outputs)
+    has_gpu, transposed = spec.gpu is not None, spec.down_transposed
+    config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, transposed)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)
         gates = spec.storage.num_gates * geometry.gate_row_bytes
-        return gates + spec.storage.num_rests * geometry.rest_row_bytes
+        return gates + spec.storage.num_up_downs * geometry.up_down_row_bytes
     if spec.neuron_ids is not None:
         num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
     return num_bytes

@@ -48,7 +48,7 @@ def prepare_system(
             return replace(system, storage=storage), config
     system, config = served
     check_memory(path, system, config, options, extra_bytes)
-    if system.down_by_outputs:  # services hold runs of neurons, all alike
+    if system.down_transposed:  # services hold runs of neurons, all alike
         return system, config
     return replace(system, plan_path=_plan(path, system, config, options)), config
 
@@ -63,7 +63,7 @@ def in_memory(
     """
     checkpoint = Checkpoint(path)
     keeps = not has_plan and can_keep_outputs(system, checkpoint, config)
-    system = replace(system, down_by_outputs=keeps)
+    system = replace(system, down_transposed=keeps)
     return system, served_config(system, checkpoint, config)
 
 

@@ -45,7 +45,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
-    if system.down_by_outputs:
+    if system.down_transposed:
         cold = runs_of_layers(threads, config)
     else:
         cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
@@ -74,7 +74,7 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
     The GPU service `gpu` keeps its neurons; all others are dealt to the new CPU services in turn.
     """
     threads = service_threads(system)
-    if system.down_by_outputs:
+    if system.down_transposed:
         shards = runs_of_layers(threads, config)
     else:
         shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
@@ -96,7 +96,7 @@ def _cpu_specs(
             system.model_path,
             weight_dtype=gpu.weight_dtype,
             has_down_norms=gpu.has_down_norms,
-            down_by_outputs=system.down_by_outputs,
+            down_transposed=system.down_transposed,
             neuron_ids=shard,
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
@@ -115,8 +115,8 @@ def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelCon
 
     Errors:  CheckpointError, UsageError
     """
-    by_layer, by_outputs = system.device != "cuda", system.down_by_outputs
-    return stored_config(checkpoint, config, system.weight_dtype, by_layer, by_outputs)
+    by_layer, transposed = system.device != "cuda", system.down_transposed
+    return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
 
 
 def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
@@ -146,7 +146,7 @@ def _storage_share(
     return replace(
         storage,
         num_gates=storage.num_gates * own // max(1, total),
-        num_rests=storage.num_rests * own // max(1, total),
+        num_up_downs=storage.num_up_downs * own // max(1, total),
     )
 
 

@@ -99,7 +99,7 @@ def _rounded_up(num_bytes: int) -> str:
     return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}GiB"
 
 
-def stored_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
+def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
     """What a CPU service keeps in memory; `config` has the dtypes that matrices are loaded in.
 
     Errors:  ArtifactError
@@ -109,15 +109,15 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         raise ValueError(f"{spec.name} has no neurons on storage")
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
-    num_gates, num_rests = max(most, storage.num_gates), max(most, storage.num_rests)
+    num_gates, num_up_downs = max(most, storage.num_gates), max(most, storage.num_up_downs)
     path = Path(spec.model_path)
     profile = own_profile(path, ModelIdentity.of(path), config)
     rates = np.empty(0, np.float32)
     if profile is not None:
         parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_rests))
-    share = OffloadedShare(num_gates, num_rests, rates, is_whole)
+    is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_up_downs))
+    share = OffloadedShare(num_gates, num_up_downs, rates, is_whole)
     return _left_out(share, storage, geometry, most)
 
 
@@ -127,7 +127,7 @@ def _left_out(
     """The share of a benchmark that leaves out parts of how neurons are read."""
     if CACHE in storage.without:
         unknown = np.empty(0, np.float32)
-        share = replace(share, num_gates=most, num_rests=most, rates=unknown, forgets=True)
+        share = replace(share, num_gates=most, num_up_downs=most, rates=unknown, forgets=True)
     if BUNDLES in storage.without:
         # Each row by a read of its own, wherever it lies.
         piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES

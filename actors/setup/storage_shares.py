@@ -58,14 +58,16 @@ def _divisions(
 ) -> Iterator[NeuronStorage]:
     """Ways to use `spare` bytes beside the least: for whole neurons, then more and more gates."""
     geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
-    gate_bytes, rest_bytes = slot_bytes(geometry)
+    gate_bytes, up_down_bytes = slot_bytes(geometry)
     most = max(0, num_cold - least.num_gates)
-    whole = min(most, spare // (gate_bytes + rest_bytes))
+    whole = min(most, spare // (gate_bytes + up_down_bytes))
     most_gates = whole if system.mode == "dense" else min(most, spare // gate_bytes)
     for step in range(_DIVISIONS + 1):
         gates = whole + (most_gates - whole) * step // _DIVISIONS
-        rests = min(most, (spare - gates * gate_bytes) // rest_bytes)
-        yield replace(least, num_gates=least.num_gates + gates, num_rests=least.num_rests + rests)
+        up_downs = min(most, (spare - gates * gate_bytes) // up_down_bytes)
+        yield replace(
+            least, num_gates=least.num_gates + gates, num_up_downs=least.num_up_downs + up_downs
+        )
 
 
 def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) -> int:
@@ -102,13 +104,13 @@ def token_reads(
     fired = _cold_rates(path, system, config)
     if not fired.size:
         return Reads(0, 0)
-    parts = kept_parts(geometry, kept.num_gates, kept.num_rests)
+    parts = kept_parts(geometry, kept.num_gates, kept.num_up_downs)
     if system.predictors_path or kept.num_gates >= fired.size:
         is_whole = bool(system.predictors_path) and reads_whole(geometry, fired, parts)
         return whole_bundles(fired, parts) if is_whole else gates_first(fired, parts)
     # Gates of all that are not in slots; what lies between them is read too.
     ones, num_bytes = np.ones_like(fired), geometry.bundle_bytes
-    return expected_reads(ones, kept.num_rests, num_bytes, in_sequence=True)
+    return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
@@ -140,20 +142,20 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool
     return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
 
 
-def kept_parts(geometry: BundleGeometry, num_gates: int, num_rests: int) -> Kept:
+def kept_parts(geometry: BundleGeometry, num_gates: int, num_up_downs: int) -> Kept:
     """So many neurons' parts in memory, and what a read of one takes."""
-    return Kept(num_gates, num_rests, geometry.gate_bytes, geometry.rest_bytes)
+    return Kept(num_gates, num_up_downs, geometry.gate_bytes, geometry.up_down_bytes)
 
 
 def slot_bytes(geometry: BundleGeometry) -> tuple[int, int]:
     """Bytes of a slot for a gate row, and of one for up and down rows, with their tables."""
-    return geometry.gate_row_bytes + _SLOT_BYTES, geometry.rest_row_bytes + _SLOT_BYTES
+    return geometry.gate_row_bytes + _SLOT_BYTES, geometry.up_down_row_bytes + _SLOT_BYTES
 
 
 def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
     """Bytes of cold neurons' rows in memory."""
-    gate_bytes, rest_bytes = slot_bytes(BundleGeometry.of(config))
-    return storage.num_gates * gate_bytes + storage.num_rests * rest_bytes
+    gate_bytes, up_down_bytes = slot_bytes(BundleGeometry.of(config))
+    return storage.num_gates * gate_bytes + storage.num_up_downs * up_down_bytes
 
 
 def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:

@@ -114,7 +114,7 @@ def plan(
             "--cpu-memory"
         )
     why_not = "give --out" if found.path else "the model's weights are not here"
-    if system.down_by_outputs:
+    if system.down_transposed:
         why_not = _LOADS_WITHOUT
     elif out is None and machine_file is None and found.path is not None:
         out = plan_path(found.path, made.request)
@@ -137,23 +137,23 @@ def _plans_storage(
 
     Errors:  MemoryBudgetError naming the least that would do
     """
-    from hotcold.jobs.profile.plot import plot_stored
-    from hotcold.jobs.support.stored_model import stored_json, stored_plans, stored_text
+    from hotcold.jobs.profile.plot import plot_offload
+    from hotcold.jobs.support.stored_model import offload_json, offload_plans, offload_text
 
     assert model.path is not None
     roomy = replace(machine, nodes=tuple(replace(n, free_bytes=_ROOMY) for n in machine.nodes))
     with_all = replace(options, cpu_memory_bytes=None)
     whole, _ = _make_plan(model, with_all, roomy, None, profile, time_limit_s=1.0)
     memory_s = float(whole.report["token_s"])
-    plans = stored_plans(model.path, options, memory_s)
+    plans = offload_plans(model.path, options, memory_s)
     if plans:
-        click.echo(stored_text(plans))
+        click.echo(offload_text(plans))
     if plans and plot is not None:
-        more = stored_plans(model.path, options, memory_s, _PLOTTED)
-        plot_stored(plot, more, resolved_model(model.path).name)
+        more = offload_plans(model.path, options, memory_s, _PLOTTED)
+        plot_offload(plot, more, resolved_model(model.path).name)
         click.echo(f"drew {plot}")
     if plans and as_json:
-        print_json(stored_json(plans))
+        print_json(offload_json(plans))
     return bool(plans)
 
 

@@ -13,7 +13,7 @@ from hotcold.jobs.kept import records
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of, resolved_options
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.control_api import OwnDoor, Stay, create_own_app
+from hotcold.ui.control_api import ControlDoor, Stay, create_control_app
 from hotcold.ui.serving import LoadingGate
 
 
@@ -24,7 +24,10 @@ class Holder:
         self, claim: records.Claim, gate: LoadingGate, model: str, options: SystemOptions
     ) -> None:
         """`gate` stands before the whole API; `model` is of `model_text`."""
-        self.own: tuple[socket.socket, OwnDoor] = (claim.listener, OwnDoor(gate, self._state))
+        self.own: tuple[socket.socket, ControlDoor] = (
+            claim.listener,
+            ControlDoor(gate, self._state),
+        )
         self._claim, self._gate = claim, gate
         self._model, self._options = model, options
         self._progress: LoadProgress | None = None
@@ -53,7 +56,7 @@ class Holder:
         """Answer; `system` is as it runs. `keep_s` is `Stay`'s. Errors: OSError."""
         record, stay = self._claim.record, Stay(backend, keep_s)
         facts = {"model": record.model, "mode": system.mode, "device": system.device}
-        self.own[1].use(create_own_app(backend, stay, facts))
+        self.own[1].use(create_control_app(backend, stay, facts))
         # Loading may have written files beside the model.
         identity = identity_of(self._model, self._options)
         self._claim.publish(identity=identity, resolved=resolved_options(system))

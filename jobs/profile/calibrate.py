@@ -48,7 +48,7 @@ def calibrate(
     windows = Windows.of(text, prompts, served, max_tokens)
     started = time.monotonic()
     # What a neuron adds is measured on rows of down, so down rows are neurons here.
-    system = replace(system, has_down_norms=True, down_by_outputs=False)
+    system = replace(system, has_down_norms=True, down_transposed=False)
     config = read_model(path, options.weight_dtype)
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
     with running_system(system) as running, calibration_bar(config, windows) as step:

@@ -58,7 +58,7 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
     _save(path, figure)
 
 
-def plot_stored(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
+def plot_offload(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
     """Draw tokens a second, expected and allowed by the disk, against --cpu-memory.
 
     Errors:  UsageError where the file cannot be written

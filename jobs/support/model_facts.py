@@ -34,8 +34,8 @@ def facts_of(path: Path) -> dict[str, Any]:
     config, checkpoint = read_model(path), Checkpoint(path)
     tokenizer = Tokenizer.from_model(path)
     mode = default_mode(config)
-    by_outputs = mode == "dense" and has_down_outputs(checkpoint, config)
-    served = stored_config(checkpoint, config, down_by_outputs=by_outputs)
+    transposed = mode == "dense" and has_down_outputs(checkpoint, config)
+    served = stored_config(checkpoint, config, down_transposed=transposed)
     return {
         "path": str(path),
         "name": config.name,

@@ -78,7 +78,7 @@ class OffloadPlan:
     cpu_memory_bytes: int
     reads_ahead: bool
     num_gates: int
-    num_rests: int
+    num_up_downs: int
     num_neurons: int
     num_on_gpu: int
     read_bytes: float
@@ -87,7 +87,7 @@ class OffloadPlan:
     most_tokens_per_s: float
 
 
-def stored_plans(
+def offload_plans(
     path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
 ) -> list[OffloadPlan]:
     """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
@@ -135,7 +135,7 @@ def _plans(
             size,
             bool(system.storage.predictors),
             min(num_cold, system.storage.num_gates),
-            min(num_cold, system.storage.num_rests),
+            min(num_cold, system.storage.num_up_downs),
             num_neurons,
             num_neurons - num_cold,
             reads.num_bytes,
@@ -145,15 +145,15 @@ def _plans(
         )
 
 
-def stored_text(plans: list[OffloadPlan]) -> str:
+def offload_text(plans: list[OffloadPlan]) -> str:
     """A line for each size."""
     lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
     for plan in plans:
         num_cold = plan.num_neurons - plan.num_on_gpu
-        gates, rests = plan.num_gates / plan.num_neurons, plan.num_rests / plan.num_neurons
-        in_memory = f"{gates:.0%} of the gates and {rests:.0%} of the other rows in memory"
+        gates, up_downs = plan.num_gates / plan.num_neurons, plan.num_up_downs / plan.num_neurons
+        in_memory = f"{gates:.0%} of the gates and {up_downs:.0%} of the other rows in memory"
         if plan.num_gates >= num_cold:
-            in_memory = f"all gates and {rests:.0%} of the other rows in memory"
+            in_memory = f"all gates and {up_downs:.0%} of the other rows in memory"
         on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
         lines.append(
             f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {in_memory}, {on_gpu}"
@@ -163,6 +163,6 @@ def stored_text(plans: list[OffloadPlan]) -> str:
     return "\n".join(lines)
 
 
-def stored_json(plans: list[OffloadPlan]) -> dict[str, Any]:
+def offload_json(plans: list[OffloadPlan]) -> dict[str, Any]:
     """As JSON."""
     return {"storage": [asdict(plan) for plan in plans]}

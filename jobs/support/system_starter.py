@@ -147,7 +147,7 @@ class SystemStarter:
         except (UsageError, OSError) as problem:
             click.echo(f"other commands will not find this system: {problem}", err=True)
             return lambda progress: None
-        self._doors[plan.name] = holder, self._server.open_own(*holder.own)
+        self._doors[plan.name] = holder, self._server.open_control_api(*holder.own)
         return holder.show
 
     def _answer(self, backend: Backend, system: System) -> None:
@@ -160,4 +160,4 @@ class SystemStarter:
         if name in self._doors:
             holder, server = self._doors.pop(name)
             holder.leave()
-            self._server.close_own(server)
+            self._server.close_control_api(server)

@@ -52,9 +52,9 @@ def watch(
             app.invalidate()
             is_over.wait(each_s)
 
-    asking = threading.Thread(target=ask, name="top", daemon=True)
+    request_state = threading.Thread(target=ask, name="top", daemon=True)
     try:
-        app.run(pre_run=asking.start)
+        app.run(pre_run=request_state.start)
     finally:
         is_over.set()
 

@@ -54,24 +54,24 @@ class BundleGeometry:
         return _padded(self.gate_row_bytes, PART_UNIT)
 
     @property
-    def rest_bytes(self) -> int:
+    def up_down_bytes(self) -> int:
         """Of its second part."""
         return _padded(self.up_row_bytes + self.down_row_bytes, PART_UNIT)
 
     @property
     def bundle_bytes(self) -> int:
         """Of both."""
-        return self.gate_bytes + self.rest_bytes
+        return self.gate_bytes + self.up_down_bytes
 
     @property
-    def rest_row_bytes(self) -> int:
+    def up_down_row_bytes(self) -> int:
         """Of a neuron's up and down rows in memory."""
         return self.up_row_bytes + self.down_row_bytes
 
     @property
     def neuron_bytes(self) -> int:
         """Of all its rows in memory."""
-        return self.gate_row_bytes + self.rest_row_bytes
+        return self.gate_row_bytes + self.up_down_row_bytes
 
     @property
     def order_start(self) -> int:

@@ -88,8 +88,8 @@ class RopeConfig:
         import torch
 
         def dimension(turns: float) -> float:
-            turned = math.log(self.original_max_positions / (turns * 2 * math.pi))
-            return (size * turned) / (2 * math.log(self.theta))
+            transposed = math.log(self.original_max_positions / (turns * 2 * math.pi))
+            return (size * transposed) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.truncates:

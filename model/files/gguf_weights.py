@@ -181,9 +181,9 @@ class GgufWeights:
             info = self._model.info(place.name)
             if len(info.shape) == 2:
                 kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
-        by_outputs = {place.role for place in self._places.values() if place.module != _DOWN_T}
+        transposed = {place.role for place in self._places.values() if place.module != _DOWN_T}
         common = {
-            role: _common(types, role == "down" and role in by_outputs)
+            role: _common(types, role == "down" and role in transposed)
             for role, types in kinds.items()
         }
         if "down" in common:
@@ -193,9 +193,9 @@ class GgufWeights:
         return common | {role: common[of] for role, of in _TOGETHER.items() if of in common}
 
 
-def _common(types: set[TensorType], is_turned: bool) -> np.dtype:
+def _common(types: set[TensorType], is_transposed: bool) -> np.dtype:
     """The dtype that matrices of these types become: their own where they agree, else Q8."""
-    found = {(kind.turned if is_turned else kind.loaded) for kind in types}
+    found = {(kind.transposed if is_transposed else kind.loaded) for kind in types}
     dtypes = {dtype for dtype in found if dtype is not None}
     if len(dtypes) == 1:
         return dtypes.pop()

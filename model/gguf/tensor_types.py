@@ -34,7 +34,7 @@ class TensorType:
     num_bytes: int
     dtype: np.dtype | None = None  # of arrays that hold its bytes; None where it is not read
     loaded: np.dtype | None = None  # what rows of a matrix are in memory
-    turned: np.dtype | None = None  # what columns of a matrix are in memory, each then a row
+    transposed: np.dtype | None = None  # what columns of a matrix are in memory, each then a row
 
     def items(self, width: int) -> int:
         """Items of `dtype`, or bytes where it is not read, of a row of `width` weights."""

@@ -40,14 +40,14 @@ def stored_config(
     config: ModelConfig,
     dtype: str = "",
     by_layer: bool = True,
-    down_by_outputs: bool = False,
+    down_transposed: bool = False,
 ) -> ModelConfig:
     """Return `config` with the dtypes that matrices are loaded in: `dtype`, or as they are stored.
 
     Stored is what the checkpoint's first projection is; config.json may name another dtype, or
     none, and is then read as float32. Other kinds of matrices may be in others; with `by_layer`,
     which a GPU does not have, a kind's matrices too (`model.weights.layer_rows`). With
-    `down_by_outputs` down projections have those of `model.weights.down_outputs`.
+    `down_transposed` down projections have those of `model.weights.down_outputs`.
     Errors:  CheckpointError where that tensor is missing or of an unsupported format;
              UsageError for a dtype that cannot be had
     """
@@ -64,7 +64,7 @@ def stored_config(
         loaded = {kind: reader.loaded_dtype(name) for kind, name in firsts.items()}
         projections = empty_projections(reader, config, range(config.num_layers), by_layer)
         loaded["qkv"] = projections.first.dtype
-        if down_by_outputs:
+        if down_transposed:
             down = empty_down_outputs(reader, config, config.ffn_size)
             means["down"] = down.nbytes / (config.num_layers * config.ffn_size)
             loaded["down"] = down.first.dtype

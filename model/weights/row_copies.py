@@ -54,10 +54,10 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
 
     def copy(start: int, end: int) -> int:
         if src.dtype != dst.dtype:
-            turned = np.empty((end - start, src.shape[0]), src.dtype)
-            if not loading.gather_columns(src, column_ids[start:end], turned):
+            transposed = np.empty((end - start, src.shape[0]), src.dtype)
+            if not loading.gather_columns(src, column_ids[start:end], transposed):
                 return quantize.NOT_FINITE
-            return _cast(turned, dst[start:end])
+            return _cast(transposed, dst[start:end])
         return finite_status(loading.gather_columns(src, column_ids[start:end], dst[start:end]))
 
     return copy
@@ -92,10 +92,10 @@ def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) 
     def copy(start: int, end: int) -> int:
         if is_blocks(src.dtype):
             return blocks.block_columns_into(src, column_ids[start:end], dst[start:end])
-        turned = np.empty((end - start, src.shape[0]), src.dtype)
-        if not loading.gather_columns(src, column_ids[start:end], turned):
+        transposed = np.empty((end - start, src.shape[0]), src.dtype)
+        if not loading.gather_columns(src, column_ids[start:end], transposed):
             return quantize.NOT_FINITE
-        return quantize.quantize_into(turned, np.arange(end - start), dst[start:end])
+        return quantize.quantize_into(transposed, np.arange(end - start), dst[start:end])
 
     return copy
 

@@ -99,7 +99,7 @@ def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
 
 
 @njit(nogil=True, cache=True)
-def gate_products_kernel(gate, ids, token_masks, x, first, last, products, lists):
+def gate_up_products_kernel(gate, ids, token_masks, x, first, last, products, lists):
     """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
 
     Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; where they are listed, only
@@ -118,8 +118,8 @@ def keep_some_kernel(
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
     They fire where that passes `least`; below zero all are kept, also those that no token wants.
-    `products` (N, T) is as in `gate_products_kernel`. fired_ids (N,) int32, fired_masks (N,) uint32
-    and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that it
+    `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32, fired_masks (N,)
+    uint32 and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that it
     fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
     nothing.
     """

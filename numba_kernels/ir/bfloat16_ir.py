@@ -18,7 +18,7 @@ _FLOATS = ir.VectorType(F32, LANES)
 _NARROW = ir.VectorType(BFLOAT, LANES)
 
 
-def has_pair_products() -> bool:
+def has_pair_matmul() -> bool:
     """Whether the CPU that kernels are compiled for multiplies pairs of bfloat16."""
     return has_feature("avx512bf16")
 

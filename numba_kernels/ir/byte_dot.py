@@ -13,7 +13,7 @@ from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
 
-class ByteProducts:
+class ByteMatmul:
     """sum[lane] += product of four bytes of weights with four of a vector, exactly.
 
     VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a

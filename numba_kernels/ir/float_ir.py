@@ -76,7 +76,7 @@ def read_through(first: Ptr, num_bytes: Vec) -> None:
     for_range(0, whole_steps(num_bytes, step), step, lines)
 
 
-class FloatProducts:
+class FloatMatmul:
     """Products of float rows with vectors, in registers.
 
     One row and vector have two chains of additions, twice as fast as one; more of them take one sum
@@ -247,9 +247,9 @@ class FloatPanel:
             row, x = divmod(i, len(self._xs))
             store(tile * self._num_rows + row, x, total)
 
-    def _products(self, tile: Vec) -> FloatProducts:
+    def _products(self, tile: Vec) -> FloatMatmul:
         rows = [self._row(tile * self._num_rows + r) for r in range(self._num_rows)]
-        return FloatProducts(self._dtype, rows, self._xs)
+        return FloatMatmul(self._dtype, rows, self._xs)
 
     def _place(self, parity: int, tile: Vec, number: int) -> Ptr:
         index = tile * (2 * self._num_sums) + (parity * self._num_sums + number)

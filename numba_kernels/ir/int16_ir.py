@@ -32,7 +32,7 @@ _MAGNITUDE = 0x7FFFFFFF
 binding.initialize_native_asmparser()
 
 
-def has_word_products() -> bool:
+def has_word_matmul() -> bool:
     """Whether the CPU that kernels are compiled for multiplies pairs of int16, 512 bits at once."""
     return has_feature("avx512vnni")
 

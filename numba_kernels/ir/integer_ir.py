@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
-from hotcold.numba_kernels.ir.byte_dot import ByteProducts
+from hotcold.numba_kernels.ir.byte_dot import ByteMatmul
 from hotcold.numba_kernels.ir.half_ir import Halves, takes_halves
 from hotcold.numba_kernels.ir.quantized_ir import (
     CHUNK_BYTES,
@@ -81,14 +81,14 @@ class _Products:
         self.num_counts = len(self.pairs) * self.num_halves  # of a chunk
         # Two chains of additions where registers allow: whole numbers add up the same either way.
         self.num_chains = 2 if self.num_counts <= _MAX_CHAINS else 1
-        self.multiply = ByteProducts(row_format, self.num_chains)
+        self.multiply = ByteMatmul(row_format, self.num_chains)
         zeros = Vec.full(self.builder, 0, F32, LANES)
         self.totals = [Var(zeros) for _ in self.pairs]
 
     def emit(self, ahead: Sequence[Row]) -> list[Vec]:
         """The products; rows in `ahead` are prefetched in step."""
         if len(self.rows) > 1:
-            with_chunks(self.groups, self.bits, self._by_chunks, self._add_rest)
+            with_chunks(self.groups, self.bits, self._by_chunks, self._add_up_down)
         else:
             self._in_order(ahead)
         return [total.get().sum() for total in self.totals]
@@ -98,16 +98,16 @@ class _Products:
         number = self.groups // CHUNK_GROUPS
         rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.bits)
         few, many = _FewChunks(self, number), _Stretches(self, number)
-        is_short, has_rest = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
+        is_short, has_up_down = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
         last = self._last_chunk(number, rest)
         self.either(is_short, lambda: few.count(ahead), lambda: many.count(ahead))
-        with self.builder.if_then(has_rest.value):
+        with self.builder.if_then(has_up_down.value):
             last.count()
         self.either(is_short, few.add, many.add)
-        with self.builder.if_then(has_rest.value):
+        with self.builder.if_then(has_up_down.value):
             last.add()
         if ahead:
-            self._prefetch_rest(ahead, number)
+            self._prefetch_up_down(ahead, number)
 
     def _last_chunk(self, index: Vec, rest: Rest) -> _LastChunk:
         if not takes_halves(self.format):
@@ -122,7 +122,7 @@ class _Products:
             with second:
                 no()
 
-    def _prefetch_rest(self, rows: Sequence[Row], number: Vec) -> None:
+    def _prefetch_up_down(self, rows: Sequence[Row], number: Vec) -> None:
         """Ask for what lies behind the values of the whole chunks."""
 
         def line(at: Vec) -> None:
@@ -224,7 +224,7 @@ class _Products:
             assert minima is not None
             total.set(minima.fma(scaled[vector], total.get()))
 
-    def _add_rest(self, rest: Rest) -> None:
+    def _add_up_down(self, rest: Rest) -> None:
         self.add_scaled(rest.chunk, self.rest_counts(rest))
 
     def rest_counts(self, rest: Rest) -> list[Vec]:
@@ -300,13 +300,13 @@ class _LastChunk:
     def _add(self) -> None:
         self.products.add_scaled(self.rest.chunk, [count.get() for count in self.sums])
 
-    def _way(self, by_halves: Callable[[Halves], None], by_rest: Callable[[], None]) -> None:
+    def _way(self, by_halves: Callable[[Halves], None], by_up_down: Callable[[], None]) -> None:
         halves = self.halves
         if halves is None:
-            by_rest()
+            by_up_down()
             return
         has_whole = self.rest.chunk.index.differs(0)
-        self.products.either(has_whole, lambda: by_halves(halves), by_rest)
+        self.products.either(has_whole, lambda: by_halves(halves), by_up_down)
 
 
 class _FewChunks:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
 from hotcold.numba_kernels.ir.arguments import Array
-from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
+from hotcold.numba_kernels.ir.float_ir import FloatMatmul, FloatPanel, add_scaled, item_bytes
 from hotcold.numba_kernels.ir.integer_ir import emit_products
 from hotcold.numba_kernels.ir.quantize_ir import ScaledSum
 from hotcold.numba_kernels.ir.quantized_ir import Row, Vector, format_of
@@ -61,7 +61,7 @@ class Weights:
     ) -> list[Vec]:
         if self.format:
             return emit_products(self.format, rows, vectors, self.groups, ahead, bytes_ahead)
-        return FloatProducts(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
+        return FloatMatmul(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
 
     def panel(
         self,

@@ -121,7 +121,7 @@ def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray
     Errors:  ValueError on any mismatch
     """
     weights = BLOCK_FORMATS[rows.dtype].weights
-    turned = np.empty((column_ids.size, rows.shape[0]), np.float32)
+    transposed = np.empty((column_ids.size, rows.shape[0]), np.float32)
     all_rows = np.arange(rows.shape[0])
     ranges = column_ids // COLUMNS_AT_ONCE
     for number in np.unique(ranges):
@@ -129,8 +129,8 @@ def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray
         first = int(number) * COLUMNS_AT_ONCE
         num_columns = min(COLUMNS_AT_ONCE, row_width(rows.dtype, rows.shape[1]) - first)
         values = dequantize_rows(rows, all_rows, first // weights, num_columns // weights)
-        turned[is_here] = values[:, column_ids[is_here] - first].T
-    return quantize_into(turned, np.arange(column_ids.size), out)
+        transposed[is_here] = values[:, column_ids[is_here] - first].T
+    return quantize_into(transposed, np.arange(column_ids.size), out)
 
 
 def blocks_status(rows: np.ndarray) -> int:

@@ -3,7 +3,7 @@
 A block of weights is converted into a buffer and then met by all tokens, a panel of them at a time:
 the buffer, the panel's part and the next block, which is brought in meanwhile, stay in the
 second-level cache. Sums wait in memory between parts. What each token gets does not depend on its
-company. Everything here is for CPUs where `has_pair_products`.
+company. Everything here is for CPUs where `has_pair_matmul`.
 
 Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van de Geijn, 2008.
 """

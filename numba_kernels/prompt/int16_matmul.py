@@ -1,6 +1,6 @@
 """Products of 16-bit weights with the vectors of many tokens (prefill), as pairs of int16.
 
-For CPUs that have VNNI and no fast bfloat16 (`has_word_products`): twice as many products an
+For CPUs that have VNNI and no fast bfloat16 (`has_word_matmul`): twice as many products an
 instruction as in float32. Groups of columns are rounded to 13 bits and, of tokens, to 14, with a
 scale each: nearer than bfloat16's 8 bits where a group's numbers are alike. Blocks are as in
 `bfloat16_products`; a panel of tokens is met in parts that stay in the first-level cache. What each

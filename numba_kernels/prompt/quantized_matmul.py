@@ -19,7 +19,7 @@ def quantize_kernel(weights, x, into, first, last):
 
 
 @njit(nogil=True, cache=True)
-def products_kernel(weights, vectors, out, first, last):
+def matmul_kernel(weights, vectors, out, first, last):
     """out[t, n] = weights[n] . vectors[t] for rows first..last-1 and all tokens; checks nothing.
 
     Rows are read once for every TOKENS_AT_ONCE tokens. out (T, N) float32

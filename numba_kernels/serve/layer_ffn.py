@@ -24,7 +24,7 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
     empty_lists,
-    gate_products_kernel,
+    gate_up_products_kernel,
     keep_some_kernel,
     thread_lists,
 )
@@ -157,7 +157,7 @@ def work_stealing_gates(
                     gate, bias, places, x, function, begin, end, last, values[begin:end]
                 )
             else:
-                gate_products_kernel(
+                gate_up_products_kernel(
                     gate, places, token_masks, x, begin, end, products[begin:end], lists
                 )
             begin = first + next_block(counters, part) * size

@@ -1,6 +1,6 @@
 """The driver's way through the layers: what is asked of whom, in which order, and what is added up.
 
-A walk is told once, here, for every way of asking. Where the driver rings doorbells itself the walk
+The loop is written once, for every way of asking. Where the driver rings doorbells itself the loop
 asks, waits and goes on, layer after layer, without Python. It comes back to Python where something
 is to be decided or done there, and goes on from there when it is called again: `run_layers`.
 """
@@ -27,7 +27,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_UP,
     OPERATION,
     PRODUCT_THRESHOLD,
-    ask_services,
+    send_requests,
 )
 from hotcold.numba_kernels.serve.predict_team import choose_neurons, write_task
 
@@ -104,11 +104,11 @@ def begin_layers(
 
 
 @njit(nogil=True, cache=True)
-def run_layers(layer_state, asking, buffers, facts, team):
+def run_layers(layer_state, request_state, buffers, facts, team):
     """Go on with a walk; returns why it comes back, or DONE.
 
-    `asking` is of `numba_kernels.serve.mailbox`, or empty where Python asks. `team` is a
-    `PredictTeam`, NO_TEAM unless it chooses neurons; it is Python's turn where `asking` is empty,
+    `request_state` is of `numba_kernels.serve.mailbox`, or empty where Python asks. `team` is a
+    `PredictTeam`, NO_TEAM unless it chooses neurons; it is Python's turn without `request_state`,
     and where the team was not told of the answer that has come. After ASK and RESUME
     Python adds what it waited to ASK_WAITED_NS. A walk that failed is begun again: what its layers
     read of each other is `hidden` alone.
@@ -117,13 +117,13 @@ def run_layers(layer_state, asking, buffers, facts, team):
         phase = layer_state[AT_PHASE]
         layer_state[AT_PHASE] = (phase + 1) % _NUM_PHASES
         if phase == _ANNOUNCE:
-            reason = _announce(layer_state, asking, team)
+            reason = _announce(layer_state, request_state, team)
         elif phase == _ATTEND:
-            reason = _attend(layer_state, asking, buffers, facts)
+            reason = _attend(layer_state, request_state, buffers, facts)
         elif phase == _CHOOSE:
             reason = _choose(layer_state, buffers, facts, team)
         elif phase == _COMPUTE:
-            reason = _compute(layer_state, asking, buffers, facts)
+            reason = _compute(layer_state, request_state, buffers, facts)
         else:
             reason = _add(layer_state, buffers, facts)
         if reason != DONE:
@@ -132,13 +132,13 @@ def run_layers(layer_state, asking, buffers, facts, team):
 
 
 @njit(nogil=True, cache=True)
-def _announce(layer_state, asking, team):
+def _announce(layer_state, request_state, team):
     """Tell the team what it is to score once attention is done."""
     if layer_state[PREDICTS] == NOBODY:
         return DONE
-    if layer_state[PREDICTS] == IN_PYTHON or asking.shape[0] == 0:
+    if layer_state[PREDICTS] == IN_PYTHON or request_state.shape[0] == 0:
         return ANNOUNCE
-    number = asking[NEXT_NUMBER]
+    number = request_state[NEXT_NUMBER]
     write_task(
         team, layer_state[AT_LAYER], layer_state[TOKENS], layer_state[PREDICTOR_INPUT], number
     )
@@ -146,11 +146,11 @@ def _announce(layer_state, asking, team):
 
 
 @njit(nogil=True, cache=True)
-def _attend(layer_state, asking, buffers, facts):
+def _attend(layer_state, request_state, buffers, facts):
     """Ask the GPU service for mixed and ffn_input. A GPU then begins with its hot neurons."""
     _write_request(buffers.requests[GPU], ATTENTION, layer_state, facts)
     layer_state[FIRST], layer_state[END] = GPU, GPU + 1
-    return _ask(layer_state, asking, buffers, facts)
+    return _ask(layer_state, request_state, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
@@ -177,9 +177,9 @@ def _choose(layer_state, buffers, facts, team):
 
 
 @njit(nogil=True, cache=True)
-def _compute(layer_state, asking, buffers, facts):
+def _compute(layer_state, request_state, buffers, facts):
     """Ask for the FFN's partial outputs."""
-    return COMPUTE if layer_state[OWN_FFN] else _ask(layer_state, asking, buffers, facts)
+    return COMPUTE if layer_state[OWN_FFN] else _ask(layer_state, request_state, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
@@ -212,13 +212,13 @@ def _write_request(request, operation, layer_state, facts):
 
 
 @njit(nogil=True, cache=True)
-def _ask(layer_state, asking, buffers, facts):
+def _ask(layer_state, request_state, buffers, facts):
     layer_state[IS_ASKED], layer_state[ASK_WAITED_NS] = 1, 0
-    if asking.shape[0] == 0:
+    if request_state.shape[0] == 0:
         return ASK
     started_ns = now_ns()
     services = facts.services[layer_state[FIRST] : layer_state[END]]
-    is_answered = ask_services(asking, buffers.cells, buffers.replies, services)
+    is_answered = send_requests(request_state, buffers.cells, buffers.replies, services)
     layer_state[ASK_WAITED_NS] = now_ns() - started_ns
     return DONE if is_answered else RESUME
 

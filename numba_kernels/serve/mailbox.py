@@ -40,7 +40,7 @@ ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN, and who fired
-SHIP, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there through a GPU
+SEND, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there through a GPU
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
@@ -57,13 +57,13 @@ NUM_BUCKETS = 64
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
-# What asking has come to, words of `new_asking`. Its one owner is the exchange.
+# How far a request is, words of `new_request_state`. Its one owner is the exchange.
 NEXT_NUMBER, NUMBER, NUM_DONE, TIMEOUT_NS = range(4)
 NUM_ASKING_WORDS = 8  # a cache line
 # The doorbells are 32-bit words. A fresh service is tried out with a number that it alone uses, so
 # that its answer is not taken for another's, nor another's for its own.
 OWN_NUMBER, FIRST_NUMBER, LAST_NUMBER = 1, 2, 2**31 - 1  # after the last comes the first
-NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_asking`, where none can be rung
+NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_request_state`, where none can be rung
 
 NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
 SPINS = 0  # who is awaited may be about to run on this core, so it is yielded from the first look
@@ -208,30 +208,30 @@ def await_all(cells, services, first, number, timeout_ns):
     return services.shape[0]
 
 
-def new_asking(first_number: int, timeout_ns: int) -> np.ndarray:
-    """What has been asked of services that have seen nothing: see `ask_services`.
+def new_request_state(first_number: int, timeout_ns: int) -> np.ndarray:
+    """What has been asked of services that have seen nothing: see `send_requests`.
 
     NEXT_NUMBER, of the next question; NUMBER, of the last; NUM_DONE, how many of its services, in
     order, have answered; PATIENCE_NS, after which a silent one is looked after.
     """
-    asking = np.zeros(NUM_ASKING_WORDS, np.int64)
-    asking[NEXT_NUMBER], asking[TIMEOUT_NS] = first_number, timeout_ns
-    return asking
+    request_state = np.zeros(NUM_ASKING_WORDS, np.int64)
+    request_state[NEXT_NUMBER], request_state[TIMEOUT_NS] = first_number, timeout_ns
+    return request_state
 
 
 @njit(nogil=True, cache=True)
-def ask_services(asking, cells, replies, services):
+def send_requests(request_state, cells, replies, services):
     """Ask all `services` what is in their request words; returns whether that has gone well.
 
     If not, one of them is silent, and `await_all` may be called again; or one has FAILED.
     """
-    number = asking[NEXT_NUMBER]
-    asking[NUMBER] = number
-    asking[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
+    number = request_state[NEXT_NUMBER]
+    request_state[NUMBER] = number
+    request_state[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
     for service in services:
         replies[service, STATUS] = OK
-    asking[NUM_DONE] = ask_all(cells, services, number, asking[TIMEOUT_NS])
-    is_well = asking[NUM_DONE] == services.shape[0]
+    request_state[NUM_DONE] = ask_all(cells, services, number, request_state[TIMEOUT_NS])
+    is_well = request_state[NUM_DONE] == services.shape[0]
     for service in services:
         is_well = is_well and replies[service, STATUS] == OK
     return is_well

@@ -40,14 +40,14 @@ class RowBytes(NamedTuple):
     """Where rows go: the bytes of arrays (slots, row bytes) uint8, and each neuron's slots.
 
     gate, up, down: in the two-matrix FFN `up` has rows of no bytes
-    gate_slots, rest_slots (N,) int32: of the gate row, of the up and down rows
+    gate_slots, up_down_slots (N,) int32: of the gate row, of the up and down rows
     """
 
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
     gate_slots: np.ndarray
-    rest_slots: np.ndarray
+    up_down_slots: np.ndarray
 
 
 class Wanted(NamedTuple):
@@ -133,7 +133,7 @@ def take_span(file, wanted, first, last, begin, staging, target):
             part = staging[at : at + rest]
             if part_sum(part) != file.sums[row, 1]:
                 return i
-            slot = np.int64(target.rest_slots[row])
+            slot = np.int64(target.up_down_slots[row])
             if target.up.shape[0]:
                 take_row(part, target.up, slot)
             take_row(part[target.up.shape[1] :], target.down, slot)

@@ -35,7 +35,7 @@ from hotcold.numba_kernels.storage.offloaded_neurons import (
     await_rows,
     await_some,
     compute_ahead,
-    want_rests,
+    want_up_downs,
 )
 from hotcold.numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
 from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, num_come, settle, take_back
@@ -45,13 +45,13 @@ from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, num_come, set
 def _begin(stored, first, last):
     """Before a request of the neurons first..last-1; what was read ahead goes on."""
     begin_request(stored.gates, last - first)
-    begin_request(stored.rests, last - first)
+    begin_request(stored.up_downs, last - first)
     if stored.queue.failure[0]:
-        settle(stored.queue, stored.gates.asked, stored.rests.asked)
+        settle(stored.queue, stored.gates.asked, stored.up_downs.asked)
         stored.queue.failure[0] = 0
     if stored.options[FORGETS]:
-        settle(stored.queue, stored.gates.asked, stored.rests.asked)
-        forget_slots(stored.rests)
+        settle(stored.queue, stored.gates.asked, stored.up_downs.asked)
+        forget_slots(stored.up_downs)
         if not has_all(stored.gates):
             forget_slots(stored.gates)
 
@@ -59,18 +59,18 @@ def _begin(stored, first, last):
 @njit(nogil=True, cache=True)
 def _end_ahead(stored):
     """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
-    take_back(stored.queue, stored.gates.asked, stored.rests.asked)
-    note_begun(stored.ahead, stored.gates, stored.rests)
+    take_back(stored.queue, stored.gates.asked, stored.up_downs.asked)
+    note_begun(stored.ahead, stored.gates, stored.up_downs)
 
 
 @njit(nogil=True, cache=True)
-def _ask_rest(stored, first, scratch, num_threads):
-    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone."""
+def _request_up_down(stored, first, scratch, num_threads):
+    """Request up and down of all that fired, in `stored.up_down_slots`; by one thread alone."""
     if has_all(stored.gates):
         _end_ahead(stored)
     for thread in range(num_threads):
         ids, count = scratch.fired_ids[thread], scratch.counts[thread]
-        want_rests(stored, first, ids, count, stored.rest_slots[thread], stored.missing)
+        want_up_downs(stored, first, ids, count, stored.up_down_slots[thread], stored.missing)
     ask_marked(stored, stored.options[MAX_BYTES], stored.options[MAX_GAP])
 
 
@@ -80,7 +80,7 @@ def _scale_arriving(stored, thread, first, ids, up, bias, slots, num_fired, x, f
 
     Of neurons first + ids[i]. False where one could not be read; when all of them have come.
     """
-    to_come, held = stored.to_come[thread], stored.rests.held
+    to_come, held = stored.to_come[thread], stored.up_downs.held
     num_to_come = num_fired
     for i in range(num_fired):
         to_come[i] = i
@@ -122,10 +122,10 @@ def _up_down(
     stored, thread, first, ids, num_fired, fired_masks, gates, vectors, function, least, sums, lists
 ):
     """Add what this thread's neurons contribute; how many fired, or -1 where reads failed."""
-    arrays, slots = stored.arrays, stored.rest_slots[thread]
+    arrays, slots = stored.arrays, stored.up_down_slots[thread]
     is_one = sums.shape[0] == 1
     if (not is_one or stored.options[WAITS_FIRST]) and not await_rows(
-        stored, thread, stored.rests, first, ids, num_fired
+        stored, thread, stored.up_downs, first, ids, num_fired
     ):
         return -1
     if not is_one:
@@ -225,8 +225,8 @@ def stored_layer_ffn(
     barrier_wait(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
-        _ask_rest(stored, first, scratch, num_threads)
-        learn(stored.ahead, layer, stored.gates, stored.rests)
+        _request_up_down(stored, first, scratch, num_threads)
+        learn(stored.ahead, layer, stored.gates, stored.up_downs)
     if following >= 0:
         compute_ahead(stored, following, thread, num_threads, vectors, function, num_tokens)
     barrier_wait(cells, service, num_threads)
@@ -237,9 +237,9 @@ def stored_layer_ffn(
         thresholds.product, sums, lists,
     )  # fmt: skip
     stored.failed[thread] = num_fired < 0
-    slots = stored.rest_slots[thread]
+    slots = stored.up_down_slots[thread]
     for i in range(num_fired):  # with drelu fewer than fired before
-        fired_ids[i] = stored.rests.row_of[slots[i]] - first
+        fired_ids[i] = stored.up_downs.row_of[slots[i]] - first
     scratch.counts[thread] = max(0, num_fired)
     barrier_wait(cells, service, num_threads)
     if stored.failed.any():

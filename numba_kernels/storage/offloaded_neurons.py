@@ -37,11 +37,11 @@ class OffloadedNeurons(NamedTuple):
     """A shard of neurons in a file, some of them in slots.
 
     arrays: gate rows and their biases lie in slots of `gates`, up and down rows and theirs in slots
-    of `rests`. gate_bias, up_bias, down_norms (N,) or (0,): of all
+    of `up_downs`. gate_bias, up_bias, down_norms (N,) or (0,): of all
     marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
     gathered; mark_parts the same uint8
     gate_slots (N of a layer,): where candidates' gates are; late (N of a layer,): which of them
-    have to come, then the others; rest_slots, to_come (threads, N of a layer) int32: where what
+    have to come, then the others; up_down_slots, to_come (threads, N of a layer) int32: where what
     fired in each thread is, and which of that has not come; missing (N of a layer,) int32
     options (5,) int64: whether a bundle is read whole, of spans, and what benchmarks leave out
     counters (4 cells of 16,) int32: of which gates threads take the next, and how many there are
@@ -55,14 +55,14 @@ class OffloadedNeurons(NamedTuple):
     down_norms: np.ndarray
     file: NeuronFile
     gates: NeuronSlots
-    rests: NeuronSlots
+    up_downs: NeuronSlots
     queue: ReadQueue
     ahead: ReadAhead
     marks: np.ndarray
     mark_parts: np.ndarray
     gate_slots: np.ndarray
     late: np.ndarray
-    rest_slots: np.ndarray
+    up_down_slots: np.ndarray
     to_come: np.ndarray
     missing: np.ndarray
     options: np.ndarray
@@ -84,9 +84,9 @@ def claim_gate(gates, gate_bias, slot_bias, row):
 
 
 @njit(nogil=True, cache=True)
-def claim_rest(rests, up_bias, slot_bias, norms, slot_norms, row):
+def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
     """`claim` of up and down rows; the bias, and the length of the down row, are there then."""
-    slot, is_missing = claim(rests, row)
+    slot, is_missing = claim(up_downs, row)
     if is_missing:
         if slot_bias.shape[0]:
             slot_bias[slot] = up_bias[row]
@@ -112,15 +112,15 @@ def want_gates(stored, first, ids, count, places, missing):
 
 
 @njit(nogil=True, cache=True)
-def want_rests(stored, first, ids, count, places, missing):
+def want_up_downs(stored, first, ids, count, places, missing):
     """The same of up and down rows."""
-    rests, marks, parts = stored.rests, stored.marks, stored.mark_parts
+    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
     bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
     norms, slot_norms = stored.down_norms, stored.arrays.down_norms
-    for k in range(look_up(rests, first, ids, count, places, missing)):
+    for k in range(look_up(up_downs, first, ids, count, places, missing)):
         i = np.int64(missing[k])
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        places[i], is_missing = claim_rest(rests, bias, slot_bias, norms, slot_norms, row)
+        places[i], is_missing = claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)
         if is_missing:
             marks[in_file[row]], parts[in_file[row]] = row + 1, REST
 
@@ -131,14 +131,17 @@ def want_with_gates(stored, first, ids, count):
 
     Where they are they stay. They are not counted as wanted: who fires is not known yet.
     """
-    rests, marks, parts = stored.rests, stored.marks, stored.mark_parts
+    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
     bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
     norms, slot_norms = stored.down_norms, stored.arrays.down_norms
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if rests.asked[row]:
-            rests.used[rests.slot_of[row]] = rests.state[EPOCH]
-        if marks[in_file[row]] and claim_rest(rests, bias, slot_bias, norms, slot_norms, row)[1]:
+        if up_downs.asked[row]:
+            up_downs.used[up_downs.slot_of[row]] = up_downs.state[EPOCH]
+        if (
+            marks[in_file[row]]
+            and claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)[1]
+        ):
             parts[in_file[row]] = GATE | REST
 
 
@@ -171,7 +174,7 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
         stored.gate_bias,
         stored.arrays.gate,
     )
-    held, slot_of, rests_asked = gates.held, gates.slot_of, stored.rests.asked
+    held, slot_of, rests_asked = gates.held, gates.slot_of, stored.up_downs.asked
     first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
     begin, end = ahead_part(last - first, thread, num_threads)
     for n in range(begin, end):
@@ -201,15 +204,20 @@ def ask_ahead(stored, layer):
     if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
         return
     first, arrays, reads_whole = stored.arrays.offsets[layer], stored.arrays, options[READS_WHOLE]
-    gates, rests, rows, parts = stored.gates, stored.rests, queue.rows[batch], queue.parts[batch]
+    gates, up_downs, rows, parts = (
+        stored.gates,
+        stored.up_downs,
+        queue.rows[batch],
+        queue.parts[batch],
+    )
     gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
     count = 0
-    for row in likeliest(ahead, layer, first, gates, rests):
+    for row in likeliest(ahead, layer, first, gates, up_downs):
         part, has_gate = 0, gates.asked[row] != 0
         if not has_gate and claim_gate(gates, gate_bias, arrays.gate_bias, np.int64(row))[1]:
             part = GATE
-        if (has_gate or reads_whole) and claim_rest(
-            rests, up_bias, arrays.up_bias, norms, arrays.down_norms, np.int64(row)
+        if (has_gate or reads_whole) and claim_up_down(
+            up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, np.int64(row)
         )[1]:
             part |= REST
         if part:

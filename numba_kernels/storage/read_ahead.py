@@ -105,7 +105,7 @@ def score_ahead(ahead, layer, thread, num_threads, x):
 
 
 @njit(nogil=True, cache=True)
-def likeliest(ahead, layer, first, gates, rests):
+def likeliest(ahead, layer, first, gates, up_downs):
     """The rows to be read ahead: of gates that say so, then of those that the predictor chooses.
 
     Each the likeliest first, so that what is left out is the least likely.
@@ -120,7 +120,7 @@ def likeliest(ahead, layer, first, gates, rests):
             row = first + n
             if scores[n] <= 0 or (gates.asked[row] != 0) != has_gate:
                 continue
-            if not has_gate or not rests.asked[row]:
+            if not has_gate or not up_downs.asked[row]:
                 found[count] = n
                 count += 1
         left = most - num_rows
@@ -134,25 +134,25 @@ def likeliest(ahead, layer, first, gates, rests):
 
 
 @njit(nogil=True, cache=True)
-def note_begun(ahead, gates, rests):
+def note_begun(ahead, gates, up_downs):
     """Of what was asked for keep those rows that are not taken back."""
     kept = 0
     for i in range(ahead.state[1]):
         row, part = ahead.rows[i], ahead.parts[i]
-        if (gates if part & GATE else rests).asked[row]:
+        if (gates if part & GATE else up_downs).asked[row]:
             ahead.rows[kept], ahead.parts[kept] = row, part
             kept += 1
     ahead.state[1] = kept
 
 
 @njit(nogil=True, cache=True)
-def learn(ahead, layer, gates, rests):
+def learn(ahead, layer, gates, up_downs):
     """How many to ask for next time, once the layer has looked up all that it needs."""
     num_read, num_used = ahead.state[1], 0
     if ahead.state[0] != layer or num_read == 0:
         return
     for i in range(num_read):
-        num_used += was_used(gates if ahead.parts[i] & GATE else rests, ahead.rows[i])
+        num_used += was_used(gates if ahead.parts[i] & GATE else up_downs, ahead.rows[i])
     ahead.state[0] = -1
     ahead.counts[NUM_AHEAD] += num_read
     ahead.counts[NUM_OF_USE] += num_used

@@ -101,10 +101,10 @@ def ask_for(queue, file, batch, count, most_bytes, most_gap):
 
 
 @njit(nogil=True, cache=True)
-def take_back(queue, asked_gates, asked_rests):
+def take_back(queue, asked_gates, asked_up_downs):
     """Read no more of what no thread has begun; it is not asked for any more.
 
-    asked_gates, asked_rests (N,) uint8: what `NeuronSlots.asked` is of either part.
+    asked_gates, asked_up_downs (N,) uint8: what `NeuronSlots.asked` is of either part.
     """
     cells, spans = queue.cells, queue.spans
     asked = atomic_load(cells, _ASKED * INTS_A_CELL)
@@ -119,7 +119,7 @@ def take_back(queue, asked_gates, asked_rests):
             if parts & GATE:
                 asked_gates[row] = np.uint8(0)
             if parts & REST:
-                asked_rests[row] = np.uint8(0)
+                asked_up_downs[row] = np.uint8(0)
         atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1))
         taken = np.int32(taken + 1)
 
@@ -162,9 +162,9 @@ def read_all(queue, file, count, most_bytes, most_gap):
 
 
 @njit(nogil=True, cache=True)
-def settle(queue, asked_gates, asked_rests):
+def settle(queue, asked_gates, asked_up_downs):
     """Return when nothing is being read, and nothing asked for; as `take_back`."""
-    take_back(queue, asked_gates, asked_rests)
+    take_back(queue, asked_gates, asked_up_downs)
     for batch in range(NUM_BATCHES):
         await_batch(queue, batch)
 
@@ -206,7 +206,7 @@ def _count_span(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def finish_span(queue, span, has_come, held_gates, held_rests):
+def finish_span(queue, span, has_come, held_gates, held_up_downs):
     """A span was read, or could not be: that is noted in `NeuronSlots.held` of either part."""
     batch, found = np.int64(span[BATCH]), HERE if has_come else FAILED
     for i in range(span[FIRST], span[LAST]):
@@ -214,7 +214,7 @@ def finish_span(queue, span, has_come, held_gates, held_rests):
         if parts & GATE:
             atomic_store(held_gates, row, found)
         if parts & REST:
-            atomic_store(held_rests, row, found)
+            atomic_store(held_up_downs, row, found)
     _count_span(queue, batch)
 
 
@@ -237,10 +237,10 @@ def await_spans(queue, seen):
 
 
 @njit(nogil=True, cache=True)
-def serve_reads(thread, queue, file, held_gates, held_rests, staging, target):
+def serve_reads(thread, queue, file, held_gates, held_up_downs, staging, target):
     """Read what is asked for, until `stop_readers`; `staging` is this thread's own.
 
-    What came, into rows of `target`, is noted in `held_gates`, `held_rests`: see `finish_span`.
+    What came, into rows of `target`, is noted in `held_gates`, `held_up_downs`: see `finish_span`.
     """
     counts = queue.counts[thread]
     span = np.zeros(3, np.int32)
@@ -257,4 +257,4 @@ def serve_reads(thread, queue, file, held_gates, held_rests, staging, target):
         num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
+        finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)

@@ -51,7 +51,7 @@ def _take(queue, file, span, result, staging, target):
 
 
 @njit(nogil=True, cache=True)
-def go_on_without_ring(queue, file, held_gates, held_rests, staging, target, spans, busy):
+def go_on_without_ring(queue, file, held_gates, held_up_downs, staging, target, spans, busy):
     """Read what was under way in a ring that failed, then what is asked for, as `serve_reads`.
 
     `staging` is not what the ring had: the kernel may still write there.
@@ -60,12 +60,12 @@ def go_on_without_ring(queue, file, held_gates, held_rests, staging, target, spa
         span = spans[k]
         wanted = wanted_of(queue, np.int64(span[BATCH]))
         num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
-        finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
-    serve_reads(0, queue, file, held_gates, held_rests, staging, target)
+        finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)
+    serve_reads(0, queue, file, held_gates, held_up_downs, staging, target)
 
 
 @njit(nogil=True, cache=True)
-def serve_ring(queue, file, held_gates, held_rests, staging, target, ring, spans, busy):
+def serve_ring(queue, file, held_gates, held_up_downs, staging, target, ring, spans, busy):
     """Read what is asked for, until `stop_readers`, as many spans at once as `staging` has rows.
 
     staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; spans (D, 3)
@@ -94,7 +94,7 @@ def serve_ring(queue, file, held_gates, held_rests, staging, target, ring, spans
             span = spans[k]
             num_bytes = _take(queue, file, span, result, staging[k], target)
             counts[BYTES_READ] += num_bytes
-            finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
+            finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)
             busy[k] = 0
             k, result = next_done(ring)
         counts[READ_NS] += now_ns() - started

@@ -48,9 +48,9 @@ def _stored_request(thread, num_threads, service, buffers, stored, scratch, buck
         return
     reply[BYTES_READ] = stored.queue.counts[:, 0].sum()
     reply[READ_WAIT_NS] = stored.waits.max()
-    gates, rests = stored.gates.state, stored.rests.state
-    reply[PARTS_WANTED] = gates[NUM_WANTED] + rests[NUM_WANTED]
-    reply[PARTS_MISSED] = gates[NUM_MISSED] + rests[NUM_MISSED]
+    gates, up_downs = stored.gates.state, stored.up_downs.state
+    reply[PARTS_WANTED] = gates[NUM_WANTED] + up_downs[NUM_WANTED]
+    reply[PARTS_MISSED] = gates[NUM_MISSED] + up_downs[NUM_MISSED]
     if not done:
         reply[STATUS] = FAILED
         return
@@ -63,7 +63,7 @@ def _stored_request(thread, num_threads, service, buffers, stored, scratch, buck
 
 
 @njit(nogil=True, cache=True)
-def serve_stored_ffn(
+def serve_offloaded_ffn(
     thread, num_threads, service, seen, buffers, stored, scratch, buckets, function
 ):
     """`numba_kernels.serve.serve_ffn.serve_ffn` of stored neurons."""

@@ -31,7 +31,7 @@ class Delays(NamedTuple):
     num_requests: int
 
 
-class CoreKeeper:
+class CoreAffinity:
     """The threads of one service: on their cores while that is good for them, else anywhere."""
 
     def __init__(

@@ -48,7 +48,7 @@ def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None
     """Why nothing is pinned, in a few words; "" where services are pinned.
 
     With one node there is no memory to be near to, and a thread that may not move waits for
-    whoever else wants its core; there a `CoreKeeper` decides from moment to moment.
+    whoever else wants its core; there a `CoreAffinity` decides from moment to moment.
     """
     if pin == "off":
         return "--pin off"
@@ -72,7 +72,7 @@ def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
 
 
 def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
-    """A core for each thread of a service that is not pinned, for a `CoreKeeper`; () for none.
+    """A core for each thread of a service that is not pinned, for a `CoreAffinity`; () for none.
 
     Where `--pin auto` pins nothing because there is one node, and each of several threads can have
     a core of its own.

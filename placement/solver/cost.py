@@ -75,8 +75,8 @@ class RowBytes:
         """The rows of `config`, in its dtypes."""
         first = row_bytes(config, config.hidden_size, "gate")
         down = round(mean_row_bytes(config, config.hidden_size, "down"))
-        by_outputs = "down" in dict(config.mean_row_bytes)
-        return cls(first, first if config.has_gate else 0, down, by_outputs)
+        transposed = "down" in dict(config.mean_row_bytes)
+        return cls(first, first if config.has_gate else 0, down, transposed)
 
     def read(self, gates: float, ups: float, downs: float) -> float:
         """Bytes of a neuron where such shares of these rows are computed."""

@@ -14,13 +14,13 @@ from hotcold.actors.attention.attention_service import CacheSpec, load_gpu_servi
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.exchange.call_exchange import Question
+from hotcold.actors.exchange.call_exchange import ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.assignment import deal_neurons
 from hotcold.actors.setup.hot_neurons import hot_counts
 from hotcold.actors.setup.partition import require_partition
@@ -62,12 +62,12 @@ class CopyingExchange:
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
         self.buffers = layout.buffers(layout.new_arena())
         self._services = services
-        self.asking, self.next_number = NO_DOORBELLS, 0
+        self.request_state, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         """See `Exchange.ask`."""
         for index in services:
-            question = pickle.dumps(Question.read(self.buffers, index))
+            question = pickle.dumps(ServiceRequest.read(self.buffers, index))
             answer = pickle.dumps(self._services[index].answer(pickle.loads(question)))
             pickle.loads(answer).write(self.buffers, index)
         return 0
@@ -86,7 +86,7 @@ class AskingByPython:
 
     def __init__(self, inner: Exchange) -> None:
         self.buffers, self.next_number = inner.buffers, inner.next_number
-        self.asking = NO_DOORBELLS
+        self.request_state = NO_DOORBELLS
         self.ask, self.resume, self.try_replace = inner.ask, inner.resume, inner.try_replace
 
 
@@ -104,7 +104,7 @@ class InProcessSystem:
     first_number: int = 1
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
-    products: ProductChoice | None = None
+    products: MatmulChoice | None = None
     hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
     weight_dtype: str = ""
@@ -171,7 +171,7 @@ class InProcessSystem:
         )
 
     def _cpus(self) -> list[Service]:
-        if self.specs is not None and self.specs[1].down_by_outputs:
+        if self.specs is not None and self.specs[1].down_transposed:
             return [
                 load_dense_service(
                     self.path,

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.system import System
 from hotcold.model.sampling import SamplingParams
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -29,7 +29,7 @@ def config_of(checkpoint: TinyCheckpoint, num_cpu_actors: int, exchange: str) ->
         kv_dtype="float32",
         prefill_chunk=64,
         exchange=exchange,
-        products=ProductChoice(bfloat16=False, integers=False),
+        products=MatmulChoice(bfloat16=False, integers=False),
     )
 
 

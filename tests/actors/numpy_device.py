@@ -153,10 +153,10 @@ class NumpyKernels:
             first_value = num_heads + num_kv_heads
             if table.shape[0]:
                 cos, sin = (table[positions, part][:, None] for part in (0, 1))
-                turned, half = heads[:, :first_value], table.shape[2]
-                a, b = turned[..., :half].copy(), turned[..., half : 2 * half].copy()
-                turned[..., :half] = a * cos - b * sin
-                turned[..., half : 2 * half] = b * cos + a * sin
+                transposed, half = heads[:, :first_value], table.shape[2]
+                a, b = transposed[..., :half].copy(), transposed[..., half : 2 * half].copy()
+                transposed[..., :half] = a * cos - b * sin
+                transposed[..., half : 2 * half] = b * cos + a * sin
             for t, (position, slot) in enumerate(zip(positions, slots, strict=True)):
                 page, row = tables[slot, position // 64], position % 64
                 keys[page, :, row] = half_bits(heads[t, num_heads:first_value], keys)

@@ -25,14 +25,14 @@ from hotcold.model.sampling import SamplingParams
 _PROMPTS = (1, 9, 40)  # tokens: a token, some at once, matrix products
 
 
-def main(model: Path, num_rests: int) -> None:
+def main(model: Path, num_up_downs: int) -> None:
     """Start it, answer requests, tell what its plan counts."""
     config = read_model(model)
     file = bundle_path(model, BundleGeometry.of(config))
     options = SystemOptions(num_threads=2, context_length=128)
     system = choose_system(model, config, options)
     num_neurons = config.num_layers * config.ffn_size
-    system = replace(system, storage=NeuronStorage(str(file), num_neurons, num_rests))
+    system = replace(system, storage=NeuronStorage(str(file), num_neurons, num_up_downs))
     draw = np.random.default_rng(1)
     sampling = SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True)
     with System.start(system) as running:

@@ -275,7 +275,7 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
         patch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
         patch.setattr(ArenaExchange, "ask", asked)
         # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
-        patch.setattr(RecoveringExchange, "asking", NO_DOORBELLS)
+        patch.setattr(RecoveringExchange, "request_state", NO_DOORBELLS)
         yield host
         host.on_ask = lambda services: None
         for actor in host.alive():

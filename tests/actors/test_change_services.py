@@ -177,7 +177,7 @@ def fail(*arguments: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "what",
-    [(Connection, "attach"), (Connection, "use_products"), (Connection, "require_partition"),
+    [(Connection, "attach"), (Connection, "use_matmul"), (Connection, "require_partition"),
      (KvPool, "copy_to")],
     ids=lambda what: what[1],
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_what_fails_before_the_change_changes_nothing(
     with stand_in_system(host, config_of(copied.path)) as system:
         expected = tokens(system)
         services = system.actor.services
-        if what[1] == "use_products":  # as if they had been agreed on while new services loaded
+        if what[1] == "use_matmul":  # as if they had been agreed on while new services loaded
             monkeypatch.setattr(
                 "hotcold.actors.processes.scaling.scaled_system",
                 lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
@@ -219,13 +219,13 @@ def test_what_is_agreed_on_meanwhile_holds_on(
             lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
         )
         told = []
-        use_products = Connection.use_products
+        use_matmul = Connection.use_matmul
 
         def counted(new: Connection, products: Any, services: Any) -> None:
             told.append((products, list(services)))
-            use_products(new, products, services)
+            use_matmul(new, products, services)
 
-        monkeypatch.setattr(Connection, "use_products", counted)
+        monkeypatch.setattr(Connection, "use_matmul", counted)
         system.actor.scale(2)
         assert system.actor.services.system.products == agreed
         assert told == [(agreed, [1, 2])]

@@ -12,7 +12,7 @@ import pytest
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
-from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
+from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION, SEND, STREAM
 from hotcold.placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
@@ -58,7 +58,7 @@ def test_logits_equal_transformers(
         engine, asked = streaming(system)
         found = prefill(engine, checkpoint.ids)
         assert relative_difference(found, checkpoint.logits) < 1e-4
-        num_rounds = len([each for each in asked if SHIP in each]) / system.config.num_layers
+        num_rounds = len([each for each in asked if SEND in each]) / system.config.num_layers
         assert num_rounds > 2 and not any(FFN in each for each in asked)
         engine.step(checkpoint.ids[:5].tolist(), range(5), [0] * 5)
         assert any(FFN in each for each in asked)  # few tokens stay with the CPU
@@ -105,8 +105,8 @@ def test_copies_run_ahead_of_products(tiny: Tiny) -> None:
         ahead = [int(entry.split()[1]) for entry in log if entry.startswith("ahead")]
         neurons = 3 * config.ffn_size * config.hidden_size * 4
         assert neurons < sum(ahead) / config.num_layers < 1.5 * neurons
-        assert len(ahead) == len([each for each in asked if SHIP in each])
-        assert [each for each in asked if STREAM in each][:2] == [(STREAM, SHIP)] * 2
+        assert len(ahead) == len([each for each in asked if SEND in each])
+        assert [each for each in asked if STREAM in each][:2] == [(STREAM, SEND)] * 2
 
 
 @pytest.mark.parametrize(

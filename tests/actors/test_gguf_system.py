@@ -66,7 +66,7 @@ def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: P
     held = file_of(model, path, kinds)
     options = SystemOptions(context_length=128, num_cpu_actors=num_services)
     system, config = prepare_system(path, options)
-    assert system.down_by_outputs and dict(config.mean_row_bytes)
+    assert system.down_transposed and dict(config.mean_row_bytes)
     ids = np.random.default_rng(2).integers(0, 101, 48)
     wanted = logits_of(model, held)  # of transformers, for the module's own ids
     with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
@@ -89,7 +89,7 @@ def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
     file = written(path, 2, thresholds)
     options = SystemOptions(context_length=128, mode="threshold", thresholds=file)
     system, config = prepare_system(path, options)
-    assert system.down_by_outputs and system.has_down_norms
+    assert system.down_transposed and system.has_down_norms
     dense = reference_logits(path, MODEL_IDS)
     wanted = reference_logits(path, MODEL_IDS, thresholds=told)
     with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
@@ -124,7 +124,7 @@ def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None
     path = tmp_path / "tiny.gguf"
     file_of(tiny(max_position_embeddings=1024), path, MIXED)
     system, config = prepare_system(path, SystemOptions(context_length=512, num_cpu_actors=2))
-    assert system.down_by_outputs
+    assert system.down_transposed
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = [np.random.default_rng(size).integers(0, 101, size).tolist() for size in (5, 20, 300)]
     requests = [GenerateRequest(sampling, prompt_ids=ids) for ids in prompts]
@@ -138,6 +138,6 @@ def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None
         asked = [Asking(partial(running.complete, request)) for request in requests]
         os.kill(running.call("processes")["cpu0"], signal.SIGKILL)
         assert [one.end().ids for one in asked] == fewer
-    many = SystemConfig(str(path), num_threads=8, down_by_outputs=True)
+    many = SystemConfig(str(path), num_threads=8, down_transposed=True)
     with pytest.raises(UsageError, match=r"3 CPU services are too many .* 2 are the most"):
         scaled_system(many, 3, config)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hotcold.actors.protocol.failures import RequestError
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
-from hotcold.numba_kernels.ir.int16_ir import has_word_products
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
+from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
 from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -184,7 +184,7 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
         for way in ([1], [3, 5]):
             found = system.logits("exact", checkpoint.ids, way)
             assert relative_difference(found, checkpoint.logits) < bound, way
-    products = ProductChoice(bfloat16=False, integers=False)  # as on a CPU without bfloat16
+    products = MatmulChoice(bfloat16=False, integers=False)  # as on a CPU without bfloat16
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
         found = system.logits("exact", checkpoint.ids, [40])
         assert relative_difference(found, checkpoint.logits) < bound
@@ -212,11 +212,11 @@ def test_queries_of_a_prompt_attend_in_parts(
 def test_prefill_rounds_like_bfloat16_of_transformers(
     tiny: Tiny, own: bool, variant: str, dtype: str
 ) -> None:
-    if own and not has_pair_products():
+    if own and not has_pair_matmul():
         pytest.skip("a CPU without AVX512-BF16")
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
-    products = ProductChoice(bfloat16=True, integers=False, own_bfloat16=own)
+    products = MatmulChoice(bfloat16=True, integers=False, own_bfloat16=own)
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
@@ -224,12 +224,12 @@ def test_prefill_rounds_like_bfloat16_of_transformers(
             assert difference < 2 * checkpoint.bfloat16_difference, way
 
 
-@pytest.mark.skipif(not has_word_products(), reason="a CPU with AVX512-VNNI")
+@pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
 def test_prefill_in_words_is_nearer_than_bfloat16(tiny: Tiny, variant: str, dtype: str) -> None:
     checkpoint = tiny(variant, dtype)
-    products = ProductChoice(bfloat16=False, integers=False, words=True)
+    products = MatmulChoice(bfloat16=False, integers=False, words=True)
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype="float32", products=products) as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)

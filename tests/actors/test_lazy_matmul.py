@@ -21,14 +21,14 @@ import ray
 
 from hotcold.actors.attention.rope_cache import cache_path, inv_freq
 from hotcold.actors.cpu import matmul, matmul_choice
-from hotcold.actors.cpu.lazy_matmul import LateProducts
+from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.processes.system_services import SystemServices
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import CacheLost, RequestError, ServiceLost
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS, ProductChoice
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS, MatmulChoice
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.system import System
 from hotcold.model.config.model_config import RopeConfig
@@ -104,14 +104,14 @@ def test_steps_of_few_tokens_do_without_torch(tiny: Tiny) -> None:
 def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    class Counted(matmul.MatrixProducts):
+    class Counted(matmul.Matmul):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(matmul, "MatrixProducts", Counted)
-    wide = ProductChoice(bfloat16=False, integers=False)
-    late = LateProducts(2, [np.dtype(np.uint16)], (), wide)
+    monkeypatch.setattr(matmul, "Matmul", Counted)
+    wide = MatmulChoice(bfloat16=False, integers=False)
+    late = LazyMatmul(2, [np.dtype(np.uint16)], (), wide)
     assert not made
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(late.get())) for _ in range(4)]
@@ -120,7 +120,7 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
     for thread in threads:
         thread.join(60)
     assert found == made * 4
-    late.choose(ProductChoice(bfloat16=True, integers=False))
+    late.choose(MatmulChoice(bfloat16=True, integers=False))
     assert late.get() is made[0] and made[0]._choice.bfloat16
     late.close()
     with pytest.raises(RuntimeError), made[0].at_once():
@@ -139,11 +139,11 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_starts_choose_alike_however_the_first_trial_went(
     monkeypatch: pytest.MonkeyPatch, kept: Path
 ) -> None:
-    def choose_anew(float32_s: float) -> ProductChoice:
+    def choose_anew(float32_s: float) -> MatmulChoice:
         times = itertools.chain([float32_s, 1.0], itertools.repeat(1.0))
         monkeypatch.setattr(matmul_choice, "_fastest", lambda product: next(times))
         matmul_choice._choose.cache_clear()
-        return matmul_choice.choose_products()
+        return matmul_choice.choose_matmul()
 
     slow = choose_anew(100.0)
     assert slow.bfloat16
@@ -160,9 +160,9 @@ def test_threads_that_ask_at_once_are_told_the_same(
 ) -> None:
     answers = iter([1.0, 2.0] * 100)
     monkeypatch.setattr(matmul_choice, "_fastest", lambda product: next(answers))
-    found: list[ProductChoice] = []
+    found: list[MatmulChoice] = []
     threads = [
-        threading.Thread(target=lambda: found.append(matmul_choice.choose_products()))
+        threading.Thread(target=lambda: found.append(matmul_choice.choose_matmul()))
         for _ in range(4)
     ]
     for thread in threads:
@@ -185,7 +185,7 @@ def test_a_long_prompt_tells_what_cannot_be_had(tiny: Tiny) -> None:
 
     with InProcessSystem(checkpoint.path, num_positions=128) as system:
         config = SystemConfig(str(checkpoint.path), context_length=128, kv_dtype="float32")
-        driver = Driver(config, system.exchange, prepare_products=prepare)
+        driver = Driver(config, system.exchange, prepare_matmul=prepare)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
         def ids_after(prompt: list[int]) -> list[int]:
@@ -212,16 +212,16 @@ def test_a_long_prompt_tells_what_cannot_be_had(tiny: Tiny) -> None:
 class Handle:
     """A service's actor that chooses `choice`, and keeps what it is told to use."""
 
-    def __init__(self, choice: ProductChoice) -> None:
-        self.used: list[ProductChoice] = []
-        self.choose_products = SimpleNamespace(remote=lambda: choice)
-        self.use_products = SimpleNamespace(remote=self.used.append)
+    def __init__(self, choice: MatmulChoice) -> None:
+        self.used: list[MatmulChoice] = []
+        self.choose_matmul = SimpleNamespace(remote=lambda: choice)
+        self.use_matmul = SimpleNamespace(remote=self.used.append)
         self.ping = SimpleNamespace(remote=lambda: pytest.fail("all have answered"))
 
 
 def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chooses; what one cannot none does. Fresh processes are told by the layout."""
-    choices = [ProductChoice(True, True, True), ProductChoice(True, False, True)]
+    choices = [MatmulChoice(True, True, True), MatmulChoice(True, False, True)]
     handles = [Handle(choice) for choice in choices]
     connection: Any = Connection.__new__(Connection)
     connection.handles, connection.names = handles, ["gpu", "cpu0"]
@@ -238,8 +238,8 @@ def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None
     connection._layout = ArenaLayout(2, 1, 1, 1, 1, 1, 1, 1)
     monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
     monkeypatch.setattr(ray, "get", lambda call, timeout: call)
-    agreed = ProductChoice(True, False, True)
-    assert connection.agree_on_products() == agreed
+    agreed = MatmulChoice(True, False, True)
+    assert connection.agree_on_matmul() == agreed
     assert [handle.used for handle in handles] == [[agreed], [agreed]]
     assert connection.replacer.layout.products == agreed
     assert not connection.watch.starting
@@ -249,21 +249,21 @@ def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(ray, "get", lost)
     with pytest.raises(ServiceLost, match="the gpu service died"):
-        connection.agree_on_products()
+        connection.agree_on_matmul()
 
 
 def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
     host: Any = SystemServices.__new__(SystemServices)
     host.system = SystemConfig("somewhere")
-    choice, renewed = ProductChoice(True, False), []
+    choice, renewed = MatmulChoice(True, False), []
     answers: list[Any] = [ServiceLost(1, "the cpu0 service died; start again"), choice]
 
     class Services:
-        def agree_on_products(self) -> ProductChoice:
+        def agree_on_matmul(self) -> MatmulChoice:
             answer = answers.pop(0)
             if isinstance(answer, Exception):
                 raise answer
-            found: ProductChoice = answer
+            found: MatmulChoice = answer
             return found
 
     class Exchange:
@@ -271,8 +271,8 @@ def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
             renewed.append((service, cause))
 
     host.connection, host.exchange = Services(), Exchange()
-    host.prepare_products()
-    host.prepare_products()  # agreed, for the system's life
+    host.prepare_matmul()
+    host.prepare_matmul()  # agreed, for the system's life
     assert renewed == [(1, "the cpu0 service died")]
     assert host.system.products == choice and not answers
 

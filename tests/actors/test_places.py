@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hotcold.actors.exchange.call_exchange import Answer
+from hotcold.actors.exchange.call_exchange import ServiceReply
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange
 from hotcold.actors.exchange.places import OwnPlace
@@ -68,11 +68,11 @@ class Far:
     def begin(self, method: str, questions: dict[int, Any]) -> dict[int, Any]:
         return questions
 
-    def result(self, questions: dict[int, Any]) -> dict[int, Answer]:
+    def result(self, questions: dict[int, Any]) -> dict[int, ServiceReply]:
         self.fetched += questions
         if self.failure is not None:
             raise pickle.loads(pickle.dumps(self.failure))  # as it comes from another process
-        return {service: Answer(np.full(NUM_REPLY_WORDS, 7), {}) for service in questions}
+        return {service: ServiceReply(np.full(NUM_REPLY_WORDS, 7), {}) for service in questions}
 
 
 def ask_all(local: Local, *relays: Far) -> HostsExchange:

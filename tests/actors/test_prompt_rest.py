@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.prompt_ffn import prompt_ffn
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 
@@ -19,8 +19,8 @@ NUM_TOKENS, WIDTH, NEURONS = 40, 32, 64
 
 
 @pytest.fixture
-def products() -> Iterator[MatrixProducts]:
-    made = MatrixProducts(2, [np.dtype(np.float32)], choice=ProductChoice(False, False))
+def products() -> Iterator[Matmul]:
+    made = Matmul(2, [np.dtype(np.float32)], choice=MatmulChoice(False, False))
     yield made
     made.close()
 
@@ -34,7 +34,7 @@ def products() -> Iterator[MatrixProducts]:
     ],
 )
 def test_when_up_and_down_rows_are_awaited(
-    products: MatrixProducts,
+    products: Matmul,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     skip_silent: bool,
@@ -51,7 +51,7 @@ def test_when_up_and_down_rows_are_awaited(
         seen.append("products")
         run()
 
-    def await_rest() -> None:
+    def await_up_down() -> None:
         seen.append("rest")
         late[0][:], late[1][:] = up, down
 
@@ -67,5 +67,5 @@ def test_when_up_and_down_rows_are_awaited(
     expected = output((up, down))
     assert np.abs(expected).max() > 1
     monkeypatch.setattr(products, "run", noted_run)
-    np.testing.assert_array_equal(output(late, await_rest=await_rest), expected)
+    np.testing.assert_array_equal(output(late, await_up_down=await_up_down), expected)
     assert seen == order

@@ -60,7 +60,7 @@ class Faulty:
 
     def __init__(self, inner: Exchange, rings: bool) -> None:
         self.inner = inner
-        self.asking = inner.asking if rings else NO_DOORBELLS
+        self.request_state = inner.request_state if rings else NO_DOORBELLS
         self.random = np.random.default_rng(5)
         self.every = 0  # asks; never
         self.only_nan = False
@@ -132,7 +132,7 @@ def recovering(
         checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT,
         has_down_norms=mode == THRESHOLD,
     ) as system:  # fmt: skip
-        system.exchange.asking[TIMEOUT_NS] = 0
+        system.exchange.request_state[TIMEOUT_NS] = 0
         system.watch.max_polls = 10**9
         faulty, emptying = Faulty(system.exchange, rings), Emptying(system)
         exchange = RecoveringExchange(faulty, emptying, policy)
@@ -207,7 +207,7 @@ class Fails:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.buffers: Any = type("SharedBuffers", (), {"requests": np.zeros((3, 8), np.int64)})()
-        self.asking, self.next_number = NO_DOORBELLS, 0
+        self.request_state, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         if self.errors:

@@ -23,7 +23,7 @@ from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, s
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
-from hotcold.jobs.support.stored_model import stored_plans, stored_text
+from hotcold.jobs.support.stored_model import offload_plans, offload_text
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
@@ -160,10 +160,10 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
         assert limit - SLOT_BYTES < system_need(found, config).total_bytes <= limit
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
         prepared(least - 1)
-    plans = stored_plans(path, replace(options, cpu_memory_bytes=least), 0.5)
+    plans = offload_plans(path, replace(options, cpu_memory_bytes=least), 0.5)
     assert [plan.num_on_gpu for plan in plans] == [100] * 5
-    assert plans[-1].num_rests < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
-    assert stored_text(plans).count("% on the GPU") == 5
+    assert plans[-1].num_up_downs < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
+    assert offload_text(plans).count("% on the GPU") == 5
     with pytest.raises(UsageError, match="--plan places neurons in memory"):
         prepared(least, plan=Path("p"))
     with pytest.raises(MemoryBudgetError, match="allowed by --cpu-memory") as refused:
@@ -314,7 +314,7 @@ def test_tokens_of_a_system_also_after_a_service_was_lost(tiny: Tiny, tmp_path: 
         assert last.result is not None and last.result.ids == expected[1]
         now: SystemConfig = running.call("describe")
         assert now.num_hot_neurons == fitted.num_hot_neurons > 0 and now.storage is not None
-        assert now.storage.num_rests > 0 and now.storage.memory_bytes == kept.memory_bytes
+        assert now.storage.num_up_downs > 0 and now.storage.memory_bytes == kept.memory_bytes
         telemetry = running.call("telemetry")
         assert telemetry.neurons.num_hot.sum() == fitted.num_hot_neurons
         with pytest.raises(UsageError, match="cannot be scaled"):

@@ -17,12 +17,12 @@ import pytest
 
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_stored_service
+from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_offloaded_service
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from hotcold.actors.protocol.offloaded_neurons import ALONE, OffloadedShare
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
 from hotcold.model.bundles import direct
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
@@ -102,7 +102,7 @@ class StoredSystem(InProcessSystem):
         if self.shares_bits:
             self.predictor_words = words_to_read_ahead(self._predictors())
         return [
-            load_stored_service(
+            load_offloaded_service(
                 self.path,
                 self.config,
                 index,
@@ -126,8 +126,10 @@ class StoredSystem(InProcessSystem):
         most, total = max(ids.size for ids in shard), sum(ids.size for ids in shard)
         draw = np.random.default_rng(index)
         rates = draw.random(total if self.has_rates else 0).astype(np.float32)
-        num_rests = most + self.more_slots
-        share = OffloadedShare(num_rests + self.more_gates, num_rests, rates, self.reads_whole)
+        num_up_downs = most + self.more_slots
+        share = OffloadedShare(
+            num_up_downs + self.more_gates, num_up_downs, rates, self.reads_whole
+        )
         return replace(share, **self.left_out)
 
     def _predictors(self) -> Predictors:
@@ -321,7 +323,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
 
 def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     path = make_model("q-llama-tied", tmp_path / "m")
-    common: dict[str, Any] = {"weight_dtype": "q8", "products": ProductChoice(True, True)}
+    common: dict[str, Any] = {"weight_dtype": "q8", "products": MatmulChoice(True, True)}
     packed(path, "q8")
     stores = [StoredSystem(path, 1, 2, **common, **store) for store in STORES[:3]]
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
@@ -332,7 +334,7 @@ def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     path = make_model("q-llama", tmp_path / "m")
     packed(path, weight_dtype)
     common: dict[str, Any] = {"weight_dtype": weight_dtype, "has_down_norms": True}
-    common |= {"products": ProductChoice(True, True)}
+    common |= {"products": MatmulChoice(True, True)}
     stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
     modes = ["exact", "dense", "sign", THRESHOLD]
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)

@@ -24,11 +24,11 @@ from hotcold.actors.setup.host_files import own_predictors
 from hotcold.actors.setup.memory_needs import system_need as need_of
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
-from hotcold.actors.setup.storage import pack_model, stored_share
+from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
 from hotcold.actors.system import System
-from hotcold.jobs.profile.plot import plot_stored
-from hotcold.jobs.support.stored_model import stored_plans, stored_text
+from hotcold.jobs.profile.plot import plot_offload
+from hotcold.jobs.support.stored_model import offload_plans, offload_text
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -99,22 +99,22 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     rest = need.total_bytes - need.ffn_bytes
     system, _ = prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least))
     assert system.storage is not None
-    assert system.storage.num_gates == system.storage.num_rests == config.ffn_size
+    assert system.storage.num_gates == system.storage.num_up_downs == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
-    plans = stored_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5)
-    slots = [plan.num_gates + 2 * plan.num_rests for plan in plans]
+    plans = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5)
+    slots = [plan.num_gates + 2 * plan.num_up_downs for plan in plans]
     read = [plan.read_bytes for plan in plans]
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
-    assert stored_text(plans).count("tokens/s") == len(plans) == 5
+    assert offload_text(plans).count("tokens/s") == len(plans) == 5
     assert all(plan.tokens_per_s <= min(2.0, plan.most_tokens_per_s) for plan in plans)
-    assert stored_plans(wide, SystemOptions(cpu_memory_bytes=total), 0.5) == []
-    more = stored_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5, 9)
+    assert offload_plans(wide, SystemOptions(cpu_memory_bytes=total), 0.5) == []
+    more = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5, 9)
     assert len(more) == 9 and more[::2] == plans
-    plot_stored(wide / "plan.svg", more, "wide")
+    plot_offload(wide / "plan.svg", more, "wide")
     assert "that the disk allows" in (wide / "plan.svg").read_text()
     with pytest.raises(UsageError, match="cannot be written"):
-        plot_stored(wide / "plan.svg" / "plan.svg", more, "wide")
+        plot_offload(wide / "plan.svg" / "plan.svg", more, "wide")
     bundle_path(wide, BundleGeometry.of(config)).parent.mkdir()
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):
@@ -180,8 +180,8 @@ def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch
         assert 0 <= unused < _neuron_bytes(config) and (more == 0) == (unused == 0)
         assert need_of(system, config).total_bytes == least + more - unused // 2
         own = [spec.storage for spec in service_specs(system, config)[1:]]
-        shares = [(each.num_gates, each.num_rests) for each in own if each is not None]
-        assert shares == [(kept.num_gates // 4, kept.num_rests // 4)] * 4
+        shares = [(each.num_gates, each.num_up_downs) for each in own if each is not None]
+        assert shares == [(kept.num_gates // 4, kept.num_up_downs // 4)] * 4
     assert prepare_system(wide, replace(two, cpu_memory_bytes=need.total_bytes))[0].storage is None
 
 
@@ -197,7 +197,7 @@ def test_services_have_slots_as_they_have_neurons(
     kept = NeuronStorage("f", 4_000, 8_000)
     specs = service_specs(replace(system, storage=kept), config)[1:]
     assert [spec.num_threads for spec in specs] == [3, 1]
-    shares = [(each.num_gates, each.num_rests) for spec in specs if (each := spec.storage)]
+    shares = [(each.num_gates, each.num_up_downs) for spec in specs if (each := spec.storage)]
     assert shares == [(3_000, 6_000), (1_000, 2_000)]
     sizes = [spec.neuron_ids[0].size for spec in specs if spec.neuron_ids]
     assert sizes == [3 * config.ffn_size // 4, config.ffn_size // 4]
@@ -267,8 +267,8 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
     ]
     kept = NeuronStorage(str(file.path), 170, 130)
     spec = ServiceSpec("cpu0", 1, 1, str(path), neuron_ids=ids, storage=kept)
-    share = stored_share(spec, config)
-    assert (share.num_gates, share.num_rests) == (170, 130)
+    share = offloaded_share(spec, config)
+    assert (share.num_gates, share.num_up_downs) == (170, 130)
     own = np.concatenate([layer[n] for layer, n in zip(profile.counts, ids, strict=True)])
     np.testing.assert_allclose(share.rates, own / counts.size, rtol=1e-6)
 

@@ -201,5 +201,5 @@ def test_the_file_holds_what_was_written(tmp_path: Path) -> None:
     assert found.thresholds.of_layers() == thresholds
     assert (found.mean_kld, found.target_kld) == (0.02, 0.03)
     assert ffn_share(found, config) == pytest.approx((1 + 0.5 + 0.25) / 3)
-    by_outputs = replace(config, mean_row_bytes=(("down", 2.0 * 4 * config.hidden_size),))
-    assert ffn_share(found, by_outputs) == pytest.approx((1 + 0.5 + 2) / 4)
+    transposed = replace(config, mean_row_bytes=(("down", 2.0 * 4 * config.hidden_size),))
+    assert ffn_share(found, transposed) == pytest.approx((1 + 0.5 + 2) / 4)

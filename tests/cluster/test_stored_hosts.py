@@ -14,7 +14,7 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -57,7 +57,7 @@ class Hosts:
             kv_dtype="float32",
             predictors_path=str(predictors_path(self.path, "sign")) if mode == "sign" else "",
             hosts=hosts,
-            products=ProductChoice(bfloat16=False, integers=False),
+            products=MatmulChoice(bfloat16=False, integers=False),
             storage=storage,
         )
 

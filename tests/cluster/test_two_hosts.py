@@ -48,11 +48,11 @@ def test_the_same_tokens_as_on_one_host(
         pytest.skip(reason)
     report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
     requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
-    asking = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
-    asking += ["--out", str(out), "--system", SYSTEM]
+    request_state = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
+    request_state += ["--out", str(out), "--system", SYSTEM]
     arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
     arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]
-    arguments += ["--faults", "--then", shlex.join(asking), "--json", report]
+    arguments += ["--faults", "--then", shlex.join(request_state), "--json", report]
     done = run_program("two_hosts", model, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert texts(out) == expected_texts

@@ -176,11 +176,11 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
 def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
     machine.ask("--keep", "1h")
     (found,) = machine.listed()
-    asking = machine.begin(*machine.endless)
-    assert asking.stdout is not None and asking.stdout.read(5)
+    request_state = machine.begin(*machine.endless)
+    assert request_state.stdout is not None and request_state.stdout.read(5)
     os.kill(found["pid"], signal.SIGKILL)
-    _, err = asking.communicate(timeout=WAIT_S)
-    assert asking.returncode == 1
+    _, err = request_state.communicate(timeout=WAIT_S)
+    assert request_state.returncode == 1
     assert err.splitlines()[-1] == "hotcold: error: the system 'words' has ended"
     assert processes_left(machine.ray) == []
     assert [path.name for path in sorted(machine.systems.iterdir())] == ["words.json", "words.sock"]

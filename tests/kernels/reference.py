@@ -112,8 +112,8 @@ def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     """Each pair (i, half + i) of a head as a complex number, turned; the rest stays."""
     half = cos_sin.shape[1]
     pairs = heads[:, :half].astype(np.float64) + 1j * heads[:, half : 2 * half]
-    turned = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
-    return np.concatenate([turned.real, turned.imag, heads[:, 2 * half :]], axis=1)
+    transposed = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
+    return np.concatenate([transposed.real, transposed.imag, heads[:, 2 * half :]], axis=1)
 
 
 def decode_attention(

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu.pair_matmul import PairProducts
-from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
+from hotcold.actors.cpu.pair_matmul import PairMatmul
+from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_pair_products(), reason="a CPU with AVX512-BF16")
+pytestmark = pytest.mark.skipif(not has_pair_matmul(), reason="a CPU with AVX512-BF16")
 KINDS = ["f16", "bf16"]
 
 
@@ -22,18 +22,18 @@ def narrowed(array: np.ndarray) -> np.ndarray:
     return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16).double().numpy()
 
 
-def in_turn(num_threads: int) -> PairProducts:
+def in_turn(num_threads: int) -> PairMatmul:
     """Products by threads that are played one after the other."""
 
     def each_thread(run: Callable[[int], None]) -> None:
         for thread in range(num_threads):
             run(thread)
 
-    return PairProducts(num_threads, each_thread)
+    return PairMatmul(num_threads, each_thread)
 
 
 def ask(
-    products: PairProducts, name: str, x: np.ndarray, weights: np.ndarray, out: np.ndarray
+    products: PairMatmul, name: str, x: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> None:
     """out = x @ weights.T ("linear") or x @ weights ("combine")."""
     if name == "linear":

@@ -194,8 +194,8 @@ def test_columns_become_rows(name: str) -> None:
     ):
         out = np.zeros((ids.size, row_items(Q8, 64)), Q8)
         assert block_columns_into(rows, ids.astype(np.int32), out) == DONE
-        turned = np.ascontiguousarray(values[:, ids].T)
-        assert np.array_equal(out, quantize_rows(turned, Q8))
+        transposed = np.ascontiguousarray(values[:, ids].T)
+        assert np.array_equal(out, quantize_rows(transposed, Q8))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.pair_matmul import WordProducts
-from hotcold.numba_kernels.ir.int16_ir import has_word_products
+from hotcold.actors.cpu.pair_matmul import WordMatmul
+from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_word_products(), reason="a CPU with AVX512-VNNI")
+pytestmark = pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI")
 KINDS = ["f16", "bf16"]
 COLUMN_GROUP = 64
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +38,14 @@ def rounded(array: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-def in_turn(num_threads: int) -> WordProducts:
+def in_turn(num_threads: int) -> WordMatmul:
     """Products by threads that are played one after the other."""
 
     def each_thread(run: Callable[[int], None]) -> None:
         for thread in range(num_threads):
             run(thread)
 
-    return WordProducts(num_threads, each_thread)
+    return WordMatmul(num_threads, each_thread)
 
 
 def multiply(x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.ndarray:
@@ -123,11 +123,11 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
 
 MULTIPLY = """
 import numpy as np
-from hotcold.actors.cpu.pair_matmul import WordProducts
+from hotcold.actors.cpu.pair_matmul import WordMatmul
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)
-products = WordProducts(1, lambda phase: phase(0))
+products = WordMatmul(1, lambda phase: phase(0))
 products.linear(products.operand(np.ones((2, 64), np.float32), weights), weights, out)
 assert np.allclose(out, 64)
 """

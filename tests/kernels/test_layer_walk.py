@@ -40,13 +40,13 @@ from hotcold.numba_kernels.serve.mailbox import (
     STATUS,
     STOP,
     SharedBuffers,
-    ask_services,
     await_all,
     cell,
     decode_thresholds,
     finish_request,
-    new_asking,
+    new_request_state,
     next_request,
+    send_requests,
     threshold_words,
 )
 from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
@@ -87,8 +87,8 @@ class Model:
         self.buffers.hidden[:] = self.first
         begin_layers(self.layer_state, range(LAYERS), TOKENS, predicts, own_ffn)
 
-    def go_on(self, asking: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
-        return int(run_layers(self.layer_state, asking, self.buffers, self.facts, team))
+    def go_on(self, request_state: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
+        return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, team))
 
     def answer(self, service: int) -> None:
         """What a service does, by its request words."""
@@ -154,8 +154,8 @@ def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
         thread.start()
     yield
     buffers.requests[:, OPERATION] = STOP
-    assert ask_services(
-        new_asking(2**30, LONG), buffers.cells, buffers.replies, np.arange(SERVICES)
+    assert send_requests(
+        new_request_state(2**30, LONG), buffers.cells, buffers.replies, np.arange(SERVICES)
     )
     for thread in running:
         thread.join(60)
@@ -193,7 +193,7 @@ def test_python_is_told_whom_to_ask(norm: bool) -> None:
 def test_by_doorbells_the_same(timeout_ns: int) -> None:
     """Without patience the walk comes back while services still work, and goes on later."""
     model, lock = Model(), threading.Lock()
-    cells, asking = model.buffers.cells, new_asking(2**31 - 4, timeout_ns)
+    cells, request_state = model.buffers.cells, new_request_state(2**31 - 4, timeout_ns)
 
     def answer(service: int) -> None:
         with lock:
@@ -201,13 +201,13 @@ def test_by_doorbells_the_same(timeout_ns: int) -> None:
 
     with serving(model, answer):
         model.begin()
-        while reason := model.go_on(asking):
+        while reason := model.go_on(request_state):
             assert reason == layer_loop.RESUME and not timeout_ns
             services = np.arange(
                 model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END]
             )
-            assert asking[NUM_DONE] < services.size
-            await_all(cells, services, asking[NUM_DONE], asking[NUMBER], LONG)
+            assert request_state[NUM_DONE] < services.size
+            await_all(cells, services, request_state[NUM_DONE], request_state[NUMBER], LONG)
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
     assert model.layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
     assert sorted(model.asked[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
@@ -224,12 +224,12 @@ def test_a_service_that_failed_is_told_at_once() -> None:
 
     with serving(model, answer):
         model.begin()
-        asking = new_asking(2, LONG)
-        assert model.go_on(asking) == layer_loop.RESUME
-        assert asking[NUM_DONE] == SERVICES
+        request_state = new_request_state(2, LONG)
+        assert model.go_on(request_state) == layer_loop.RESUME
+        assert request_state[NUM_DONE] == SERVICES
         assert model.layer_state[layer_loop.AT_LAYER] == 1
         model.buffers.replies[:, STATUS] = 0
-        assert model.go_on(asking) == layer_loop.DONE
+        assert model.go_on(request_state) == layer_loop.DONE
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
 
 

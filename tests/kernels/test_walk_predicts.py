@@ -19,8 +19,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     NO_DOORBELLS,
     NUM_IDS,
     STATUS,
-    ask_services,
-    new_asking,
+    new_request_state,
+    send_requests,
 )
 from hotcold.numba_kernels.serve.predict_team import FFN_INPUT, MIXED
 from hotcold.predictors.sign import SignLayer
@@ -101,11 +101,14 @@ def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("read", [FFN_INPUT, MIXED])
 def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
-    listing, asking = Listing(read), new_asking(2**31 - 4, LONG)  # numbers begin anew meanwhile
+    listing, request_state = (
+        Listing(read),
+        new_request_state(2**31 - 4, LONG),
+    )  # numbers begin anew meanwhile
     with walking(listing, num_threads) as team:
         layer_state = listing.model.layer_state
         begin_layers(layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
-        assert listing.model.go_on(asking, team.compiled) == layer_loop.DONE
+        assert listing.model.go_on(request_state, team.compiled) == layer_loop.DONE
         assert layer_state[layer_loop.PREDICTOR_NS] > 0
     assert listing.found == listing.expected
     listed = [len(ids) for key in listing.found for ids in listing.found[key]]
@@ -115,18 +118,20 @@ def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
 
 def test_python_chooses_for_an_answer_of_another_number() -> None:
     """The question was asked once more: what was written down for the first is not scored."""
-    listing, asking = Listing(FFN_INPUT), new_asking(1, LONG)
+    listing, request_state = Listing(FFN_INPUT), new_request_state(1, LONG)
     reasons, model = [], listing.model
     listing.fails = True
     with walking(listing, 2) as team:
         begin_layers(model.layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
-        while reason := model.go_on(asking, team.compiled):
+        while reason := model.go_on(request_state, team.compiled):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
             if reason == layer_loop.CHOOSE:
                 model.buffers.requests[1:, NUM_IDS] = 0
             else:
                 services = np.arange(model.layer_state[FIRST], model.layer_state[END])
-                assert ask_services(asking, model.buffers.cells, model.buffers.replies, services)
+                assert send_requests(
+                    request_state, model.buffers.cells, model.buffers.replies, services
+                )
     assert reasons == [(0, layer_loop.RESUME), (0, layer_loop.CHOOSE)]
     assert listing.found[0, 1] == [[], []]
     assert {key: listing.found[key] for key in listing.found if key[0]} == {

@@ -68,12 +68,12 @@ def test_a_door_that_was_closed_is_forgotten_and_cut_off_at_the_end(
             door = socket.socket(socket.AF_UNIX)
             door.bind(str(tmp_path / f"{number}.sock"))
             door.listen()
-            opened = server.open_own(door, answer)
+            opened = server.open_control_api(door, answer)
             if number == 2:
                 client.connect(str(tmp_path / "2.sock"))
                 client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert is_asked.wait(_TIMEOUT_S)
-            server.close_own(opened)
+            server.close_control_api(opened)
         deadline = time.monotonic() + _TIMEOUT_S
         while (len(server._opened), len(server._servers)) != (1, 2):
             assert time.monotonic() < deadline
@@ -195,11 +195,11 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
         await echo(scope, receive, send)
 
     with serving(slow, head_s=0.05, body_s=0.05, send_s=0.05) as connect:
-        asking = connect()
-        asking.sendall(HEAD + b"\r\nabc")
+        request_state = connect()
+        request_state.sendall(HEAD + b"\r\nabc")
         assert read_to_end(connect()) == b""
         may_answer.set()
-        assert b"abc" in read_to_end(asking)
+        assert b"abc" in read_to_end(request_state)
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
@@ -276,10 +276,10 @@ def test_where_nobody_can_make_room_a_connection_is_refused() -> None:
         await echo(scope, receive, send)
 
     with serving(slow, most=1) as connect:
-        asking = connect()
-        asking.sendall(HEAD + b"\r\nabc")
+        request_state = connect()
+        request_state.sendall(HEAD + b"\r\nabc")
         assert asking_began.wait(_TIMEOUT_S)
         answer = read_to_end(connect())
         assert answer.startswith(b"HTTP/1.1 503 ") and b"too many connections" in answer
         may_answer.set()
-        assert b"abc" in until_answered(asking)
+        assert b"abc" in until_answered(request_state)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.placement.machine.core_affinity import CoreKeeper, Delays
+from hotcold.placement.machine.core_affinity import CoreAffinity, Delays
 from hotcold.placement.machine.pinning import HostShare, find_cores
 from tests.numa_trees import write_tree
 
@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, cores: list[int]) -> None:
         self.now = 0.0
         self.counted = [0, 0, 0]
-        self.keeper = CoreKeeper(cores, clock=lambda: self.now)
+        self.keeper = CoreAffinity(cores, clock=lambda: self.now)
 
     def work(self, seconds: float, share: float, request_us: int = 1000) -> bool:
         """Answer requests, twice a second a look; whether threads are kept afterwards."""
@@ -87,7 +87,7 @@ def test_counters_that_begin_anew_are_no_trouble() -> None:
 
 
 @contextmanager
-def waiting_thread(keeper: CoreKeeper, thread: int) -> Iterator[int]:
+def waiting_thread(keeper: CoreAffinity, thread: int) -> Iterator[int]:
     """A thread of this process that stays; its id."""
     stays, ends, ids = threading.Event(), threading.Event(), []
 

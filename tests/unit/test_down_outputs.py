@@ -57,7 +57,7 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     held = file_of(tiny(), path, MIXED)
     system, config = prepare_system(path, SystemOptions(context_length=64))
-    assert system.down_by_outputs
+    assert system.down_transposed
     attention = load_attention(Checkpoint(path), config)
     with TensorReader(Checkpoint(path)) as reader:
         down = read_down_outputs(reader, config, 0, 512)
@@ -81,7 +81,7 @@ def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> 
     path = tmp_path / "tiny.gguf"
     file_of(tiny(hidden_size=320), path, {"ffn_down": "Q6_K"})
     system, config = prepare_system(path, SystemOptions(context_length=64))
-    assert system.down_by_outputs and config.dtype_of("down") == "q6"
+    assert system.down_transposed and config.dtype_of("down") == "q6"
     assert RowBytes.of(config).down == 320 * 210 // 256
 
 
@@ -123,13 +123,13 @@ def test_where_rows_are_neurons(
     path = tmp_path / "tiny.gguf"
     file_of(tiny(), path, kinds)
     plain, _ = prepare_system(path, SystemOptions(context_length=64))
-    assert plain.down_by_outputs == (kinds == {"ffn_": "Q4_0"})
+    assert plain.down_transposed == (kinds == {"ffn_": "Q4_0"})
     try:
         system, _ = prepare_system(path, SystemOptions(context_length=64, **changes))
     except ArtifactError as error:  # the plan, which was not looked for otherwise
         assert "plan" in changes and "plan.json" in str(error)
     else:
-        assert not system.down_by_outputs
+        assert not system.down_transposed
 
 
 @pytest.mark.parametrize(

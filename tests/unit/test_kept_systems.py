@@ -35,7 +35,7 @@ from hotcold.jobs.kept.identity import identity_of, is_same, model_text, resolve
 from hotcold.jobs.kept.records import Record
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.ui.control_api import Stay, create_own_app
+from hotcold.ui.control_api import Stay, create_control_app
 from tests.documents import ROOT
 
 
@@ -450,9 +450,9 @@ def test_who_takes_a_connection_and_ends_is_no_system(
     monkeypatch.chdir(folder)
 
     def end() -> None:
-        asking = claim.listener.accept()[0]
-        asking.recv(1000)
-        asking.close()
+        request_state = claim.listener.accept()[0]
+        request_state.recv(1000)
+        request_state.close()
 
     thread = threading.Thread(target=end)
     thread.start()
@@ -469,7 +469,7 @@ def test_a_long_conversation_is_not_cut_off_for_not_reading(
     """It only holds its connection: what it is sent stays in a buffer that ends somewhere."""
     backend: Any = SimpleNamespace(counts=[])
     backend.attend = backend.counts.append
-    app = create_own_app(backend, Stay(backend, 1.0), {})
+    app = create_control_app(backend, Stay(backend, 1.0), {})
     sent: list[bytes] = []
     real_sleep = asyncio.sleep
 

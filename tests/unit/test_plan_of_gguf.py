@@ -83,7 +83,7 @@ def test_a_plan_to_be_named_is_of_rows_by_neurons(
     assert neuron_bytes(report) == loaded_bytes(path, is_dense=False)
     options = SystemOptions(plan=Path(report["path"]), num_cpu_actors=1)
     system, config = prepare_system(path, options)
-    assert system.plan_path == report["path"] and not system.down_by_outputs
+    assert system.plan_path == report["path"] and not system.down_transposed
     assert ffn_bytes(config, 1024) == neuron_bytes(report)
 
 

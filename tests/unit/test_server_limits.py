@@ -165,12 +165,12 @@ def test_a_long_text_is_given_up_with_its_client() -> None:
         first = await backend.in_thread(partial(backend.prompts.encode, few, True))
         (process,) = set(psutil.Process().children()) - before
         used = process.cpu_times().user
-        asking = asyncio.create_task(
+        request_state = asyncio.create_task(
             backend.in_thread(lambda unwanted: backend.prompts.encode(long, True, unwanted))
         )
         while process.cpu_times().user < used + 0.1:  # it encodes
             await asyncio.sleep(0.01)
-        asking.cancel()
+        request_state.cancel()
         await asyncio.to_thread(process.wait, 60)
         return [first, await backend.in_thread(partial(backend.prompts.encode, few, True))]
 

@@ -7,10 +7,10 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 
-_PRODUCTS = ProductChoice(bfloat16=True, integers=False, own_bfloat16=True, words=True)
+_PRODUCTS = MatmulChoice(bfloat16=True, integers=False, own_bfloat16=True, words=True)
 _STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
 
 
@@ -37,7 +37,7 @@ def test_every_field_comes_back() -> None:
     system = SystemConfig(**values)
     found = system_of_json(system_as_json(system))
     assert found == system
-    assert type(found.products) is ProductChoice
+    assert type(found.products) is MatmulChoice
     assert hash(found) == hash(system)  # lists have none
 
 

@@ -33,11 +33,11 @@ class Server:
         self.loading_gate = LoadingGate("demo")
         self.open: list[Any] = []
 
-    def open_own(self, listener: Any, app: Any) -> Any:
+    def open_control_api(self, listener: Any, app: Any) -> Any:
         self.open.append(listener)
         return listener
 
-    def close_own(self, listener: Any) -> None:
+    def close_control_api(self, listener: Any) -> None:
         self.open.remove(listener)
         listener.close()
 

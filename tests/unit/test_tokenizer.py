@@ -298,9 +298,9 @@ def test_other_threads_run_while_a_template_does(tmp_path: Path) -> None:
     told = [{"role": "user", "content": ":" * 40_000}]
     tokenizer.check_template()
     gaps, answers = [0.0], []
-    asking = threading.Thread(target=lambda: answers.append(tokenizer.render_chat(told)))
-    asking.start()
-    while asking.is_alive():
+    request_state = threading.Thread(target=lambda: answers.append(tokenizer.render_chat(told)))
+    request_state.start()
+    while request_state.is_alive():
         began = time.monotonic()
         time.sleep(0.001)
         gaps.append(time.monotonic() - began)
@@ -355,13 +355,13 @@ def test_a_process_that_dies_is_one_line_and_the_next_rendering_works(tmp_path: 
     assert tokenizer.render_chat([{"role": "user", "content": "1"}]) == "done"
     (process,) = own_children() - before
     failed: list[str] = []
-    asking = threading.Thread(target=ask_in_vain, args=[tokenizer, failed])
+    request_state = threading.Thread(target=ask_in_vain, args=[tokenizer, failed])
     used = process.cpu_times().user
-    asking.start()
+    request_state.start()
     while process.cpu_times().user < used + 0.1:  # it renders
         time.sleep(0.01)
     process.kill()
-    asking.join()
+    request_state.join()
     assert "\n" not in failed[0]
     assert "chat template failed: ended the process that ran it (status -9); try" in failed[0]
     assert tokenizer.render_chat([{"role": "user", "content": "1"}]) == "done"

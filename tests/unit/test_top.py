@@ -24,7 +24,7 @@ from hotcold.jobs.kept.records import Record
 from hotcold.jobs.support.top_picture import drawn, picture
 from hotcold.jobs.support.top_watch import watch
 from hotcold.model.errors import ServiceError
-from hotcold.ui.control_api import create_own_app
+from hotcold.ui.control_api import create_control_app
 from hotcold.ui.telemetry import telemetry_json
 
 LAYERS, BUCKETS = 4, 64
@@ -224,7 +224,7 @@ def test_a_system_tells_its_own_user() -> None:
             return telemetry()
 
     backend: Any = Backend()
-    app = create_own_app(backend, None, {})  # type: ignore[arg-type]
+    app = create_control_app(backend, None, {})  # type: ignore[arg-type]
     client = TestClient(app)
     assert client.get("/own/telemetry").json() == told()
     backend.failure = ServiceError("the driver is gone")
