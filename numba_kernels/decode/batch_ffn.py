@@ -119,7 +119,8 @@ def keep_some_kernel(
 
     They fire where that passes `least`; below zero all are kept, also those that no token wants.
     `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32, fired_masks (N,)
-    uint32 and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that it
+    uint32 and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that
+    it fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
     fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
     nothing.
     """
