@@ -121,7 +121,6 @@ def keep_some_kernel(
     `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32, fired_masks (N,)
     uint32 and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that
     it fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
-    fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
     nothing.
     """
     num_fired = 0
