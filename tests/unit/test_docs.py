@@ -23,7 +23,7 @@ from tests.nothing_starts import nothing_starts
 
 LIBRARY = tuple(sorted(path.name for path in (ROOT / "hotcold").iterdir() if path.is_symlink()))
 FOLDERS = (*LIBRARY, "examples", "benchmarks", "tests", "docs", "clusters", ".ci")
-SHELL = {"source", "export", "echo", "chmod", "python3", "ruff", "mypy"}
+SHELL = {"source", "export", "echo", "chmod", "python3", "ruff", "mypy", "lint-imports"}
 # Options of other programs that the docs speak of.
 FOREIGN = {
     "--fmad",
