@@ -199,9 +199,9 @@ class Engine:
         """Do what a walk leaves to Python."""
         layer_state, exchange = self._layer_state, self.exchange
         if reason == layer_loop.ASK:
-            layer_state[layer_loop.ASK_WAITED_NS] = exchange.ask(self._asked())
+            layer_state[layer_loop.ASK_WAITED_NS] = exchange.request(self._asked())
         elif reason == layer_loop.RESUME:
-            layer_state[layer_loop.ASK_WAITED_NS] += exchange.resume(self._asked())
+            layer_state[layer_loop.ASK_WAITED_NS] += exchange.await_replies(self._asked())
         elif reason == layer_loop.ANNOUNCE:
             name, number = self._predictor_input(), exchange.next_number
             assert self.predictor is not None
@@ -228,7 +228,7 @@ class Engine:
         request = buffers.requests[GPU]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
-        self.times.add("head", self.exchange.ask([GPU]), buffers.replies[GPU, BUSY_NS])
+        self.times.add("head", self.exchange.request([GPU]), buffers.replies[GPU, BUSY_NS])
         if not finite_rows(buffers.logits, num_logits):
             raise bad_logits(buffers, num_tokens, num_logits)
         return buffers.logits[:num_logits]
@@ -250,7 +250,7 @@ class Engine:
     def _ask_ffn(self, num_gates: int) -> tuple[int, int]:
         """Ask `_asked`; returns how many neurons were computed, and how many neurons' up was."""
         services = self._asked()
-        waited_ns = self.exchange.ask(services)
+        waited_ns = self.exchange.request(services)
         replies = self.exchange.buffers.replies[services.start : services.stop]
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
         num_computed, num_up = replies[:, [NUM_COMPUTED, NUM_UP]].sum(axis=0).tolist()

@@ -25,7 +25,7 @@ _UNKNOWN = -1  # how many rounds there are, before the first
 
 
 def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
-    """Let partials[0] be the whole FFN's output. Errors: as in `Exchange.ask`."""
+    """Let partials[0] be the whole FFN's output. Errors: as in `Exchange.request`."""
     buffers = exchange.buffers
     services = range(buffers.requests.shape[0])
     buffers.requests[:, LAYER], buffers.requests[:, NUM_TOKENS] = layer, num_tokens
@@ -35,7 +35,7 @@ def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens
         buffers.requests[:, ROUND] = number
         buffers.requests[0, NUM_IDS] = num_rounds
         asked = services if number != num_rounds else services[:1]
-        waited_ns = exchange.ask(asked)
+        waited_ns = exchange.request(asked)
         times.add("ffn", waited_ns, buffers.replies[asked, BUSY_NS].max())
         if num_rounds == _UNKNOWN:
             num_rounds = int(buffers.replies[1:, NUM_COMPUTED].max())

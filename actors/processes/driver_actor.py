@@ -165,7 +165,7 @@ class DriverActor:
         def measure() -> np.ndarray:
             services.exchange.buffers.requests[1:, OPERATION] = PING
             cpus = services.connection.cpu_services
-            return np.array([services.exchange.ask(cpus) for _ in range(num_rounds)])
+            return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
 
         return services.driver.between_requests(measure)
 

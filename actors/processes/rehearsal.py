@@ -180,7 +180,7 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
     for spec in specs if indices is None else [specs[index] for index in indices]:
         service = (_cpu_service if spec.index else _gpu_service)(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
-        service.keeper = CoreAffinity(cores) if cores else None
+        service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)

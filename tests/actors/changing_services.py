@@ -160,9 +160,9 @@ def when_others_wait(system: StandInSystem) -> None:
     def hold(services: Sequence[int]) -> None:
         while incoming.empty():
             threading.Event().wait(0.001)
-        system.host.on_ask = lambda services: None
+        system.host.on_request = lambda services: None
 
-    system.host.on_ask = hold
+    system.host.on_request = hold
 
 
 def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[Any]]:
@@ -174,7 +174,7 @@ def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[A
         outcome = system.actor.scale(count)
     except Exception as error:
         outcome = error
-    system.host.on_ask = lambda services: None
+    system.host.on_request = lambda services: None
     with suppress(ServiceError):  # where the system has ended
         driver_of(system)._queue.between_steps(lambda: require_pages(driver_of(system)))
     return outcome, [one.end() for one in running]

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.recovery import RecoveringExchange, Replace
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.service_actor import ServiceActor
@@ -174,7 +174,7 @@ class StandInRay:
         self.pids = itertools.count(1000)
         self.new_service: Callable[[ServiceSpec], ServiceActor] = ServiceActor
         # Called after each request of the engine's thread, with the services that were asked.
-        self.on_ask: Callable[[Sequence[int]], None] = lambda services: None
+        self.on_request: Callable[[Sequence[int]], None] = lambda services: None
 
     def spawn(self, spec: ServiceSpec, node_id: str | None) -> StandInActor:
         """Start a service's actor."""
@@ -251,17 +251,22 @@ def _no_relay(*arguments: Any) -> Any:
 def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
     """Put a stand-in in Ray's place in all modules of `actors`; end what was started with it."""
     host = StandInRay()
-    ask = ArenaExchange.ask
+    request, change = ArenaExchange.request, RecoveringExchange.change
 
-    def asked(exchange: ArenaExchange, services: Sequence[int]) -> int:
-        waited = ask(exchange, services)
+    def requested(exchange: ArenaExchange, services: Sequence[int]) -> int:
+        waited = request(exchange, services)
         if threading.current_thread().name == "driver":
-            host.on_ask(services)
+            host.on_request(services)
         return waited
+
+    def changed(recovering: RecoveringExchange, inner: Exchange, replace: Replace) -> None:
+        # Compiled code would ring the services by itself, and `on_request` hear of nothing.
+        change(recovering, inner, replace)
+        recovering.request_state = NO_DOORBELLS
 
     with monkeypatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            if not name.startswith("actors."):
+            if not name.startswith("hotcold.actors."):
                 continue
             for replaced, stand_in in (
                 ("ray", host),
@@ -273,11 +278,10 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
                 if replaced in vars(module) and name not in _LEFT_ALONE:
                     patch.setattr(module, replaced, stand_in)
         patch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
-        patch.setattr(ArenaExchange, "ask", asked)
-        # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
-        patch.setattr(RecoveringExchange, "request_state", NO_DOORBELLS)
+        patch.setattr(ArenaExchange, "request", requested)
+        patch.setattr(RecoveringExchange, "change", changed)
         yield host
-        host.on_ask = lambda services: None
+        host.on_request = lambda services: None
         for actor in host.alive():
             actor.kill(restart=False)
 
@@ -290,7 +294,7 @@ def stand_in_system(host: StandInRay, system: SystemConfig) -> Iterator[StandInS
     try:
         yield found
     finally:
-        host.on_ask = lambda services: None
+        host.on_request = lambda services: None
         found.actor.stop()
 
 
@@ -299,7 +303,7 @@ def lose_once(host: StandInRay, service: int) -> None:
 
     def lose(services: Sequence[int]) -> None:
         if service in services:
-            host.on_ask = lambda services: None
+            host.on_request = lambda services: None
             raise ServiceLost(service, f"service {service} died; start again")
 
-    host.on_ask = lose
+    host.on_request = lose

@@ -207,18 +207,18 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
     long = start_endless(driver, request_)
     gpu = system.services[0]
     gpu.last_error, gpu._broken = "RuntimeError: lost", True
-    ask = system.exchange.ask
+    ask = system.exchange.request
 
     def fail(services: object) -> int:
         raise ServiceError(gpu.explain(0))
 
-    system.exchange.ask = fail  # type: ignore[method-assign]
+    system.exchange.request = fail  # type: ignore[method-assign]
     for run in (long, Running(driver, request_)):
         error = run.end()
         assert isinstance(error, ServiceError)
         assert str(error) == "the gpu service failed: RuntimeError: lost"
     driver.close()
-    system.exchange.ask = ask  # type: ignore[method-assign]
+    system.exchange.request = ask  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("place", ["admit", "end_cancelled"])

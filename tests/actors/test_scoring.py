@@ -299,7 +299,7 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
         driver.score_window([1] * (SIZE + 1), FIRST, True)
     with pytest.raises(RequestError, match="none to score"):
         driver.score_window(WINDOWS[0], SIZE - 1, True)
-    ask, buffers = llama.exchange.ask, llama.exchange.buffers
+    ask, buffers = llama.exchange.request, llama.exchange.buffers
 
     def spoil(services: Sequence[int]) -> int:
         waited = ask(services)
@@ -307,10 +307,10 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
             buffers.logits[0, 3] = np.nan
         return waited
 
-    llama.exchange.ask = spoil  # type: ignore[method-assign]
+    llama.exchange.request = spoil  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="not finite in its logits"):
         driver.score_window(WINDOWS[0], FIRST, False)
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = ask  # type: ignore[method-assign]
     again = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(again.nll, expected.nll)
     driver.close()
@@ -318,7 +318,7 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
 
 def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, ask = Driver(config, llama.exchange), llama.exchange.ask
+    driver, ask = Driver(config, llama.exchange), llama.exchange.request
     asked, closing = threading.Event(), threading.Event()
     num_asked, outcome = 0, []
 
@@ -335,7 +335,7 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
         except ServiceError as error:
             outcome.append(str(error))
 
-    llama.exchange.ask = wait  # type: ignore[method-assign]
+    llama.exchange.request = wait  # type: ignore[method-assign]
     threads = [threading.Thread(target=run), threading.Thread(target=driver.close)]
     threads[0].start()
     assert asked.wait(100)
@@ -347,4 +347,4 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
         thread.join(100)
     assert outcome == ["the system is being stopped"]
     assert num_asked <= 2 * llama.config.num_layers + 1  # layers and head: the first step's
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = ask  # type: ignore[method-assign]

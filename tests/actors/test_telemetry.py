@@ -12,8 +12,8 @@ import ray
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.hosts_exchange import Relay
-from hotcold.actors.exchange.places import OwnPlace
 from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.replacement import OwnPlace
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.setup.connection import Connection
@@ -116,10 +116,10 @@ def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
         request = buffers.requests[1]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = FFN, 1, 1
         request[NUM_IDS] = rows.size
-        system.exchange.ask([1])
+        system.exchange.request([1])
         found = watch.read()
         request[NUM_IDS] = 0
-        system.exchange.ask([1])
+        system.exchange.request([1])
         nobody = watch.read()
     np.testing.assert_array_equal(found.last_gates[1], buckets_of(order[rows], size))
     assert (found.last_computed <= found.last_gates).all()
