@@ -68,8 +68,8 @@ class ProfilingEngine(Engine):
     def _multiplies(self, num_tokens: int) -> bool:
         return self._counts or super()._multiplies(num_tokens)
 
-    def _asks_ffn(self, num_tokens: int) -> bool:
-        return self._counts or super()._asks_ffn(num_tokens)
+    def _runs_ffn(self, num_tokens: int) -> bool:
+        return self._counts or super()._runs_ffn(num_tokens)
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
         if not self._counts:
@@ -80,8 +80,8 @@ class ProfilingEngine(Engine):
             first = self._num_recorded
             inputs = buffers.ffn_input[self._rows]
             self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        buffers.requests[self._asked(), OPERATION] = COUNT_FFN
-        self._ask_ffn(self.config.ffn_size)
+        buffers.requests[self._requested(), OPERATION] = COUNT_FFN
+        self._request_ffn(self.config.ffn_size)
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ class AuditedEngine(Engine):
         """What was counted so far."""
         return NeuronCounts(self._num_tokens, *self._counts.copy())
 
-    def _asks_ffn(self, num_tokens: int) -> bool:
+    def _runs_ffn(self, num_tokens: int) -> bool:
         return True
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
@@ -94,13 +94,13 @@ class AuditedEngine(Engine):
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
             num_listed = int(num_ids.sum() + self.num_hot[layer])
-        num_fired_listed, num_up = self._ask_ffn(num_listed)
+        num_fired_listed, num_up = self._request_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens]
             answer = partials.copy()
             num_ids[:] = ALL_NEURONS
-            num_fired, _ = self._ask_ffn(self.config.ffn_size)
+            num_fired, _ = self._request_ffn(self.config.ffn_size)
             partials[:] = answer
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0

@@ -197,7 +197,7 @@ class Service(ABC):
             self.affinity.stay(thread)
 
     def _unpin(self, thread: int) -> None:
-        """Let this thread, and the threads that torch starts from it, use all of the service's cores."""
+        """Let this thread, and those that torch starts from it, use all of the service's cores."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
         elif self.affinity is not None:

@@ -171,7 +171,7 @@ class SystemServices:
             )
             return
         self.stage = "comparing modes"
-        trial = driver.settle_mode()
+        trial = driver.choose_mode()
         self.notes += (trial.line,)
         if trial.fastest != self.system.mode:
             self.system = replace(self.system, mode=trial.fastest, predictors_path="")

@@ -1,14 +1,25 @@
-"""Which of two modes decodes faster here: both run the same tokens in turn, after loading."""
+"""Which of two modes decodes faster here: both run the same tokens in turn, after loading.
+
+The result is kept on disk. Otherwise two modes that are about as fast would be chosen by chance at
+each start, and with them the tokens.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from hotcold.model.files.whole_file import write_first
+from hotcold.numba_kernels.own_cache import own_folder
 
 _TRIED_TOKENS = 16  # each timed again and again, at its own position
 _FEWEST_ROUNDS, _SECONDS = 3, 2.0
@@ -22,7 +33,7 @@ class Stepping(Protocol):
     def step(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        """See `actors.driver.engine.Engine.step`."""
+        """Run tokens through the model; returns logits (`Engine.step`)."""
         ...
 
 
@@ -30,7 +41,7 @@ class Stepping(Protocol):
 class ModeTrial:
     """Tokens a second of each mode.
 
-    `path`: the file that keeps them for later starts, "" for none; `is_kept`: it is from there.
+    path: the file that keeps them for later starts, "" for none; is_kept: they are from there
     """
 
     tokens_per_s: dict[str, float]
@@ -58,8 +69,8 @@ def compare_modes(
 ) -> ModeTrial:
     """Time both engines on what `other` generates after `first_id`, as sequence 0.
 
-    A round runs every token in both modes, one right after the other, so that what else the machine
-    does slows both alike. Rates are of the medians. What the KV cache held is overwritten.
+    A round runs every token in both modes, one right after the other, so that other work of the
+    machine slows both alike. Rates are of the medians. The KV cache is overwritten.
     Units:   about _SECONDS, and three rounds at least
     Errors:  those of `Engine.step`
     """
@@ -83,3 +94,47 @@ def compare_modes(
             for engine, times in zip(engines, times_s, strict=True)
         }
     )
+
+
+def kept_trial(
+    modes: Sequence[str], key: Mapping[str, Any], try_modes: Callable[[], ModeTrial]
+) -> ModeTrial:
+    """The trial of these modes kept under this key; else `try_modes` now, kept for later.
+
+    `key`: all that speed depends on, as JSON. Systems that try at the same time all take the trial
+    that was kept first.
+    Errors:  those of `try_modes`
+    """
+    try:
+        path = trial_path(key)
+    except OSError:
+        return try_modes()
+    found = _read(path, modes)
+    if found is not None:
+        return found
+    tried = try_modes()
+    with suppress(OSError):
+        if _read(path, modes) is None:
+            path.unlink(missing_ok=True)  # it is damaged
+        write_first(path, json.dumps(tried.tokens_per_s).encode())
+    first = _read(path, modes)  # perhaps of another system, which tried meanwhile
+    if first is None:
+        return tried
+    return replace(first, is_kept=first.tokens_per_s != tried.tokens_per_s)
+
+
+def trial_path(key: Mapping[str, Any]) -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache. Errors: OSError where no folder is only ours."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return own_folder("modes") / f"{digest}.json"
+
+
+def _read(path: Path, modes: Sequence[str]) -> ModeTrial | None:
+    """The kept trial; None where there is none, or it is damaged."""
+    try:
+        speeds = json.loads(path.read_bytes())
+        is_whole = list(speeds) == list(modes)
+        is_whole = is_whole and all(isinstance(speed, float) for speed in speeds.values())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return ModeTrial(speeds, str(path), is_kept=True) if is_whole else None

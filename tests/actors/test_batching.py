@@ -222,13 +222,13 @@ def test_preempted_requests_have_the_same_tokens(
         for one in requests
     ]
     preempted: list[ActiveRequest] = []
-    replay = ActiveRequest.replay
+    recompute = ActiveRequest.recompute
 
     def recorded(request: ActiveRequest) -> None:
         preempted.append(request)
-        replay(request)
+        recompute(request)
 
-    monkeypatch.setattr(ActiveRequest, "replay", recorded)
+    monkeypatch.setattr(ActiveRequest, "recompute", recorded)
     with batching(tiny("llama-gqa"), mode, kv_positions=2 * CONTEXT) as (_, driver):
         alone = [complete(driver, request).ids for request in endless]
         assert not preempted

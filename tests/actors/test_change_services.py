@@ -285,7 +285,7 @@ def test_a_gpu_service_that_never_comes_back_ends_the_system(
 
 
 def test_a_gpu_service_that_is_lost_as_it_moves(copied: TinyCheckpoint, host: StandInRay) -> None:
-    """Killed or stopped at any call: its requests replay on the new services."""
+    """Killed or stopped at any call: its requests are recomputed on the new services."""
     with stand_in_system(host, config_of(copied.path)) as system:
         expected, count = tokens(system), 1
         for method in ("join", "attach"):

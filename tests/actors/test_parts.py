@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
-from hotcold.actors.driver.stop_strings import StopStrings
+from hotcold.actors.driver.outputs import StopStrings
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
@@ -234,7 +234,7 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.timeout(60)
-def test_the_affinity_thread_does_not_sleep_through_the_end(
+def test_the_affinity_thread_sees_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """STOP is rung between its reading of the end and its reading of the bell."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.penalties import Penalties
+from hotcold.actors.driver.logits_processors import Penalties
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.reference import reference_logits
 from hotcold.model.sampling import SamplingParams

@@ -12,9 +12,14 @@ import pytest
 
 from hotcold.actors import system as system_file
 from hotcold.actors.client import AsyncClient
-from hotcold.actors.driver.active_request import Stream
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.readers import TIMEOUT_POLLS, Reader, Readers
+from hotcold.actors.driver.streams import (
+    TIMEOUT_POLLS,
+    EventQueue,
+    Reader,
+    Readers,
+    Stream,
+)
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System
@@ -92,8 +97,12 @@ def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPat
     assert first == (1, [("a", TokenEvent("one"))]) == others[0].end()
 
 
+def stream_of(name: str) -> Stream:
+    return EventQueue().stream(name, lambda stream: None)
+
+
 def test_a_new_epoch_ends_the_earlier_one() -> None:
-    readers, stream = Readers(), Stream("a")
+    readers, stream = Readers(), stream_of("a")
     readers.hear(READER).add(stream)
     readers.hear(ReaderEpoch("another", 5))
     later = ReaderEpoch(READER.name, 1)
@@ -107,7 +116,7 @@ def test_a_new_epoch_ends_the_earlier_one() -> None:
 
 
 def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
-    readers, streams = Readers(), [Stream("a"), Stream("b")]
+    readers, streams = Readers(), [stream_of("a"), stream_of("b")]
     for name, stream in zip(("silent", "heard"), streams, strict=True):
         reader = readers.hear(ReaderEpoch(name))
         reader.events.stream(name, lambda stream: None)
@@ -116,12 +125,12 @@ def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
     for _ in range(TIMEOUT_POLLS):
         assert not streams[0].cancelled.is_set()
         readers.hear(ReaderEpoch("heard"))
-        readers.look()
+        readers.poll()
     assert [stream.cancelled.is_set() for stream in streams] == [True, False]
     assert readers.hear(ReaderEpoch("idle")) is not idle
     with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and goes on
         readers.hear(ReaderEpoch("silent"))
-    late = Stream("c")
+    late = stream_of("c")
     reader = readers.hear(ReaderEpoch("silent", 1))
     reader.end()
     reader.add(late)
@@ -130,7 +139,7 @@ def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool) -> None:
-    """As `kill -9` leaves it: it asks for nothing more, and closes nothing."""
+    """As `kill -9` leaves it: it calls no more, and closes nothing."""
     name = f"endless {is_stream}"
     request = request_of(CONTEXT - 10, name)
     if is_stream:
@@ -139,7 +148,7 @@ def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool)
         driver.submit(ReaderEpoch(name), request)
     await_running(driver)
     for _ in range(TIMEOUT_POLLS):
-        driver.readers.look()
+        driver.readers.poll()
     await_idle(driver)
     if is_stream:  # what ran for it ends too
         result = stream.end()[-1].result

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.driver.active_request import Stream
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.request_events import EventQueue, joined
-from hotcold.actors.driver.token_logprobs import AnswerLogprobs, token_logprob
+from hotcold.actors.driver.outputs import AnswerLogprobs, token_logprob
+from hotcold.actors.driver.streams import EventQueue, Stream, joined
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
@@ -109,7 +108,7 @@ def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
 
 
 def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.actors.driver.request_events.PACE_S", 1e9)
+    monkeypatch.setattr("hotcold.actors.driver.streams.PACE_S", 1e9)
     events = EventQueue()
     ended: list[Stream] = []
     stream = events.stream("a", ended.append)
