@@ -14,6 +14,7 @@ import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
@@ -48,7 +49,6 @@ from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.hot_neurons import hot_counts
 from hotcold.actors.setup.shards import num_kv_pages
 from hotcold.actors.setup.threshold_mode import system_thresholds
-from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -152,11 +152,10 @@ class Driver:
         """
         name = request.request_id
         reader = self.readers.hear(ReaderEpoch(name)) if is_attended else Reader()
-        events = reader.events
         stream = self._start(request, reader)
         try:
             while True:
-                for _, event in events.take():
+                for _, event in reader.next_events():
                     if isinstance(event, BaseException):
                         raise event
                     yield event
@@ -193,19 +192,14 @@ class Driver:
         self._queue.require_thread()
 
     def _start(self, request: GenerateRequest, reader: Reader) -> Stream:
-        def leave(stream: Stream) -> None:
-            self._streams.remove(stream)
-            reader.remove(stream)
-
-        stream = reader.events.stream(request.request_id, leave)
+        stream = reader.open(request.request_id, self._streams.remove)
         self._streams.add(stream)
-        reader.add(stream)
         try:
             checked = self.generator.prompts.checked(request)
             self._queue.submit(ActiveRequest(self.generator, checked, stream))
         except BaseException:
-            leave(stream)
-            reader.events.drop_stream()
+            self._streams.remove(stream)
+            reader.close(stream)
             raise
         return stream
 
@@ -281,7 +275,7 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        self._require_fits(self._profiling.num_opening + len(ids))
+        self._require_fits(self._profiling.num_bos + len(ids))
         return self.between_requests(
             lambda: self._profiling.profile_window(ids, recorded, self._queue.require_running)
         )

@@ -32,55 +32,68 @@ RequestEvent = tuple[str, TokenEvent | BaseException]  # a request's id, and its
 
 
 class Stream:
-    """Carries one request's events from the engine's thread to its reader's queue."""
+    """Carries one request's events from the engine's thread to its reader."""
 
     def __init__(
-        self, request_id: str, events: "EventQueue", on_end: "Callable[[Stream], None]"
+        self, request_id: str, reader: "Reader", on_end: "Callable[[Stream], None]"
     ) -> None:
-        """`on_end` is called before the last event."""
+        """`on_end` is called before the last event is handed on."""
         self.request_id = request_id
         self.cancelled = threading.Event()
-        self._events = events
+        self._reader = reader
         self._on_end = on_end
 
     def put(self, event: TokenEvent | BaseException) -> None:
         """Hand an event to the reader, or the error that is the last of them."""
-        if _is_last(event):
+        if is_last := isinstance(event, BaseException) or event.result is not None:
             self._on_end(self)
-        self._events.put(self.request_id, event)
+        self._reader.put(self, event, is_last)
 
 
-class EventQueue:
-    """Events of one or many requests, from the engine's thread; one reader at a time takes them."""
+class Reader:
+    """One epoch of a reader: its open streams, and their events that it has not taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.has_ended = False
+        self.num_silent = 0  # polls since its last call
         self._events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self._counting = threading.Lock()
-        self._num_open = 0  # streams that have not ended
-        self._all_ended = threading.Event()
+        self._streams: list[Stream] = []
+        self._changing = threading.Lock()
+        self._all_ended = threading.Event()  # no stream is open any more
         self._taken_at = -math.inf
+        self._taking = threading.Lock()
+        self._handed_out: tuple[int, list[RequestEvent]] = (0, [])
 
-    def stream(self, request_id: str, on_end: Callable[[Stream], None]) -> Stream:
-        """A new stream whose events come here."""
-        self._count(1)
-        return Stream(request_id, self, on_end)
+    def open(self, request_id: str, on_end: Callable[[Stream], None]) -> Stream:
+        """A new stream, cancelled at once where the epoch has ended."""
+        stream = Stream(request_id, self, on_end)
+        with self._changing:
+            self._streams.append(stream)
+            self._all_ended.clear()
+            if self.has_ended:
+                stream.cancelled.set()
+        return stream
 
-    def drop_stream(self) -> None:
-        """Expect nothing of a stream whose request could not be queued."""
-        self._count(-1)
+    def put(self, stream: Stream, event: TokenEvent | BaseException, is_last: bool) -> None:
+        """Add an event of a stream, which the last one closes."""
+        self._events.put((stream.request_id, event))
+        if is_last:
+            self.close(stream)
+
+    def close(self, stream: Stream) -> None:
+        """Expect no more events of a stream."""
+        with self._changing:
+            self._streams.remove(stream)
+            if not self._streams:
+                self._all_ended.set()
 
     @property
     def is_idle(self) -> bool:
         """Whether no stream is open, and no event waits to be taken."""
-        return not self._num_open and self._events.empty()
+        return not self._streams and self._events.empty()
 
-    def put(self, request_id: str, event: TokenEvent | BaseException) -> None:
-        """Add an event of a stream."""
-        self._events.put((request_id, event))
-        if _is_last(event):
-            self._count(-1)
-
-    def take(self, wait_s: float | None = None) -> list[RequestEvent]:
+    def next_events(self, wait_s: float | None = None) -> list[RequestEvent]:
         """The events since the last call, in order; waits up to `wait_s` for the first.
 
         A request's events are joined into one, its error behind them. The first event of all, and
@@ -95,13 +108,23 @@ class EventQueue:
         self._taken_at = time.monotonic()
         return joined(events)
 
-    def _count(self, change: int) -> None:
-        with self._counting:
-            self._num_open += change
-            if self._num_open:
-                self._all_ended.clear()
-            else:
-                self._all_ended.set()
+    def take(self, num_taken: int, wait_s: float) -> tuple[int, list[RequestEvent]]:
+        """`next_events`, and the number by which a later call confirms them.
+
+        Until one does, the same events are handed out.
+        """
+        with self._taking:
+            if self._handed_out[0] <= num_taken:
+                events = self.next_events(wait_s)
+                self._handed_out = (num_taken + bool(events), events)
+            return self._handed_out
+
+    def end(self) -> None:
+        """Cancel its streams."""
+        with self._changing:
+            self.has_ended = True
+            for stream in self._streams:
+                stream.cancelled.set()
 
 
 def joined(events: list[RequestEvent]) -> list[RequestEvent]:
@@ -115,92 +138,6 @@ def joined(events: list[RequestEvent]) -> list[RequestEvent]:
             earlier = texts.get(request_id)
             texts[request_id] = event if earlier is None else earlier + event
     return [*texts.items(), *errors]
-
-
-def _is_last(event: TokenEvent | BaseException) -> bool:
-    return isinstance(event, BaseException) or event.result is not None
-
-
-class OpenStreams:
-    """The streams of all requests that have not ended; cancels requests by their ids."""
-
-    def __init__(self) -> None:
-        self._streams: list[Stream] = []
-        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
-        self._naming = threading.Lock()  # held while one of the two is read and changed
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def add(self, stream: Stream) -> None:
-        """Add a request's stream; the request may have been cancelled already."""
-        with self._naming:
-            self._streams.append(stream)
-            if stream.request_id in self._cancelled_early:
-                self._cancelled_early.remove(stream.request_id)
-                stream.cancelled.set()
-
-    def remove(self, stream: Stream) -> None:
-        """Remove the stream of a request that has ended."""
-        self._streams.remove(stream)
-
-    def cancel(self, request_id: str) -> None:
-        """End a request that waits, runs or has yet to come."""
-        with self._naming:
-            streams = list(self._streams)  # whole: they leave it at any moment
-            found = [stream for stream in streams if stream.request_id == request_id]
-            for stream in found:
-                stream.cancelled.set()
-            if not found:
-                self._cancelled_early.append(request_id)
-
-    def cancel_all(self) -> None:
-        """End all of them."""
-        for stream in list(self._streams):
-            stream.cancelled.set()
-
-
-class Reader:
-    """One epoch of a reader: its open streams, and the events that it has not taken."""
-
-    def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch
-        self.has_ended = False
-        self.num_silent = 0  # polls since its last call
-        self.events = EventQueue()
-        self._streams: list[Stream] = []
-        self._changing = threading.Lock()
-        self._taking = threading.Lock()
-        self._handed_out: tuple[int, list[RequestEvent]] = (0, [])
-
-    def add(self, stream: Stream) -> None:
-        """Add a stream, cancelled at once where the epoch has ended."""
-        with self._changing:
-            self._streams.append(stream)
-            if self.has_ended:
-                stream.cancelled.set()
-
-    def remove(self, stream: Stream) -> None:
-        """Remove a stream that has ended."""
-        self._streams.remove(stream)
-
-    def take(self, num_taken: int, wait_s: float) -> tuple[int, list[RequestEvent]]:
-        """The next events (`EventQueue.take`), and the number by which a later call confirms them.
-
-        Until one does, the same events are handed out.
-        """
-        with self._taking:
-            if self._handed_out[0] <= num_taken:
-                events = self.events.take(wait_s)
-                self._handed_out = (num_taken + bool(events), events)
-            return self._handed_out
-
-    def end(self) -> None:
-        """Cancel its streams."""
-        with self._changing:
-            self.has_ended = True
-            for stream in list(self._streams):
-                stream.cancelled.set()
 
 
 class Readers:
@@ -245,7 +182,46 @@ class Readers:
                 reader.num_silent += 1
                 if reader.num_silent < TIMEOUT_POLLS:
                     continue
-                if reader.events.is_idle and not reader.has_ended:
+                if reader.is_idle and not reader.has_ended:
                     del self._readers[name]
                 else:
                     reader.end()
+
+
+class OpenStreams:
+    """The streams of all requests that have not ended; cancels requests by their ids."""
+
+    def __init__(self) -> None:
+        self._streams: list[Stream] = []
+        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
+        self._naming = threading.Lock()  # held while one of the two is read and changed
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: Stream) -> None:
+        """Add a request's stream; the request may have been cancelled already."""
+        with self._naming:
+            self._streams.append(stream)
+            if stream.request_id in self._cancelled_early:
+                self._cancelled_early.remove(stream.request_id)
+                stream.cancelled.set()
+
+    def remove(self, stream: Stream) -> None:
+        """Remove the stream of a request that has ended."""
+        self._streams.remove(stream)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits, runs or has yet to come."""
+        with self._naming:
+            streams = list(self._streams)  # whole: they leave it at any moment
+            found = [stream for stream in streams if stream.request_id == request_id]
+            for stream in found:
+                stream.cancelled.set()
+            if not found:
+                self._cancelled_early.append(request_id)
+
+    def cancel_all(self) -> None:
+        """End all of them."""
+        for stream in list(self._streams):
+            stream.cancelled.set()

@@ -17,7 +17,7 @@ from hotcold.actors.protocol.failures import (
     cause_of,
     is_killed_for_memory,
     is_lost_device,
-    is_want_of_memory,
+    is_out_of_memory,
 )
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.mailbox import OPERATION
@@ -172,4 +172,4 @@ class RecoveringExchange(Exchange):
         """Whether a new process may do what this one could not."""
         if isinstance(error, ServiceLost) or is_lost_device(error.text):
             return True
-        return is_want_of_memory(error.text) and self._policy.blames(error.service)
+        return is_out_of_memory(error.text) and self._policy.blames(error.service)

@@ -3,11 +3,12 @@
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 
+from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import POLL_S, ActorWatch
@@ -23,30 +24,12 @@ _TIMEOUT_POLLS = 100
 _NEW_PROCESS_S = 120.0
 
 
-class Place(Protocol):
-    """Where a service runs: which arena a new process is attached to, and who can kill the old."""
-
-    @property
-    def arena_refs(self) -> Sequence[Any]:
-        """The arena's ref, for `ServiceActor.attach`; none where each service has its own."""
-        ...
-
-    @property
-    def is_drivers(self) -> bool:
-        """Whether the driver sees that arena."""
-        ...
-
-    def end(self, service: int, process: ServiceProcess) -> bool:
-        """Kill a service's process and wait; False where only Ray can. Errors: ServiceError."""
-        ...
-
-    def expect(self, service: int, process: ServiceProcess) -> None:
-        """A new process serves, and no request was sent to it. Errors: ServiceError."""
-        ...
-
-
 class OwnPlace:
-    """The driver's own arena, or none: services that the driver sends requests to itself."""
+    """The driver's own arena, or none: services that the driver sends requests to itself.
+
+    arena_refs: for `ServiceActor.attach`; () where each service has an arena of its own
+    is_drivers: whether the driver sees the arena
+    """
 
     is_drivers = True
 
@@ -73,6 +56,10 @@ def withdraw_request(buffers: SharedBuffers, service: int) -> None:
     """
     for kind in (REQUEST, DONE):
         buffers.cells[cell(service, kind) * INTS_A_CELL] = 0
+
+
+# Where a service runs: which arena a new process is attached to, and who can kill the old one.
+Place = OwnPlace | Relay
 
 
 class ServiceReplacer:

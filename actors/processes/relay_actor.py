@@ -10,7 +10,7 @@ from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.model.errors import ServiceError
 
 

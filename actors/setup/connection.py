@@ -16,7 +16,7 @@ from hotcold.actors.exchange.watch import ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.hosts import SpawnRelay, start_relays
 from hotcold.actors.setup.partition import require_partition

@@ -39,10 +39,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 _NODE = "this node"
 _END_NS = 60 * 10**9
-_LEFT_ALONE = {
-    "hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory",
-    "hotcold.actors.protocol.shared_memory",
-}  # fmt: skip
+_LEFT_ALONE = {"hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory"}
 
 
 class Ref(Future[Any]):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.auto_mode import trial_key
-from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
@@ -94,7 +94,7 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("hotcold.actors.telemetry.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("hotcold.actors.driver.mode_trial._SECONDS", 0.0)
     monkeypatch.setattr(
         "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
     )

@@ -1,4 +1,4 @@
-"""Readers that stop, die or give up: what they asked for ends, and nothing of others is lost."""
+"""Readers that stop, die or give up: their requests end, and nothing of others is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hotcold.actors.client import AsyncClient
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.streams import (
     TIMEOUT_POLLS,
-    EventQueue,
     Reader,
     Readers,
     Stream,
@@ -65,8 +64,7 @@ def await_idle(driver: Driver) -> None:
 
 def test_events_are_handed_out_until_they_have_come() -> None:
     reader = Reader()
-    stream = reader.events.stream("a", reader.remove)
-    reader.add(stream)
+    stream = reader.open("a", lambda stream: None)
     assert reader.take(0, 0.0) == (0, [])
     stream.put(TokenEvent("one"))
     first = reader.take(0, 0.0)
@@ -78,7 +76,7 @@ def test_events_are_handed_out_until_they_have_come() -> None:
     assert Reader().take(7, 0.0) == (7, [])  # of a driver that has forgotten this reader
 
 
-def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_at_once_get_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that nobody waits for any more takes nothing from the other; both end."""
     reader = Reader()
     others: list[Asking] = []
@@ -92,18 +90,18 @@ def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPat
             assert not inside.acquire(timeout=0.3)
         return [("a", TokenEvent("one"))]
 
-    monkeypatch.setattr(reader.events, "take", take)
+    monkeypatch.setattr(reader, "next_events", take)
     first = reader.take(0, 0.0)
     assert first == (1, [("a", TokenEvent("one"))]) == others[0].end()
 
 
-def stream_of(name: str) -> Stream:
-    return EventQueue().stream(name, lambda stream: None)
+def open_stream(reader: Reader) -> Stream:
+    return reader.open("a", lambda stream: None)
 
 
 def test_a_new_epoch_ends_the_earlier_one() -> None:
-    readers, stream = Readers(), stream_of("a")
-    readers.hear(READER).add(stream)
+    readers = Readers()
+    stream = open_stream(readers.hear(READER))
     readers.hear(ReaderEpoch("another", 5))
     later = ReaderEpoch(READER.name, 1)
     assert not stream.cancelled.is_set()
@@ -115,12 +113,9 @@ def test_a_new_epoch_ends_the_earlier_one() -> None:
     assert readers.hear(later) is reader
 
 
-def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
-    readers, streams = Readers(), [stream_of("a"), stream_of("b")]
-    for name, stream in zip(("silent", "heard"), streams, strict=True):
-        reader = readers.hear(ReaderEpoch(name))
-        reader.events.stream(name, lambda stream: None)
-        reader.add(stream)
+def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
+    readers = Readers()
+    streams = [open_stream(readers.hear(ReaderEpoch(name))) for name in ("silent", "heard")]
     idle = readers.hear(ReaderEpoch("idle"))
     for _ in range(TIMEOUT_POLLS):
         assert not streams[0].cancelled.is_set()
@@ -130,11 +125,9 @@ def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
     assert readers.hear(ReaderEpoch("idle")) is not idle
     with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and goes on
         readers.hear(ReaderEpoch("silent"))
-    late = stream_of("c")
     reader = readers.hear(ReaderEpoch("silent", 1))
     reader.end()
-    reader.add(late)
-    assert late.cancelled.is_set()
+    assert open_stream(reader).cancelled.is_set()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -422,7 +422,8 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
     spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]
-    replacer._places, replacer._processes = [NoPlace()], {0: ServiceProcess(1, True)}
+    replacer._places = [NoPlace()]  # type: ignore[list-item]
+    replacer._processes = {0: ServiceProcess(1, True)}
     with pytest.raises(ServiceError, match="Ray has not restarted the cpu0 service") as found:
         replacer.replace(0, "killed")
     assert waits and not isinstance(found.value, ServiceLost)

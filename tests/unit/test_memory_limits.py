@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol import ray_memory, shared_memory
+from hotcold.actors.protocol import ray_memory
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
-from hotcold.actors.protocol.shared_memory import (
+from hotcold.actors.protocol.ray_memory import (
+    free_bytes,
     is_reserved,
+    kept_bytes,
     put_arena,
     require_in_memory,
     require_shared_memory,
@@ -188,7 +189,7 @@ def test_an_arena_on_a_disk_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pat
         lines = [f"device {path} {name} rw 0 0" for path, name in mounts]
         table = tmp_path / "mounts"
         table.write_text("\n".join(lines))
-        monkeypatch.setattr(shared_memory, "_MOUNTS", table)
+        monkeypatch.setattr(ray_memory, "_MOUNTS", table)
         if is_fine:
             require_in_memory(mapped)
         else:

@@ -14,27 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from hotcold.actors.driver.engine import Engine
 from hotcold.model.files.whole_file import write_first
 from hotcold.numba_kernels.own_cache import own_folder
 
 _TRIED_TOKENS = 16  # each timed again and again, at its own position
 _FEWEST_ROUNDS, _SECONDS = 3, 2.0
-
-
-class Stepping(Protocol):
-    """An engine in one mode."""
-
-    mode: str
-
-    def step(
-        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
-    ) -> np.ndarray:
-        """Run tokens through the model; returns logits (`Engine.step`)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class ModeTrial:
 
 
 def compare_modes(
-    predicting: Stepping, other: Stepping, first_id: int, context_length: int
+    predicting: Engine, other: Engine, first_id: int, context_length: int
 ) -> ModeTrial:
     """Time both engines on what `other` generates after `first_id`, as sequence 0.
 
