@@ -195,7 +195,7 @@ class ActiveRequest:
         return len(self.tokens) - self._num_prompt_tokens
 
     def wants_logits(self, place: int) -> bool:
-        """Whether the token after the one at `place` is to be chosen or scored."""
+        """Whether the token after the one at `place` will be chosen or scored."""
         if self.embeds:
             return False
         return place == len(self.tokens) - 1 or self._prompt_logprobs.wants(place)

@@ -137,7 +137,7 @@ class ThresholdTrials:
             rows = self._rows(ids, first, "dense", None, check)
             dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
         rows = self._rows(ids, first, THRESHOLD, thresholds, check)
-        return _comparisons(dense, rows, ids, first)[2]
+        return np.array([kld for _, _, kld, _ in _comparisons(dense, rows, ids, first)])
 
     def _rows(
         self,
@@ -182,7 +182,8 @@ def score_window(
         reference[at - first] = row
     audited = AuditedEngine(engine) if audit else None
     rows = scored_rows(audited or engine, ids, first, 1 if audit else KERNEL_TOKENS, check)
-    nll_dense, nll, kld, same_top = _comparisons(reference, rows, ids, first)
+    columns = zip(*_comparisons(reference, rows, ids, first), strict=True)
+    nll_dense, nll, kld, same_top = map(np.array, columns)
     predicts = engine.predictor is not None
     counts = audited.counts if audited is not None else None
     return WindowScores(nll, nll_dense, kld, same_top, predicts, counts)
@@ -212,10 +213,9 @@ def scored_rows(
 
 def _comparisons(
     dense: np.ndarray, rows: Iterator[tuple[int, np.ndarray]], ids: Sequence[int], first: int
-) -> list[np.ndarray]:
-    """nll of dense, nll, kld and same_top, (n,) each; dense (n, V) begins at `first`."""
-    found = [_score(compare_logits, at, dense[at - first], row, ids[at + 1]) for at, row in rows]
-    return [np.array(column) for column in zip(*found, strict=True)]
+) -> list[tuple[float, float, float, bool]]:
+    """Of each row `compare_logits` with its row of dense (n, V), which begins at `first`."""
+    return [_score(compare_logits, at, dense[at - first], row, ids[at + 1]) for at, row in rows]
 
 
 def _score(kernel: Callable[..., _Score], at: int, *arguments: Any) -> _Score:

@@ -23,7 +23,7 @@ from hotcold.actors.protocol.messages import ReaderEpoch, TokenEvent
 PACE_S = 0.04  # the least time between two takes: later events join the next one
 POLL_S = 1.0  # between two polls of readers
 # Silent polls at which a reader counts as gone. Polls are counted, not seconds: while all processes
-# are stopped, nobody is late.
+# are stopped, no reader is late.
 TIMEOUT_POLLS = 60
 
 _EARLY_CANCELS = 256  # request ids cancelled before their requests came, of which the last are kept

@@ -126,7 +126,7 @@ class CallExchange(Exchange):
             for s in services
         }
         pending: list[Any] = list(refs)
-        failure: HotcoldError | None = None  # raised once nobody works on the request any more
+        failure: HotcoldError | None = None  # raised once no service works on the request any more
         num_polls = 0
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)

@@ -50,7 +50,7 @@ class Exchange(ABC):
 
         When it ends, none of them works on the request any more, except those that are lost.
         Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
-                 failed at this request and goes on
+                 failed at this request and lives on
         """
 
     def await_replies(self, services: Sequence[int]) -> int:

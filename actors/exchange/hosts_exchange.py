@@ -101,7 +101,7 @@ class HostsExchange(Exchange):
             return self._local.request(services)
         calls = self._call(services)
         own = [service for service in services if service not in self._remote]
-        failure: RequestError | ServiceLost | None = None  # raised once nobody works on it any more
+        failure: RequestError | ServiceLost | None = None  # raised once no service works on it
         try:
             if own:
                 self._local.request(own)

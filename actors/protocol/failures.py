@@ -16,7 +16,7 @@ _OUT_OF_MEMORY = (
 
 
 class RequestError(HotcoldError):
-    """One request failed; the system goes on with the next. A ServiceError is one that does not."""
+    """One request failed; the system serves the next. After a ServiceError it does not."""
 
 
 class _FromService(HotcoldError):

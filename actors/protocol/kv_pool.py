@@ -6,7 +6,7 @@ from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 
 def num_pages_of(num_positions: int) -> int:
-    """Pages that hold so many positions of one sequence."""
+    """Pages for `num_positions` of one sequence."""
     return -(-num_positions // PAGE_POSITIONS)
 
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 # The most tokens that kernels take at once: which tokens want a neuron is a 32-bit mask.
 KERNEL_TOKENS = 32
-# From so many tokens on, all of one prompt, a step goes through matmul. A service decides by the
-# number of tokens alone.
+# A step of at least so many tokens, all of one prompt, goes through matmul. A service decides by
+# the number of tokens alone.
 MATRIX_TOKENS = KERNEL_TOKENS + 1
 
 

@@ -69,7 +69,6 @@ class ActorHealth:
     pid: int
     memory_bytes: int  # resident, in the host's memory
     device: str
-    answered_s: float  # since its last answer
 
 
 @dataclass(frozen=True, eq=False)

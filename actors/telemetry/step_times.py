@@ -44,7 +44,7 @@ class StepTimes:
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Time one step of so many tokens."""
+        """Time one step of `num_tokens`."""
         started = time.monotonic_ns()
         yield
         self.total += time.monotonic_ns() - started

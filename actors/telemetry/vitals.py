@@ -56,23 +56,24 @@ class CompileCounter(event.Listener):
         self._num_ended += 1
 
 
+@dataclass
 class _Actor:
-    """One actor: the call in progress and the last reply."""
+    """One actor: the call in progress, and its last reply."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.ref: Any = None
-        self.called_s = self.replied_s = time.monotonic()
-        self.last: ServiceVitals | None = None
-        self.state = "alive"
+    name: str
+    ref: Any = None
+    called_s: float = 0.0
+    last: ServiceVitals | None = None
+    state: str = "alive"
 
     def health(self, now_s: float) -> ActorHealth:
-        last, state, since_s = self.last, self.state, now_s - self.replied_s
-        if self.ref is not None and state == "alive" and now_s - self.called_s > _SILENT_S:
-            state = "silent"
-        if last is None:
-            return ActorHealth(self.name, state, 0, 0, "", since_s)
-        return ActorHealth(self.name, state, last.pid, last.memory_bytes, last.device, since_s)
+        is_silent = self.ref is not None and now_s - self.called_s > _SILENT_S
+        state = "silent" if is_silent and self.state == "alive" else self.state
+        if self.last is None:
+            return ActorHealth(self.name, state, 0, 0, "")
+        return ActorHealth(
+            self.name, state, self.last.pid, self.last.memory_bytes, self.last.device
+        )
 
 
 class VitalSigns:
@@ -92,17 +93,16 @@ class VitalSigns:
         """
         now_s = time.monotonic()
         for index, (actor, handle) in enumerate(zip(self._actors, self._handles, strict=True)):
-            self._collect(index, actor, now_s, on_counts)
+            self._collect(index, actor, on_counts)
             if actor.ref is None and (actor.last is None or now_s - actor.called_s >= _EVERY_S):
                 actor.ref, actor.called_s = handle.vitals.remote(), now_s
-        driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu", 0.0)
+        driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu")
         return (driver, *(actor.health(now_s) for actor in self._actors))
 
     def _collect(
         self,
         index: int,
         actor: _Actor,
-        now_s: float,
         on_counts: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> None:
         if actor.ref is None or not ray.wait([actor.ref], timeout=0)[0]:
@@ -115,6 +115,6 @@ class VitalSigns:
         except ray.exceptions.RayError:
             actor.state = "dead"
         else:
-            actor.last, actor.replied_s, actor.state = vitals, now_s, "alive"
+            actor.last, actor.state = vitals, "alive"
             if vitals.counts is not None and vitals.steps is not None:
                 on_counts(index, vitals.counts, vitals.steps)

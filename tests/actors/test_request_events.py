@@ -69,6 +69,7 @@ def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
         found = take_all(driver, 5)
         assert found["plain"].logprobs == found["plain"].prompt_logprobs == ()
         assert not driver._streams
+        driver.between_requests(lambda: None)  # once the last one has left
         load = driver.load()
         assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0.0)
     for number, ids in enumerate(prompts):
