@@ -72,7 +72,7 @@ class StandInActor:
         return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
 
     def _call(self, method: str, arguments: Sequence[Any]) -> Ref:
-        """A call in a thread of its own; what a stopped or dead process was asked stays unsaid."""
+        """A call in a thread of its own; a stopped or dead process does not answer."""
         ref, service, pid = Ref(), self.service, self.pid
         if self.is_gone:
             ref.set_exception(ray.exceptions.RayActorError())
@@ -102,7 +102,7 @@ class StandInActor:
         self.is_stopped = True
 
     def kill(self, restart: bool = True) -> None:
-        """End the process. Ray puts an empty one in its place, unless told not to."""
+        """End the process. Ray puts an empty one in its place, unless `restart` is False."""
         calls, self._unanswered = self._unanswered, []
         end_threads(self.service._service)
         if restart and not self.is_gone:
@@ -120,14 +120,14 @@ def end_threads(service: Service | None) -> None:
     cells, words = service.buffers.cells, service.buffers.requests[service.index]
     bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
     before, rung = words.copy(), cells[bells].copy()
-    # STOP is 0, as words are that nobody has written: it counts where it was rung.
+    # STOP is 0, as unwritten words are: it counts where it was rung.
     is_told = rung[0] != rung[1] or (rung[1] > 0 and service._ended.is_set())
     if words[OPERATION] == STOP and is_told:
         service.join(60)  # they are ending, and would not hear another request
     if any(thread.is_alive() for thread in service._threads):
         words[OPERATION] = STOP
-        asked = np.array([service.index], np.int64)
-        assert ask_all(cells, asked, int(rung.max()) + 1, _END_NS) == 1
+        requested = np.array([service.index], np.int64)
+        assert ask_all(cells, requested, int(rung.max()) + 1, _END_NS) == 1
         assert service.join(60)
     words[:], cells[bells] = before, rung
 
@@ -170,7 +170,7 @@ class StandInRay:
         self.actors: list[StandInActor] = []
         self.pids = itertools.count(1000)
         self.new_service: Callable[[ServiceSpec], ServiceActor] = ServiceActor
-        # Called after each request of the engine's thread, with the services that were asked.
+        # Called after each request of the engine's thread, with its services.
         self.on_request: Callable[[Sequence[int]], None] = lambda services: None
 
     def spawn(self, spec: ServiceSpec, node_id: str | None) -> StandInActor:
@@ -213,12 +213,12 @@ class StandInRay:
         """As soon as `num_returns` are there, or after `timeout` seconds."""
         arrived = threading.Condition()
 
-        def tell(ref: Any) -> None:
+        def notify(ref: Any) -> None:
             with arrived:
                 arrived.notify_all()
 
         for ref in refs:
-            ref.add_done_callback(tell)
+            ref.add_done_callback(notify)
         with arrived:
             arrived.wait_for(lambda: sum(ref.done() for ref in refs) >= num_returns, timeout)
         done = [ref for ref in refs if ref.done()][:num_returns]

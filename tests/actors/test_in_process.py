@@ -89,16 +89,16 @@ def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> No
         system.request_by_python()
         engine = system.engine("exact")
         for first, last in ((0, 34), (34, 39), (39, 40)):
-            step, ask = range(first, last), system.exchange.request
+            step, request = range(first, last), system.exchange.request
             plain = engine.step(ids[first:last], step, [0] * len(step)).copy()
 
-            def twice(services, ask=ask):
-                ask(services)
-                return ask(services)
+            def twice(services, request=request):
+                request(services)
+                return request(services)
 
             system.exchange.request = twice  # type: ignore[method-assign]
             again = engine.step(ids[first:last], step, [0] * len(step)).copy()
-            system.exchange.request = ask  # type: ignore[method-assign]
+            system.exchange.request = request  # type: ignore[method-assign]
             np.testing.assert_array_equal(again, plain)
 
 

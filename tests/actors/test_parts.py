@@ -33,7 +33,7 @@ _STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 
 def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """The text up to the first stop string, looked for in all the text after every piece."""
+    """The text up to the first stop string, searched in all the text after every piece."""
     text = ""
     for piece in pieces:
         text += piece
@@ -149,7 +149,7 @@ def test_a_thread_that_fails_is_named(
     copying: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where a kernel cannot be compiled: nobody answers, yet the driver must not wait on."""
+    """As where a kernel cannot be compiled: no thread answers, and the driver must not wait on."""
 
     def fail(self: Service, thread: int, seen: int) -> int:
         raise RuntimeError("no such instruction")

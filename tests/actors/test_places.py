@@ -94,7 +94,7 @@ FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
 
 
 @pytest.mark.parametrize(
-    ("near", "far", "farthest", "told"),
+    ("near", "far", "farthest", "raised"),
     [
         (ServiceLost(1, "x"), None, None, (ServiceLost, 1)),
         (None, LOST, None, (ServiceLost, 2)),
@@ -105,17 +105,17 @@ FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
         (None, None, FAILED, (AnswerFailed, 3)),
     ],
 )
-def test_the_lost_service_is_told_when_nobody_works_any_more(
+def test_the_lost_service_is_raised_when_no_service_works_any_more(
     near: HotcoldError | None,
     far: HotcoldError | None,
     farthest: HotcoldError | None,
-    told: tuple[type[Any], int],
+    raised: tuple[type[Any], int],
 ) -> None:
     relays = Far((2,), far), Far((3,), farthest)
     with pytest.raises((RequestError, ServiceLost)) as caught:
         request_all(Local(near), *relays)
     error: Any = caught.value
-    assert (type(error), error.service) == told
+    assert (type(error), error.service) == raised
     assert [relay.fetched for relay in relays] == [[2], [3]]
 
 

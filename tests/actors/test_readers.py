@@ -77,7 +77,7 @@ def test_events_are_handed_out_until_they_have_come() -> None:
 
 
 def test_two_calls_at_once_get_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that nobody waits for any more takes nothing from the other; both end."""
+    """An abandoned call takes nothing from the other; both end."""
     reader = Reader()
     others: list[Asking] = []
     inside = threading.Semaphore(0)
@@ -109,7 +109,7 @@ def test_a_new_epoch_ends_the_earlier_one() -> None:
     assert stream.cancelled.is_set() and not reader.has_ended
     with pytest.raises(RequestError, match="ask again"):
         readers.hear(READER)
-    readers.attend(READER)  # late, and nobody waits for an answer
+    readers.attend(READER)  # late, and without an answer
     assert readers.hear(later) is reader
 
 
@@ -123,7 +123,7 @@ def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
         readers.poll()
     assert [stream.cancelled.is_set() for stream in streams] == [True, False]
     assert readers.hear(ReaderEpoch("idle")) is not idle
-    with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and goes on
+    with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and runs on
         readers.hear(ReaderEpoch("silent"))
     reader = readers.hear(ReaderEpoch("silent", 1))
     reader.end()

@@ -45,11 +45,11 @@ from hotcold.numba_kernels.serve.mailbox import (
 )
 from tests.actors.batching import (
     CONTEXT,
-    ask,
     complete,
     random_predictor,
     random_request,
     some_thresholds,
+    start,
 )
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -162,8 +162,8 @@ def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str, every: int, rings
         undisturbed = [complete(driver, request).ids for request in requests]
         assert not emptying.causes
         faulty.every = every
-        running = [ask(driver, request) for request in requests]
-        results = [asked.end() for asked in running]
+        running = [start(driver, request) for request in requests]
+        results = [one.end() for one in running]
         for result, ids in zip(results, undisturbed, strict=True):
             assert isinstance(result, Generation), result
             assert result.ids == ids
@@ -188,7 +188,7 @@ def test_a_nan_that_comes_again_ends_the_request(tiny: Tiny) -> None:
     """A service is replaced once; then the weights or the prompt are the cause."""
     with recovering(tiny("llama-gqa"), "exact", RecoveryPolicy()) as (driver, faulty, emptying):
         faulty.every, faulty.only_nan = 1, True
-        error = ask(driver, random_request(1)).end()
+        error = start(driver, random_request(1)).end()
         assert isinstance(error, NotFiniteError), error
         assert "\n" not in str(error) and "--kv-dtype" in str(error)
         assert 1 <= len(emptying.causes) <= 3

@@ -15,7 +15,7 @@ _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9
 
 @given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
 def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
-    """A positive action takes or extends by so many positions, another gives back what is lent."""
+    """A positive action takes or extends by so many positions, another frees a slot."""
     tables = np.full((num_slots, 5), -1, np.int32)
     pool = KvPool(num_pages, tables)
     allocated: dict[int, list[int]] = {}

@@ -104,7 +104,7 @@ def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kept"),
+    ("variables", "kept"),
     [
         ({}, 0),  # a Ray of our own, which will have no monitor
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, 5 * GIB),
@@ -115,11 +115,11 @@ def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
     ],
 )
 def test_what_rays_monitor_keeps_free(
-    told: dict[str, str], kept: int, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray_memory.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_memory, "usable_bytes", lambda: 100 * GIB)
