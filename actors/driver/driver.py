@@ -240,7 +240,7 @@ class Driver:
         """
         engine = self.engine
         mode = default_mode(engine.config)
-        other = Engine(engine.config, engine.embedding, engine.exchange, mode, None, engine.num_hot)
+        other = engine.in_mode(mode)
         first_id = self.generator.prompts.bos_id or 0
 
         def choose() -> ModeTrial:
@@ -265,35 +265,35 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        self._require_fits(len(ids))
-        return self.between_requests(
-            lambda: score_window(self.engine, ids, first, audit, self._queue.require_running)
+        check = self._queue.require_running
+        return self._on_window(
+            len(ids), lambda: score_window(self.engine, ids, first, audit, check)
         )
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
         """Count which neurons fire in a window (`ProfilingEngine.profile_window`).
 
-        Errors:  RequestError, also for a window longer than the context; ServiceError
+        Errors:  those of `score_window`
         """
-        self._require_fits(self._profiling.num_bos + len(ids))
-        return self.between_requests(
-            lambda: self._profiling.profile_window(ids, recorded, self._queue.require_running)
+        check, profiling = self._queue.require_running, self._profiling
+        return self._on_window(
+            profiling.num_bos + len(ids), lambda: profiling.profile_window(ids, recorded, check)
         )
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).
 
-        Errors:  RequestError, also for a window longer than the context; ServiceError
+        Errors:  those of `score_window`
         """
-        self._require_fits(len(ids))
         check, of_layers = self._queue.require_running, thresholds.of_layers()
-        return self.between_requests(lambda: self._trials.kld(ids, first, of_layers, check))
+        return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
 
-    def _require_fits(self, length: int) -> None:
-        if length > (context := self.generator.context_length):
-            raise RequestError(
-                f"a window of {length} tokens does not fit in a context of {context}"
-            )
+    def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
+        size = self.generator.context_length
+        if num_tokens > size:
+            problem = f"a window of {num_tokens} tokens does not fit in a context of {size}"
+            raise RequestError(problem)
+        return self.between_requests(function)
 
     def change_services(self, change: ServiceChange) -> None:
         """Use other CPU services from the next step on; requests that run continue with them.

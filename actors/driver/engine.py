@@ -94,6 +94,12 @@ class Engine:
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
         self._layer_state = new_layer_state()
 
+    def in_mode(self, mode: str, thresholds: Sequence[Thresholds] | None = None) -> "Engine":
+        """Another engine on the same services, without a predictor."""
+        return Engine(
+            self.config, self.embedding, self.exchange, mode, None, self.num_hot, thresholds
+        )
+
     def use_services(self, num_hot: np.ndarray) -> None:
         """Use all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
         config = self.config

@@ -38,13 +38,8 @@ class NeuronCounts:
     num_up: np.ndarray
 
     def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
-        return NeuronCounts(
-            self.num_tokens + other.num_tokens,
-            self.num_listed + other.num_listed,
-            self.num_fired_listed + other.num_fired_listed,
-            self.num_fired + other.num_fired,
-            self.num_up + other.num_up,
-        )
+        mine, others = vars(self), vars(other)
+        return NeuronCounts(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True)
@@ -134,24 +129,11 @@ class ThresholdTrials:
         """
         dense = self._dense.get((first, *ids))
         if dense is None:
-            rows = self._rows(ids, first, "dense", None, check)
+            rows = scored_rows(self._engine.in_mode("dense"), ids, first, check=check)
             dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
-        rows = self._rows(ids, first, THRESHOLD, thresholds, check)
+        engine = self._engine.in_mode(THRESHOLD, thresholds)
+        rows = scored_rows(engine, ids, first, check=check)
         return np.array([kld for _, _, kld, _ in _comparisons(dense, rows, ids, first)])
-
-    def _rows(
-        self,
-        ids: Sequence[int],
-        first: int,
-        mode: str,
-        thresholds: Sequence[Thresholds] | None,
-        check: Callable[[], None],
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        own = self._engine
-        engine = Engine(
-            own.config, own.embedding, own.exchange, mode, None, own.num_hot, thresholds
-        )
-        return scored_rows(engine, ids, first, check=check)
 
 
 def score_window(
@@ -170,10 +152,7 @@ def score_window(
     """
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
-    dense = Engine(
-        engine.config, engine.embedding, engine.exchange, "dense", num_hot=engine.num_hot
-    )
-    dense_rows = scored_rows(dense, ids, first, check=check)
+    dense_rows = scored_rows(engine.in_mode("dense"), ids, first, check=check)
     if engine.mode == "dense":
         scores = [_score(negative_log_likelihood, at, row, ids[at + 1]) for at, row in dense_rows]
         return WindowScores(np.array(scores))

@@ -88,9 +88,7 @@ class StepTimes:
         self.exchange += other.exchange
         self.num_steps += other.num_steps
         self.num_tokens += other.num_tokens
-        self.num_neurons += other.num_neurons
-        self.num_gates += other.num_gates
-        self.num_ups += other.num_ups
+        self.count_neurons(other.num_neurons, other.num_ups, other.num_gates)
         for part, busy_ns in other.parts.items():
             self.parts[part] += busy_ns
         self.count_reads(list(other.reads.values()))
