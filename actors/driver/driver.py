@@ -146,12 +146,12 @@ class Driver:
         """Queue a request and yield its events; closing the iterator cancels it.
 
         Tokens of a moment come as one event (`actors.driver.streams`). `is_attended`: the request
-        is cancelled unless its reader, which has its name, is heard now and then.
+        is cancelled unless its reader, which has its name, calls now and then.
 
         Errors:  PromptError, RequestError, ServiceError
         """
         name = request.request_id
-        reader = self.readers.hear(ReaderEpoch(name)) if is_attended else Reader()
+        reader = self.readers.touch(ReaderEpoch(name)) if is_attended else Reader()
         stream = self._start(request, reader)
         try:
             while True:
@@ -171,7 +171,7 @@ class Driver:
 
         Errors:  PromptError, UsageError, ServiceError; RequestError where the epoch has ended
         """
-        self._start(request, self.readers.hear(epoch))
+        self._start(request, self.readers.touch(epoch))
 
     def take_events(
         self, epoch: ReaderEpoch, num_taken: int, wait_s: float
@@ -180,7 +180,7 @@ class Driver:
 
         Errors:  RequestError where the epoch has ended
         """
-        return self.readers.hear(epoch).take(num_taken, wait_s)
+        return self.readers.touch(epoch).take(num_taken, wait_s)
 
     def load(self) -> DriverLoad:
         """Requests that run and wait now. Errors: ServiceError where the system has ended."""
@@ -222,13 +222,13 @@ class Driver:
         """
 
         def with_pages() -> _Result:
-            slot = self._pool.take(self.generator.context_length)
+            slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
                 return function()
             finally:
-                self._pool.give_back(slot)
+                self._pool.free(slot)
 
         return self._queue.between_requests(with_pages)
 

@@ -96,7 +96,7 @@ class Scheduler:
         num_spare = sum(
             self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
         )
-        slot = self._pool.take(request.num_positions(_AHEAD), num_spare)
+        slot = self._pool.allocate(request.num_positions(_AHEAD), num_spare)
         if slot is None:
             return False
         request.start(slot)
@@ -235,6 +235,6 @@ class Scheduler:
 
     def _leave(self, request: ActiveRequest) -> None:
         self._running.remove(request)
-        self._pool.give_back(request.slot)
+        self._pool.free(request.slot)
         if self._chunk is not None and self._chunk.request is request:
             self._chunk = None

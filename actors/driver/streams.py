@@ -147,7 +147,7 @@ class Readers:
         self._readers: dict[str, Reader] = {}
         self._changing = threading.Lock()
 
-    def hear(self, epoch: ReaderEpoch) -> Reader:
+    def touch(self, epoch: ReaderEpoch) -> Reader:
         """Note that the reader lives, in this epoch; its earlier ones end.
 
         Errors:  RequestError where this one has ended
@@ -166,9 +166,9 @@ class Readers:
             return reader
 
     def attend(self, epoch: ReaderEpoch) -> None:
-        """As `hear`, of a reader that may have ended, or has no requests yet."""
+        """As `touch`, of a reader that may have ended, or has no requests yet."""
         with suppress(RequestError):
-            self.hear(epoch)
+            self.touch(epoch)
 
     def forget(self, name: str) -> None:
         """Drop a reader that has all its events."""

@@ -33,7 +33,7 @@ class KvPool:
         num_allocated = sum(map(len, list(self._allocated.values())))
         return num_allocated / max(num_allocated + len(self._free_pages), 1)
 
-    def take(self, num_positions: int, num_spare_pages: int = 0) -> int | None:
+    def allocate(self, num_positions: int, num_spare_pages: int = 0) -> int | None:
         """The lowest free slot, with pages for `num_positions`; None where either is lacking.
 
         num_spare_pages: how many must be free after that
@@ -82,6 +82,6 @@ class KvPool:
         self.copy_to(page_tables)
         self._page_tables = page_tables
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot and its pages."""
         self._free_pages.extend(reversed(self._allocated.pop(slot)))

@@ -101,31 +101,31 @@ def open_stream(reader: Reader) -> Stream:
 
 def test_a_new_epoch_ends_the_earlier_one() -> None:
     readers = Readers()
-    stream = open_stream(readers.hear(READER))
-    readers.hear(ReaderEpoch("another", 5))
+    stream = open_stream(readers.touch(READER))
+    readers.touch(ReaderEpoch("another", 5))
     later = ReaderEpoch(READER.name, 1)
     assert not stream.cancelled.is_set()
-    reader = readers.hear(later)
+    reader = readers.touch(later)
     assert stream.cancelled.is_set() and not reader.has_ended
     with pytest.raises(RequestError, match="ask again"):
-        readers.hear(READER)
+        readers.touch(READER)
     readers.attend(READER)  # late, and without an answer
-    assert readers.hear(later) is reader
+    assert readers.touch(later) is reader
 
 
 def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
     readers = Readers()
-    streams = [open_stream(readers.hear(ReaderEpoch(name))) for name in ("silent", "heard")]
-    idle = readers.hear(ReaderEpoch("idle"))
+    streams = [open_stream(readers.touch(ReaderEpoch(name))) for name in ("silent", "heard")]
+    idle = readers.touch(ReaderEpoch("idle"))
     for _ in range(TIMEOUT_POLLS):
         assert not streams[0].cancelled.is_set()
-        readers.hear(ReaderEpoch("heard"))
+        readers.touch(ReaderEpoch("heard"))
         readers.poll()
     assert [stream.cancelled.is_set() for stream in streams] == [True, False]
-    assert readers.hear(ReaderEpoch("idle")) is not idle
+    assert readers.touch(ReaderEpoch("idle")) is not idle
     with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and runs on
-        readers.hear(ReaderEpoch("silent"))
-    reader = readers.hear(ReaderEpoch("silent", 1))
+        readers.touch(ReaderEpoch("silent"))
+    reader = readers.touch(ReaderEpoch("silent", 1))
     reader.end()
     assert open_stream(reader).cancelled.is_set()
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
         grammar = Grammar("lark", 'start: "a"')
         with pytest.raises(UsageError, match="no tokenizer"):
             driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
-        assert not driver._streams and driver.readers.hear(READER).is_idle
+        assert not driver._streams and driver.readers.touch(READER).is_idle
         assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
