@@ -44,7 +44,7 @@ def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> b
 def forget_failures(host: Any) -> None:
     """As if a minute had passed for the driver."""
     host.services.policy._failures.clear()
-    host.services.policy._distrusted_s.clear()
+    host.services.policy._blamed_s.clear()
 
 
 SIZES = (1, 10, 33, 64, 100, 200, 300, 300)
