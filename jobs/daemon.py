@@ -99,7 +99,7 @@ def _hold(
     pulse = Pulse("driver", partial(running.begin, "driver_load"))
 
     def look() -> None:
-        pulse.look(_TIMEOUT_POLLS)
+        pulse.poll(_TIMEOUT_POLLS)
         if stay.left_s == 0:
             raise _IdleError
 

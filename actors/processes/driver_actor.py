@@ -32,8 +32,8 @@ from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
 from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
 
 if TYPE_CHECKING:
-    from hotcold.actors.driver.request_events import RequestEvent
     from hotcold.actors.driver.scoring import WindowScores
+    from hotcold.actors.driver.streams import RequestEvent
     from hotcold.predictors.magnitude_thresholds import LayerThresholds
 
 # Seconds after which a thread that computes in Python gives way to the engine's, which wants to go
@@ -165,7 +165,7 @@ class DriverActor:
         def measure() -> np.ndarray:
             services.exchange.buffers.requests[1:, OPERATION] = PING
             cpus = services.connection.cpu_services
-            return np.array([services.exchange.ask(cpus) for _ in range(num_rounds)])
+            return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
 
         return services.driver.between_requests(measure)
 

@@ -30,7 +30,6 @@ from hotcold.actors.processes.freed_memory import give_back_freed_memory
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
-from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
@@ -62,7 +61,7 @@ def rehearse_once(system: SystemConfig) -> None:
         process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
         with process.stdin as stdin:
-            stdin.write(system_as_json(system))
+            stdin.write(system.as_json())
         if process.wait() == 0:
             write_whole(done, b"")
 
@@ -180,7 +179,7 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
     for spec in specs if indices is None else [specs[index] for index in indices]:
         service = (_cpu_service if spec.index else _gpu_service)(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
-        service.keeper = CoreAffinity(cores) if cores else None
+        service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
@@ -230,7 +229,7 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 def _main() -> None:
     """What is compiled for each kind of service first leaves less for the process with all."""
     end_with_parent()
-    system = system_of_json(sys.stdin.buffer.read())
+    system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (lambda: _begun(system, [0])), (lambda: _begun(system, [1])), (lambda: rehearse(system))
     sys.exit(sum(not _in_own_process(part) for part in parts))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.places import withdraw_request
+from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.model.errors import ServiceError
 
 
@@ -29,14 +29,14 @@ class RelayActor:
         self._exchange = ArenaExchange(layout.buffers(arena), self._watch)
         return [self._arena_ref]
 
-    def answer(self, questions: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
-        """Ask the services that have a question, by their numbers. Errors: as in `Exchange.ask`."""
+    def answer(self, requests: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
+        """Send each service its request. Errors: `Exchange.request`."""
         exchange = self._require_exchange()
         buffers = exchange.buffers
-        for service, question in questions.items():
-            question.write(buffers, service)
-        exchange.ask(list(questions))
-        return {service: ServiceReply.read(buffers, service) for service in questions}
+        for service, request in requests.items():
+            request.write(buffers, service)
+        exchange.request(list(requests))
+        return {service: ServiceReply.read(buffers, service) for service in requests}
 
     def expect(self, service: int, pid: int) -> None:
         """The service is in process `pid` of this host, which has been asked nothing yet."""

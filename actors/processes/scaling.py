@@ -102,7 +102,7 @@ class CpuServiceChange:
             move_gpu(services.exchange.inner, new)
         except HotcoldError as error:
             failure = cause_of(error)
-        services.exchange.change(new.exchange, new.replacer)
+        services.exchange.change(new.exchange, new.replacer.replace)
         services.system, services.connection = new.system, new
         if failure:
             services.exchange.renew(0, failure)
@@ -169,7 +169,7 @@ def move_gpu(old: Exchange, new: Connection) -> None:
     """
     if new.shares_arena:  # over actor calls it has an arena of its own
         old.buffers.requests[0, OPERATION] = STOP
-        old.ask([0])
+        old.request([0])
         (has_ended,) = new.call_each("join", _JOIN_S, services=[0])
         if not has_ended:
             raise ServiceError("the gpu service's threads do not end; start again")

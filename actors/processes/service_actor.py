@@ -27,8 +27,7 @@ from hotcold.actors.setup.host_files import (
     require_same_model,
     weight_bytes,
 )
-from hotcold.actors.telemetry.compiling import CompileCounter
-from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
+from hotcold.actors.telemetry.vitals import CompileCounter, ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
@@ -111,7 +110,7 @@ class ServiceActor:
             service.thread_cores = self._place.thread_cores
         elif self.spec.share is not None and self.spec.gpu is None:
             cores = find_cores(self.spec.share, self.spec.num_threads)
-            service.keeper = CoreAffinity(cores) if cores else None
+            service.affinity = CoreAffinity(cores) if cores else None
         self._service = service
 
     def choose_matmul(self) -> MatmulChoice:
@@ -218,9 +217,9 @@ class ServiceActor:
         service = self._require_service()
         return service.explain(self.spec.index)
 
-    def answer(self, question: ServiceRequest) -> ServiceReply:
+    def answer(self, request: ServiceRequest) -> ServiceReply:
         """ServiceReply a request that came as an actor call."""
-        return self._require_service().answer(question)
+        return self._require_service().answer(request)
 
     def try_out(self) -> None:
         """ServiceReply an empty question; see `Service.try_out`. Errors: ServiceError."""

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
-from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.recovery import RecoveringExchange, RecoveryPolicy
 from hotcold.actors.processes.cluster import await_actors
 from hotcold.actors.processes.load_progress import LOADING_KERNELS, PREPARING, STARTING
 from hotcold.actors.protocol.failures import ServiceLost, cause_of
@@ -137,7 +136,9 @@ class SystemServices:
             self.connection.open(arena_layout(self.system, self.config), self.spawn_relay)
             self.connection.attach(self.connection.services)
             replacer = self.connection.replacer
-            self.exchange = RecoveringExchange(self.connection.exchange, replacer, self.policy)
+            self.exchange = RecoveringExchange(
+                self.connection.exchange, replacer.replace, self.policy
+            )
             from hotcold.actors.driver.driver import Driver
 
             shards = self.connection.shards
@@ -170,7 +171,7 @@ class SystemServices:
             )
             return
         self.stage = "comparing modes"
-        trial = driver.settle_mode()
+        trial = driver.choose_mode()
         self.notes += (trial.line,)
         if trial.fastest != self.system.mode:
             self.system = replace(self.system, mode=trial.fastest, predictors_path="")
@@ -234,7 +235,7 @@ class SystemServices:
         finally:
             driver.close()
         self.exchange.buffers.requests[:, OPERATION] = STOP
-        self.exchange.inner.ask(self.connection.services)
+        self.exchange.inner.request(self.connection.services)
         self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:

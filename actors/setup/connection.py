@@ -10,15 +10,13 @@ import ray
 from hotcold.actors.exchange.call_exchange import CallExchange
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
-from hotcold.actors.exchange.places import OwnPlace, Place
 from hotcold.actors.exchange.recovery import RecoveryPolicy
-from hotcold.actors.exchange.replacement import ServiceReplacer
-from hotcold.actors.exchange.service_calls import await_each
-from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.exchange.replacement import OwnPlace, Place, ServiceReplacer
+from hotcold.actors.exchange.watch import ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.hosts import SpawnRelay, start_relays
 from hotcold.actors.setup.partition import require_partition
@@ -151,7 +149,7 @@ class Connection:
         }
         await_each(calls, self.watch)
         self.exchange.buffers.requests[services, OPERATION] = PING
-        self.exchange.ask(services)
+        self.exchange.request(services)
 
     def ready(self) -> None:
         """All kernels are compiled: from now on silence is a fault."""

@@ -17,8 +17,7 @@ import ray
 
 from hotcold.actors import launch
 from hotcold.actors.private_ray.session_folder import SessionFolder
-from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
-from hotcold.actors.protocol.shared_memory import is_reserved
+from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS, is_reserved
 
 
 @ray.remote(num_cpus=0)

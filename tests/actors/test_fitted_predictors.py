@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.auto_mode import trial_key
-from hotcold.actors.telemetry.kept_trial import kept_trial
-from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
@@ -95,7 +94,7 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("hotcold.actors.telemetry.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("hotcold.actors.driver.mode_trial._SECONDS", 0.0)
     monkeypatch.setattr(
         "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
     )
@@ -124,7 +123,7 @@ def test_the_faster_mode_is_taken(
 
             monkeypatch.setattr("hotcold.actors.driver.driver.compare_modes", trial)
             driver = Driver(settings, system.exchange, shards)
-            assert driver.settle_mode().fastest == faster
+            assert driver.choose_mode().fastest == faster
             *_, last = driver.generate(request)
             assert driver.telemetry().mode == faster
             assert last.result is not None and expected.result is not None
@@ -229,7 +228,7 @@ def test_a_driver_keeps_its_trial(
         )  # fmt: skip
         for is_kept in (False, True):
             driver = Driver(settings, system.exchange, shards)
-            trial = driver.settle_mode()
+            trial = driver.choose_mode()
             assert (trial.fastest, trial.is_kept) == ("exact", is_kept)
             assert driver.telemetry().mode == "exact"
             driver.close()
@@ -241,7 +240,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
     class Chooser:
         """A driver that finds exact faster."""
 
-        def settle_mode(self) -> ModeTrial:
+        def choose_mode(self) -> ModeTrial:
             return ModeTrial({"sign": 5.0, "exact": 6.25})
 
     for tried, mode, said in (

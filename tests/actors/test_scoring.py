@@ -299,18 +299,18 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
         driver.score_window([1] * (SIZE + 1), FIRST, True)
     with pytest.raises(RequestError, match="none to score"):
         driver.score_window(WINDOWS[0], SIZE - 1, True)
-    ask, buffers = llama.exchange.ask, llama.exchange.buffers
+    request, buffers = llama.exchange.request, llama.exchange.buffers
 
     def spoil(services: Sequence[int]) -> int:
-        waited = ask(services)
+        waited = request(services)
         if list(services) == [0] and buffers.requests[0, OPERATION] == HEAD:
             buffers.logits[0, 3] = np.nan
         return waited
 
-    llama.exchange.ask = spoil  # type: ignore[method-assign]
+    llama.exchange.request = spoil  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="not finite in its logits"):
         driver.score_window(WINDOWS[0], FIRST, False)
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = request  # type: ignore[method-assign]
     again = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(again.nll, expected.nll)
     driver.close()
@@ -318,16 +318,16 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
 
 def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, ask = Driver(config, llama.exchange), llama.exchange.ask
-    asked, closing = threading.Event(), threading.Event()
+    driver, request = Driver(config, llama.exchange), llama.exchange.request
+    requested, closing = threading.Event(), threading.Event()
     num_asked, outcome = 0, []
 
     def wait(services: Sequence[int]) -> int:
         nonlocal num_asked
         num_asked += 1
-        asked.set()
+        requested.set()
         assert closing.wait(100)
-        return ask(services)
+        return request(services)
 
     def run() -> None:
         try:
@@ -335,16 +335,16 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
         except ServiceError as error:
             outcome.append(str(error))
 
-    llama.exchange.ask = wait  # type: ignore[method-assign]
+    llama.exchange.request = wait  # type: ignore[method-assign]
     threads = [threading.Thread(target=run), threading.Thread(target=driver.close)]
     threads[0].start()
-    assert asked.wait(100)
+    assert requested.wait(100)
     threads[1].start()
-    while driver._queue._broken is None:
+    while driver._queue._ended_by is None:
         pass
     closing.set()
     for thread in threads:
         thread.join(100)
     assert outcome == ["the system is being stopped"]
     assert num_asked <= 2 * llama.config.num_layers + 1  # layers and head: the first step's
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = request  # type: ignore[method-assign]

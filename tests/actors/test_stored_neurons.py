@@ -367,7 +367,7 @@ def ffn_of(system: InProcessSystem, layer: int, x: np.ndarray) -> np.ndarray:
     buffers.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
     buffers.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
     buffers.requests[1, NEXT_LAYER] = layer + 2 if layer < 2 else 0  # of a prompt
-    system.exchange.ask([1])
+    system.exchange.request([1])
     return buffers.partials[1, : len(x)].copy()
 
 

@@ -87,7 +87,7 @@ class StandIn:
         times = {"attention": 0.6, "ffn": 1.1, "head": 0.4, "exchange": 0.2, "python": 0.1}
         speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0)
         actors = tuple(
-            ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu", 0.1)
+            ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu")
             for i, name in enumerate(("driver", "gpu", "cpu0", "cpu1"))
         )
         running = self._num_running

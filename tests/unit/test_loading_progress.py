@@ -19,7 +19,7 @@ from hotcold.actors.protocol.messages import (
     ServiceProgress,
     SystemConfig,
 )
-from hotcold.actors.telemetry.compiling import CompileCounter
+from hotcold.actors.telemetry.vitals import CompileCounter
 from hotcold.jobs.support.loading_bar import BytesColumn
 
 

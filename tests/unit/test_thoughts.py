@@ -15,7 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.driver.grammar import Grammars
+from hotcold.actors.driver.logits_processors import Grammars
 from hotcold.actors.protocol.messages import Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate

@@ -45,10 +45,10 @@ def telemetry(num_steps: int = 10, num_running: int = 1) -> Telemetry:
              "python": 0.22, "total": 2.0}  # fmt: skip
     speed = Speed(123.44, times, 0.1, 0.2) if num_running else Speed(0.0, {}, 0.0, 0.0)
     actors = (
-        ActorHealth("driver", "alive", 7, 1 << 28, "cpu", 0.0),
-        ActorHealth("gpu", "alive", 8, 1 << 29, "cpu", 0.0),
-        ActorHealth("cpu0", "silent", 9, 1 << 30, "cpu", 4.0),
-        ActorHealth("cpu1", "restarting", 0, 0, "", 4.0),
+        ActorHealth("driver", "alive", 7, 1 << 28, "cpu"),
+        ActorHealth("gpu", "alive", 8, 1 << 29, "cpu"),
+        ActorHealth("cpu0", "silent", 9, 1 << 30, "cpu"),
+        ActorHealth("cpu1", "restarting", 0, 0, ""),
     )
     return Telemetry(
         "exact", 3725.0, num_running, 2, 5, 8, speed, neurons, actors, 4 << 30, 3 << 30

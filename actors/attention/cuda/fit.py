@@ -13,7 +13,7 @@ from pathlib import Path
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MAX_GRAPHS
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.protocol.failures import is_want_of_memory
+from hotcold.actors.protocol.failures import is_out_of_memory
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
@@ -110,7 +110,7 @@ def _try(
             return None
         return loading
     except Exception as error:  # CUDA's and cuBLAS's have no common base with MemoryError
-        if not (isinstance(error, MemoryError) or is_want_of_memory(str(error))):
+        if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
             raise
         return None
 

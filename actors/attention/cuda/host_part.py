@@ -57,7 +57,7 @@ class HostPart:
         index, own = self._inner.index, self._exchange.buffers
         own.requests[index] = self._outer.requests[index]
         try:
-            self._exchange.ask([index])
+            self._exchange.request([index])
         except AnswerFailed as error:
             raise RuntimeError(str(error)) from error
         counts = [NUM_COMPUTED, NUM_UP]
@@ -66,5 +66,5 @@ class HostPart:
     def stop(self) -> None:
         """End its threads."""
         self._exchange.buffers.requests[self._inner.index, OPERATION] = STOP
-        self._exchange.ask([self._inner.index])
+        self._exchange.request([self._inner.index])
         self._inner.join(_JOIN_S)

@@ -1,4 +1,4 @@
-"""Cold neurons brought to the GPU for a long prompt: its part of `actors.driver.neuron_upload`.
+"""Cold neurons brought to the GPU for a long prompt: see `Engine`.
 
 While the neurons of one round are being copied, those of the round before are multiplied.
 """
