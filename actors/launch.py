@@ -14,8 +14,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
-from hotcold.actors.private_ray.session_folder import LONGEST_CHOSEN, SessionFolder, base_folder
 from hotcold.actors.private_ray.start import init_private
+from hotcold.actors.private_ray.temp_folder import LONGEST_CHOSEN, SessionFolder, base_folder
 from hotcold.actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.relay_actor import RelayActor
@@ -23,7 +23,7 @@ from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
 from hotcold.actors.protocol.shared_memory import require_shared_memory, reserve_object_store
-from hotcold.actors.setup.hosts import node_ids
+from hotcold.actors.setup.connection import node_ids
 from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 

@@ -275,11 +275,11 @@ _ACTORS = [
         "the-first-neuron-is-nobodys",
         "actors", "dealing", _OFF_BY_ONE,
         "ids[thread :: len(owners)]", "ids[thread + 1 :: len(owners)]",
-        ("test_each_neuron_is_dealt_once",),
+        ("test_each_neuron_is_assigned_once",),
     ),
     Fault(
-        "planned-neurons-are-dealt-too",
-        "actors", "hot_neurons", _OFF_BY_ONE,
+        "planned-neurons-are-assigned-too",
+        "actors", "assignment", _OFF_BY_ONE,
         "owned |= plan.neuron_device >= plan.num_gpus",
         "owned |= plan.neuron_device > plan.num_gpus",
         ("test_every_neuron_has_one_place",),
@@ -329,22 +329,22 @@ _ACTORS = [
         ("test_embeddings_have_the_same_bits_in_any_company[exact-False]",),
     ),
     Fault(
-        "a-rehearsal-that-failed-is-noted",
-        "actors", "rehearsal", _CHECK,
+        "a-precompilation-that-failed-is-marked",
+        "actors", "precompile", _CHECK,
         "process.wait() == 0", "process.wait() >= 0",
-        ("test_a_rehearsal_takes_place_once",),
+        ("test_kernels_are_precompiled_once",),
     ),
     Fault(
-        "one-rehearsal-for-all-modes",
-        "actors", "rehearsal", _UPDATE,
-        "asked = system.mode, system.weight_dtype", "asked = system.weight_dtype",
-        ("test_a_rehearsal_takes_place_once",),
+        "one-precompilation-for-all-modes",
+        "actors", "precompile", _UPDATE,
+        "options = system.mode, system.weight_dtype", "options = system.weight_dtype",
+        ("test_kernels_are_precompiled_once",),
     ),
     Fault(
-        "a-rehearsal-where-nothing-is-promised",
-        "actors", "rehearsal", _CHECK,
-        "None if system.storage is None else _note_of(system)", "_note_of(system)",
-        ("test_a_rehearsal_takes_place_once",),
+        "a-precompilation-without-a-memory-budget",
+        "actors", "precompile", _CHECK,
+        "None if system.storage is None else _marker(system)", "_marker(system)",
+        ("test_kernels_are_precompiled_once",),
     ),
     Fault(
         "a-whole-file-of-neurons-begun-anew",
@@ -430,7 +430,7 @@ _ACTORS = [
     Fault(
         "a-plan-beside-rows-of-outputs",
         "actors", "preflight", _CHECK,
-        "keeps = not has_plan and can_keep_outputs", "keeps = can_keep_outputs",
+        "keeps = not has_plan and can_keep_transposed", "keeps = can_keep_transposed",
         ("test_where_rows_are_neurons",),
     ),
 ]  # fmt: skip
@@ -926,7 +926,7 @@ _MODEL = [
 _PLACEMENT = [
     Fault(
         "the-coldest-are-hot",
-        "placement", "hottest", _SIGN,
+        "actors", "assignment", _SIGN,
         "-scores.ravel()", "scores.ravel()",
         ("test_hottest_neurons",),
     ),

@@ -8,11 +8,10 @@ import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import kv_cache_bytes
-from hotcold.placement.assumptions import assumptions
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.placement.profile import ActivationProfile
-from hotcold.placement.report import Expected, make_report
+from hotcold.placement.report import Expected, assumptions, make_report
 from hotcold.placement.solver.cost import (
     KV_ITEM_BYTES,
     PlanDevice,

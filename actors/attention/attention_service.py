@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.rope_cache import inv_freq
+from hotcold.actors.attention.arrays import inv_freq
 from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
@@ -59,7 +59,7 @@ class AttentionService(Service):
         arrays: AttentionArrays,
         hot: CpuService | None = None,
     ) -> None:
-        """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint.
+        """Serve `arrays`; see `load_attention_service` for a service from a checkpoint.
 
         `hot` has the hot neurons, with this service's index and as many threads.
         """
@@ -155,10 +155,7 @@ class AttentionService(Service):
 
     def answer_in_python(self) -> None:
         """Attention, head or hot neurons for many tokens, by torch."""
-        from hotcold.actors.attention.prompt_attention import (  # they import torch
-            dense_attention,
-            dense_head,
-        )
+        from hotcold.actors.attention.prompt_attention import dense_attention, dense_head
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
@@ -227,7 +224,7 @@ def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarr
     return table if rope.table_scale == 1 else table * np.float32(rope.table_scale)
 
 
-def load_gpu_service(
+def load_attention_service(
     path: Path,
     config: ModelConfig,
     index: int,

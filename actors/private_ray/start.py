@@ -22,7 +22,7 @@ import ray
 
 from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
 from hotcold.actors.private_ray.fork_server import ADDRESS, ForkServer
-from hotcold.actors.private_ray.session_folder import SessionFolder
+from hotcold.actors.private_ray.temp_folder import SessionFolder
 
 _log = logging.getLogger(__name__)
 _STAND_IN = Path(__file__).with_name("stand_in_agent.py")

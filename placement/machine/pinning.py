@@ -110,7 +110,7 @@ def bind_memory(nodes: Sequence[int], is_strict: bool = True) -> bool:
     return _set_memory_policy(_BIND if is_strict else _PREFERRED, nodes)
 
 
-def settle_thread(place: ServicePlace, num_bytes: int, root: Path = Path("/")) -> bool:
+def bind_thread(place: ServicePlace, num_bytes: int, root: Path = Path("/")) -> bool:
     """Keep this thread, and those that it starts, on the place's cores and on its nodes' memory.
 
     A single node that cannot hold `num_bytes` more is only preferred: the kernel ends a process

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from hotcold.model.errors import HotcoldError
+from hotcold.model.files.whole_file import write_whole
+from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.measure import measure_machine
-from hotcold.placement.machine.measure_cache import read_cached, write_cached
-from hotcold.placement.machine.measure_layout import read_layout
+from hotcold.placement.machine.survey import MachineLayout, read_layout
 
 
 def this_machine(
@@ -36,3 +41,54 @@ def this_machine(
 def measured_before(root: Path = Path("/")) -> Machine | None:
     """This machine as `this_machine` has measured it earlier; None where it has not."""
     return read_cached(read_layout(root))
+
+
+_VERSION = 3  # another way to measure gets another number
+
+
+def cache_path() -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache.
+
+    Errors:  OSError where there is no folder of this user's alone
+    """
+    return own_folder() / "machine.json"
+
+
+def read_cached(layout: MachineLayout) -> Machine | None:
+    """The measurement of exactly this machine, with what is free now.
+
+    None where there is none, where it is of another machine or other cores, or damaged.
+    """
+    try:
+        entry = json.loads(cache_path().read_bytes())
+        if entry["version"] != _VERSION or entry["key"] != layout.key:
+            return None
+        return with_free_bytes(Machine.from_json(entry["machine"], "cache"), layout)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, HotcoldError):
+        return None
+
+
+def write_cached(layout: MachineLayout, machine: Machine) -> None:
+    """Keep a measurement. Where that cannot be, the next command measures again."""
+    entry = {"version": _VERSION, "key": layout.key, "machine": machine.as_json()}
+    with contextlib.suppress(OSError):
+        write_whole(cache_path(), json.dumps(entry).encode())
+
+
+def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:
+    """The same machine with what there is and what is free by `layout`.
+
+    Errors:  LookupError where it has other nodes or GPUs than `layout`
+    """
+    nodes = {node.name: (node.total_bytes, node.free_bytes) for node in layout.nodes}
+    gpus = {f"gpu{gpu.device_id}": gpu.free_bytes for gpu in layout.gpus}
+    if len(nodes) != len(machine.nodes) or len(gpus) != len(machine.gpus):
+        raise LookupError("another number of nodes or GPUs")
+    return replace(
+        machine,
+        nodes=tuple(
+            replace(node, total_bytes=nodes[node.name][0], free_bytes=nodes[node.name][1])
+            for node in machine.nodes
+        ),
+        gpus=tuple(replace(gpu, free_bytes=gpus[gpu.name]) for gpu in machine.gpus),
+    )

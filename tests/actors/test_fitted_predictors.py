@@ -13,7 +13,7 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.setup.modes import trial_key
 from hotcold.actors.telemetry.kept_trial import kept_trial
 from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
 from hotcold.model.config.build import read_config
@@ -251,7 +251,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
         services: Any = object.__new__(SystemServices)
         services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
         services.notes = ("before",)
-        services._settle_mode(Chooser())
+        services._choose_mode(Chooser())
         assert services.system.mode == mode
         assert services.notes[0] == "before" and services.notes[1].startswith(said)
 

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from hotcold.actors import launch
-from hotcold.actors.private_ray import session_folder, start
+from hotcold.actors.private_ray import start, temp_folder
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
@@ -54,7 +54,7 @@ class NoServer:
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_folder, "base_folder", lambda: tmp_path)
+    monkeypatch.setattr(temp_folder, "base_folder", lambda: tmp_path)
     monkeypatch.setattr(start, "ForkServer", NoServer)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.rope_cache import cache_path, inv_freq
+from hotcold.actors.attention.arrays import cache_path, inv_freq
 from hotcold.actors.cpu import matmul, matmul_choice
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.driver.driver import Driver

@@ -6,7 +6,8 @@ arrays of the host that take part must stay as they are until an event after it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -107,3 +108,72 @@ class Device(Protocol):
 
     def explain(self, error: BaseException) -> str:
         """One line for an error of the device's own, after which it is of no use; "" for others."""
+
+
+# A graph of ten kernels takes some tens of KiB of the device's memory.
+MAX_GRAPHS = 1024
+GRAPH_BYTES = 64 << 10
+
+
+class GraphCache:
+    """Runs work by a graph of its own, from the second time on.
+
+    The first time its kernels are launched one by one: they may have to be compiled, which cannot
+    be done while a graph is made.
+    """
+
+    def __init__(self, device: Device, most_graphs: int = MAX_GRAPHS) -> None:
+        """Keep `most_graphs`; the one that was used longest ago makes room for another."""
+        self._device = device
+        self._most = most_graphs
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()  # None: run once
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Put `work` on the stream; the same key is always the same launches."""
+        if key not in self._graphs:
+            with self._device.stream():
+                work()
+            self._keep(key, None)
+            return
+        if self._graphs[key] is None:
+            self._graphs[key] = self._device.capture(work)
+        self._graphs.move_to_end(key)
+        self._device.launch(self._graphs[key])
+
+    def _keep(self, key: Hashable, graph: Any) -> None:
+        self._graphs[key] = graph
+        if len(self._graphs) > self._most:
+            self._graphs.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all: the arrays that they work on are given up."""
+        self._graphs.clear()
+
+
+class DeviceTimes:
+    """Events between the parts of requests; none are recorded unless `measures` is set."""
+
+    def __init__(self, device: Device) -> None:
+        """Measures nothing yet."""
+        self._device = device
+        self.measures = False
+        self._marks: list[tuple[str, Any]] = []
+        self._ms: dict[str, float] = {}
+
+    def mark(self, part: str) -> None:
+        """What was put on the stream since the last mark is `part`; "" for what does not count."""
+        if self.measures:
+            self._marks.append((part, self._device.mark()))
+
+    def collect(self) -> None:
+        """Add up, where all that was marked has come."""
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            if part:
+                ms = self._device.elapsed_ms(start, end)
+                self._ms[part] = self._ms.get(part, 0.0) + ms
+        self._marks.clear()
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds of each part since the last call."""
+        found, self._ms = self._ms, {}
+        return found

@@ -10,15 +10,14 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MAX_GRAPHS
+from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.failures import is_want_of_memory
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
-from hotcold.actors.setup.hot_neurons import system_plan
 from hotcold.actors.setup.shards import arena_layout, num_kv_pages, service_specs
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError

@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.graphs import GraphCache
+from hotcold.actors.attention.cuda.device import Device, DeviceTimes, GraphCache
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.neuron_upload import NeuronUpload
 from hotcold.actors.attention.cuda.prompt import PromptWork
-from hotcold.actors.attention.cuda.step import StepWork, whole_length, whole_step
-from hotcold.actors.attention.cuda.times import DeviceTimes
-from hotcold.actors.attention.cuda.token_positions import TokenPositions
+from hotcold.actors.attention.cuda.step import StepWork, TokenPositions, whole_length, whole_step
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
