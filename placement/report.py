@@ -1,4 +1,4 @@
-"""What a plan says of itself: bytes of each device, time of each part, the solver's word."""
+"""A plan's report: bytes by device, expected time by part, solver figures, assumptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS = (ATTENTION, HEAD, PREDICTOR)
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What each device reads and computes of the neurons for one token.
+    """The neuron bytes that each device reads for one token, and the neurons it computes.
 
     Shapes:  neuron_bytes, active_neurons (D,) float64
     """
@@ -52,8 +52,8 @@ def make_report(
 ) -> dict[str, Any]:
     """Figures that JSON can hold: `devices`, `parts`, `token_s`, `tokens_per_s`, `solver`.
 
-    Of a device: what it holds in bytes by part, neurons, their share of the expected active ones.
-    Of a part: bytes read a token, GB/s, ms. The parts' ms add up to token_s.
+    A device has bytes by part, neurons and their share of the expected active ones; a part has
+    bytes read a token, GB/s and ms. The parts' ms add up to token_s.
     """
     assignment = solution.assignment
     token_s = objective_s(problem, assignment)
@@ -90,7 +90,7 @@ def _devices(
     work_s = device_seconds(problem, assignment).sum(axis=0)
     found = []
     for index, device in enumerate(devices):
-        # Every layer has as much cache as weights in proportion, so every piece of a layer has.
+        # The ratio of cache to weights is the same in every layer, so in every piece of one.
         kv = int(held[ATTENTION][index]) * kv_bytes // max(1, attention_total)
         content = {
             "attention": int(held[ATTENTION][index]) - kv,
@@ -179,7 +179,7 @@ def assumptions(
     profile: ActivationProfile | None,
     predictor: PredictorCost | None,
 ) -> Iterator[str]:
-    """Yield one clause an assumption, the weightiest first."""
+    """What a plan assumes: a clause for each assumption, the most important first."""
     if profile is None:
         yield "every neuron fires at every token (no profile; `hotcold profile` counts)"
     elif profile.is_stated:

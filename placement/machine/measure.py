@@ -1,4 +1,4 @@
-"""Measures a machine, part by part: each NUMA node alone, the way to a service, each GPU."""
+"""Measures a machine: each NUMA node alone, the exchange with services, each GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotcold.placement.machine.measure_exchange import measure_exchange_us
 from hotcold.placement.machine.measure_node import measure_node
 from hotcold.placement.machine.survey import MachineLayout, NodeLayout
 
-# For a GPU that cannot be measured, on the low side, so that a plan promises too little.
+# For a GPU that cannot be measured; low, so that a plan errs on the safe side.
 # 504 GB/s: NVIDIA's data sheet of the GeForce RTX 4070. 31.5 GB/s a direction is what 16 lanes of
 # PCI Express 4.0 carry (16 GT/s, 128b/130b); some four fifths of it arrive.
 ASSUMED_GPU_READ_GB_PER_S = 500.0
@@ -27,10 +27,10 @@ def measure_machine(
     on_stage: Callable[[str], None] = lambda text: None,
     root: Path = Path("/"),
 ) -> Machine:
-    """Measure everything that a Machine says. `on_stage` is told what is being measured.
+    """Measure all figures of a Machine. `on_stage` receives what is being measured.
 
-    Nodes are measured one after the other, so what they read together is taken for the sum. What
-    else ran on their cores meanwhile is noted; proc is read below `root` for it.
+    Nodes are measured one after another; together they are assumed to read the sum. The work of
+    other programs on their cores meanwhile is recorded, from proc below `root`.
     Units:   about five seconds a node, two more for the exchange, one a GPU
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
@@ -90,33 +90,29 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# Columns of a core's line in proc/stat that nobody works in: idle, and waiting for a disk. Guests'
-# time, the last two, is counted in user and nice already. Steal, what other virtual machines took
-# of a core, counts as work of others.
+# Columns of a core's line in proc/stat without work: idle and iowait. The last two, guests' time,
+# are part of user and nice. Steal, the time of other virtual machines, counts as others' work.
 _IDLE_COLUMNS = (3, 4)
 _COLUMNS = 8
 
 
 class BusyWatch:
-    """Counts, from when it is made, the work that others do on some cores."""
+    """Measures the work of other processes on some cores, from its construction on."""
 
     def __init__(self, cores: tuple[int, ...], root: Path = Path("/")) -> None:
-        """Watch `cores`; proc is read below `root`."""
+        """Watch `cores`, by proc below `root`."""
         self._cores, self._root = cores, root
         self._begin = self._now()
 
     def busy_cores(self) -> float:
-        """Cores that others kept busy since the beginning, on average: from 0 to their number.
-
-        0 where the kernel does not tell.
-        """
+        """The average number of cores that others kept busy; 0 where the kernel does not say."""
         began_s, all_s, own_s = self._begin
         ended_s, all_end_s, own_end_s = self._now()
         others_s = (all_end_s - all_s) - (own_end_s - own_s)
         return min(max(0.0, others_s / max(1e-9, ended_s - began_s)), float(len(self._cores)))
 
     def _now(self) -> tuple[float, float, float]:
-        """The time, seconds worked on the cores by all, and by this process."""
+        """The time, and CPU seconds on the cores: of all processes, of this one."""
         times = os.times()
         return perf_counter(), self._worked_s(), times.user + times.system
 

@@ -1,4 +1,4 @@
-"""New memory on the nodes of the threads that will read it: they are the first to write it."""
+"""Pages of memory: placed on NUMA nodes by first touch; found on them; huge or not."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ROWS_TOGETHER = 4  # kernels give rows to threads in such multiples
 
 
 class FirstTouch:
-    """Writes a byte of each page of an array that nobody has written yet.
+    """Writes a byte of each page of new arrays, from the cores of the threads that will read it.
 
-    A page lies from then on where the thread ran that wrote it, so each thread of a service is
-    played by one on the same cores. A page, huge or not, that two threads share goes to one.
+    The kernel places a page on the node of the thread that first writes it. A page that two
+    threads share goes to one of them.
     """
 
     def __init__(self, thread_cores: Sequence[Sequence[int]]) -> None:
@@ -35,7 +35,7 @@ class FirstTouch:
         self._thread_cores = thread_cores
 
     def __call__(self, matrices: Sequence[np.ndarray]) -> None:
-        """Touch `matrices` (R, C), in each of which thread t will read its `share` of the rows."""
+        """Touch `matrices` (R, C); thread t will read its `split_range` of each one's rows."""
         num_threads = len(self._thread_cores)
 
         def touch(thread: int) -> None:
@@ -64,7 +64,7 @@ _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 @dataclass(frozen=True)
 class HugePageProbe:
-    """Of so many bytes allocated and written, so many are in huge pages."""
+    """How many of the `num_bytes` that were allocated and written are in huge pages."""
 
     huge_bytes: int
     num_bytes: int
@@ -73,9 +73,9 @@ class HugePageProbe:
 def probe_huge_pages(
     num_bytes: int = PROBE_BYTES, smaps: Path = Path("/proc/self/smaps")
 ) -> HugePageProbe | None:
-    """Allocate and touch `num_bytes` as weights are; None where memory or `smaps` is lacking.
+    """Allocate and touch `num_bytes` as for weights; None where memory or `smaps` is lacking.
 
-    The system may have joined the mapping with others beside it, so what counts is what it gained.
+    The kernel may merge the mapping with its neighbours, so only the increase counts.
     """
     try:
         array = aligned_empty((num_bytes,), np.uint8)
@@ -90,7 +90,7 @@ def probe_huge_pages(
 
 
 def huge_bytes_around(address: int, num_bytes: int, smaps: Path) -> int | None:
-    """AnonHugePages of all mappings that reach into num_bytes from `address` on; None if unsaid."""
+    """AnonHugePages of all mappings that overlap the range; None where `smaps` has none."""
     try:
         lines = smaps.read_text().splitlines()
     except OSError:
@@ -130,12 +130,12 @@ class ServiceMemory:
 
     @property
     def local_share(self) -> float:
-        """The share of the bytes that is on the threads' nodes; 1 where there are none."""
+        """The share of the bytes on the threads' nodes; 1 without any bytes."""
         return 1 - self.far_bytes / self.num_bytes if self.num_bytes else 1.0
 
 
 def running_services(root: Path = Path("/")) -> tuple[ServiceMemory, ...]:
-    """The services that run on this host, of all systems whose processes may be looked at."""
+    """The services on this host, of all systems whose processes this user may inspect."""
     pids = sorted(int(path.name) for path in (root / "proc").iterdir() if path.name.isdecimal())
     found = (_service(pid, root) for pid in pids)
     return tuple(service for service in found if service is not None)
@@ -155,9 +155,9 @@ def _service(pid: int, root: Path) -> ServiceMemory | None:
 
 
 def anonymous_bytes(numa_maps: str, least_bytes: int = HUGE_PAGE_BYTES) -> dict[int, int]:
-    """Bytes on each node of anonymous mappings of `least_bytes` or more, by /proc/PID/numa_maps.
+    """Bytes by node of anonymous mappings of at least `least_bytes`, from /proc/PID/numa_maps.
 
-    Weights, KV cache and large work space are such; libraries and the arena are files.
+    These are weights, KV cache and large workspaces; libraries and the arena are file mappings.
     """
     found: Counter[int] = Counter()
     for line in numa_maps.splitlines():
@@ -172,7 +172,7 @@ def anonymous_bytes(numa_maps: str, least_bytes: int = HUGE_PAGE_BYTES) -> dict[
 
 
 def allowed_cores(status: str) -> tuple[int, ...]:
-    """The cores that a process may run on, by /proc/PID/status."""
+    """The cores that a process may run on, from /proc/PID/status."""
     for line in status.splitlines():
         if line.startswith("Cpus_allowed_list:"):
             return parse_core_list(line.partition(":")[2])

@@ -31,10 +31,10 @@ class MachineSurvey:
     cores: tuple[int, ...]  # see `usable_cores`
     num_online: int  # logical cores of the machine
     num_allowed: int  # of them, those that this process may run on
-    cpu_quota: float | None  # CPUs' time that its control groups may use
+    cpu_quota: float | None  # CPUs that its control groups may use
     numa_nodes: tuple[NumaNode, ...]
     available_bytes: int  # without swapping, within the cgroup's limit
-    memory_limit: int | None  # bytes that its control groups may use; None for all that there are
+    memory_limit: int | None  # bytes that its control groups may use; None: unlimited
     shared_memory_free_bytes: int
     huge_pages: str  # always, madvise, never or unknown
     huge_page_defrag: str  # always, defer, defer+madvise, madvise, never or unknown
@@ -48,11 +48,10 @@ class MachineSurvey:
 
 
 def usable_cores(root: Path = Path("/"), num_threads: int = 0) -> tuple[int, ...]:
-    """Logical cores for threads: without a number the best ones, in order.
+    """Logical cores for so many threads, in order; without a number the best ones.
 
-    Those of `performance_cores` that this process may run on, at most as many as its CPU quota pays
-    for: more threads would spend it waiting for one another. For more threads than these, the other
-    cores too.
+    The `performance_cores` that this process may run on; all allowed cores for more threads than
+    these. At most as many as the CPU quota: more threads would spend it waiting for one another.
     """
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     best = performance_cores(allowed, root)
@@ -65,7 +64,7 @@ def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaN
 
 
 def survey(root: Path = Path("/")) -> MachineSurvey:
-    """Look at this machine; `root` is where proc and sys are read from."""
+    """Survey this machine; proc and sys are read below `root`."""
     cpu = read_cpu(root)
     cores = usable_cores(root)
     gpus, no_gpu_reason = list_gpus()
@@ -108,7 +107,7 @@ class NodeLayout:
 
 @dataclass(frozen=True)
 class MachineLayout:
-    """One machine, before anything is measured."""
+    """What a measurement is valid for."""
 
     cpu_name: str
     nodes: tuple[NodeLayout, ...]
@@ -116,9 +115,9 @@ class MachineLayout:
 
     @property
     def key(self) -> str:
-        """What a measurement holds for: processor, cores of nodes, GPUs.
+        """Digest of processor, cores of nodes, and GPUs.
 
-        Memories' sizes are no part of it: those of virtual machines grow and shrink while they run.
+        Without memory sizes: those of virtual machines change while they run.
         """
         nodes = [(node.name, node.cores) for node in self.nodes]
         gpus = [(gpu.device_id, gpu.name, gpu.total_bytes) for gpu in self.gpus]
@@ -127,10 +126,10 @@ class MachineLayout:
 
 
 def read_layout(root: Path = Path("/")) -> MachineLayout:
-    """Look at this machine; proc and sys are read below `root`.
+    """The nodes and GPUs of this machine; proc and sys are read below `root`.
 
-    Nodes without a usable core are left out, and those without memory, whose cores would only read
-    what lies elsewhere. Where no node is left, the machine counts as one.
+    Nodes without a usable core or without memory are left out. If no node is left, the machine
+    counts as one.
     """
     cores = usable_cores(root)
     nodes = [node for node in nodes_of(cores, read_numa_nodes(root)) if node.total_bytes]
@@ -147,9 +146,9 @@ def read_layout(root: Path = Path("/")) -> MachineLayout:
 def free_bytes_of(nodes: list[NumaNode], available: int) -> list[int]:
     """Share the machine's available bytes among `nodes`; no node gets more than it has.
 
-    The kernel says per node what holds nothing, but per machine what can be had, with the file
-    cache that it would give up. That cache is taken to lie where memory is in use, evenly. Where a
-    cgroup allows less than is free, all nodes get less in proportion.
+    The kernel reports unused memory by node, but available memory, which includes file cache that
+    it would drop, only for the machine. That cache is assumed to be spread evenly over the memory
+    in use. If a cgroup allows less than is unused, all nodes get less in proportion.
     """
     unused = sum(node.free_bytes for node in nodes)
     if available <= unused:
@@ -172,7 +171,7 @@ def _layout(node: NumaNode, cores: tuple[int, ...], free_bytes: int, root: Path)
 
 
 def last_level_cache_bytes(cores: tuple[int, ...], root: Path = Path("/")) -> int:
-    """Bytes of all last-level caches that `cores` reach, each cache once; 0 where not known."""
+    """Total size of the last-level caches of `cores`; 0 where unknown."""
     sizes: dict[tuple[int, ...], int] = {}
     for core in cores:
         folders = (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index[0-9]*")

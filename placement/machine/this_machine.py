@@ -1,4 +1,4 @@
-"""The machine that this process runs on: measured now, or by an earlier process."""
+"""The machine that this process runs on: measured now, or cached by an earlier process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def this_machine(
 ) -> Machine:
     """This machine, measured now or, unless `fresh`, by an earlier process.
 
-    A measurement is kept below XDG_CACHE_HOME or ~/.cache. It holds for this processor, its cores,
-    nodes and GPUs; how much memory is free is always looked up. `on_stage` is told what is being
-    measured. `root` is where proc and sys are read from.
+    A measurement is cached for this processor, its cores, nodes and GPUs; free memory is always
+    read anew. `on_stage` receives what is being measured; proc and sys are read below `root`.
     Units:   about five seconds a NUMA node
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
@@ -39,7 +38,7 @@ def this_machine(
 
 
 def measured_before(root: Path = Path("/")) -> Machine | None:
-    """This machine as `this_machine` has measured it earlier; None where it has not."""
+    """This machine as cached by an earlier `this_machine`, or None."""
     return read_cached(read_layout(root))
 
 
@@ -55,9 +54,9 @@ def cache_path() -> Path:
 
 
 def read_cached(layout: MachineLayout) -> Machine | None:
-    """The measurement of exactly this machine, with what is free now.
+    """The cached measurement with the memory that is free now.
 
-    None where there is none, where it is of another machine or other cores, or damaged.
+    None where there is none, or where it is damaged or of another machine or other cores.
     """
     try:
         entry = json.loads(cache_path().read_bytes())
@@ -69,17 +68,14 @@ def read_cached(layout: MachineLayout) -> Machine | None:
 
 
 def write_cached(layout: MachineLayout, machine: Machine) -> None:
-    """Keep a measurement. Where that cannot be, the next command measures again."""
+    """Cache a measurement; if that fails, the next command measures again."""
     entry = {"version": _VERSION, "key": layout.key, "machine": machine.as_json()}
     with contextlib.suppress(OSError):
         write_whole(cache_path(), json.dumps(entry).encode())
 
 
 def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:
-    """The same machine with what there is and what is free by `layout`.
-
-    Errors:  LookupError where it has other nodes or GPUs than `layout`
-    """
+    """`machine` with the memory sizes of `layout`. Errors: LookupError for other nodes or GPUs."""
     nodes = {node.name: (node.total_bytes, node.free_bytes) for node in layout.nodes}
     gpus = {f"gpu{gpu.device_id}": gpu.free_bytes for gpu in layout.gpus}
     if len(nodes) != len(machine.nodes) or len(gpus) != len(machine.gpus):
