@@ -95,7 +95,7 @@ def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("_MIN_ROOM_BYTES", 1 << 60, "where Ray writes its logs, has .* set RAY_TMPDIR"),
+        ("_MIN_FREE_BYTES", 1 << 60, "where Ray writes its logs, has .* set RAY_TMPDIR"),
         ("_LOOPBACK", "192.0.2.1", r"at 192.0.2.1 \(Cannot assign .*ip link set lo up"),
     ],
 )

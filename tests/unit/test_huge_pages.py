@@ -8,13 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hotcold.placement.machine.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
 
 from hotcold.jobs.support import doctor_checks
 from hotcold.jobs.support.doctor_checks import Finding, check_machine
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import HUGE_PAGE_BYTES, aligned_empty
 from hotcold.placement.machine import memory_pages
+from hotcold.placement.machine.memory_pages import (
+    HugePageProbe,
+    huge_bytes_around,
+    probe_huge_pages,
+)
 from hotcold.placement.machine.survey import survey
 from hotcold.placement.machine.sysfs import read_huge_page_setting
 
