@@ -103,11 +103,8 @@ class _Services(NamedTuple):
 
 def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """Reads one row of each matrix; the others are zero pages, which take no memory."""
-    from hotcold.actors.attention.attention_service import (
-        AttentionService,
-        attention_arrays,
-        attention_shape,
-    )
+    from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+    from hotcold.actors.attention.attention_service import AttentionService
     from hotcold.model.config.weight_formats import requested_dtype
     from hotcold.model.weights.attention import read_attention
     from hotcold.model.weights.embedding import read_head

@@ -1,8 +1,7 @@
-"""What a GPU computes for a step of few tokens, as launches of kernels: one request of the service
-each, so that a graph can hold it.
+"""The kernel launches of a step of few tokens, one graph for each request of the service.
 
-A step is filled up to one of a few numbers of tokens with copies of its last one, so that few
-graphs serve all steps. A copy has its original's position and page: it writes and finds the same.
+A step is padded to one of a few numbers of tokens with copies of its last one, so that few graphs
+serve all steps. A copy has the same position and page: it writes and reads the same values.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
 
 def whole_step(num_tokens: int) -> int:
-    """The number of tokens that a step of `num_tokens` is filled up to."""
+    """The number of tokens that a step of `num_tokens` is padded to."""
     return _TOKENS[bisect_left(_TOKENS, num_tokens)]
 
 
 def whole_length(length: int, most: int) -> int:
-    """Positions that a graph for sequences of `length` counts with: a power of two of pages."""
+    """Positions that a graph for sequences of `length` covers: a power of two of pages."""
     return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
 
 
 def norm_queries_and_keys(
     kernels: DeviceKernels, shape: AttentionShape, norms: Norms, qkv: Any
 ) -> None:
-    """Norm, in place, what a layer norms of qkv (T, rows): each head of q and k, or all of them."""
+    """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
     queries = shape.num_heads * shape.head_dim
     keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
     if norms.q_weight.shape[0]:
@@ -51,9 +50,9 @@ def norm_queries_and_keys(
 class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
-    hidden, then, for T tokens, `mixed_and_input` with rows 0 (mixed) and 1 (ffn_input) of T * d;
-    partial (T, d), logits (T, V), num_fired (2,) int32. positions, slots (32,) and page_tables
-    (slots, pages) int32 are one array, `place`.
+    For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
+    (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (slots,
+    pages) int32 are one array, `place`.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -210,13 +209,13 @@ class StepWork:
         return out
 
     def _copy(self, source: Any, target: Any) -> None:
-        """A norm without weights copies, and can be part of a graph."""
+        """A norm without weights copies, and can be in a graph."""
         nothing = source.reshape(-1)[:0]
         self._norm(source, nothing, nothing, target)
 
 
 class TokenPositions:
-    """Copies places to the device; those of a step once: they are the same for all layers."""
+    """Copies positions, slots and page tables to the device, once a step for all layers."""
 
     def __init__(self, device: Device, work: StepWork, max_tokens: int) -> None:
         """`max_tokens` of a prompt."""
@@ -225,13 +224,13 @@ class TokenPositions:
         self._prompt = device.pinned((2, max_tokens), np.int32)
 
     def forget(self) -> None:
-        """What comes next is of another arena."""
+        """Copy again in any case: there is another arena."""
         self._placed[:] = -1
 
     def put(self, buffers: SharedBuffers, num_tokens: int) -> None:
-        """Put a step's places on the stream; tokens that fill it up stand where its last one does.
+        """Put a step's positions on the stream; padding tokens repeat the last one.
 
-        What was copied before has been waited for.
+        The previous copy must have been waited for.
         """
         tokens = KERNEL_TOKENS
         place = np.empty_like(self._placed)
@@ -244,9 +243,9 @@ class TokenPositions:
             self._device.copy_in(self._work.place, self._placed)
 
     def put_prompt(self, buffers: SharedBuffers, num_tokens: int) -> tuple[Any, Any]:
-        """Put a prompt's places on the stream, page tables too; returns positions, slots (T,).
+        """Put a prompt's positions and page tables on the stream; returns positions, slots (T,).
 
-        Errors:  ValueError for tokens that are not consecutive ones of one sequence
+        Errors:  ValueError unless tokens are consecutive ones of one sequence
         """
         positions, slots = buffers.positions[:num_tokens], buffers.slots[:num_tokens]
         if np.ptp(slots) or (np.diff(positions) != 1).any():
