@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import astuple
 from datetime import date
 from pathlib import Path
 from time import perf_counter
@@ -58,15 +59,8 @@ def measure_machine(
 
 def _node(node: NodeLayout) -> CpuNode:
     rates = measure_node(node.cores, node.free_bytes, node.cache_bytes)
-    return CpuNode(
-        name=node.name,
-        num_cores=len(node.cores),
-        total_bytes=node.total_bytes,
-        free_bytes=node.free_bytes,
-        read_gb_per_s=_rounded(rates.read_gb_per_s),
-        rows_gb_per_s=_rounded(rates.rows_gb_per_s),
-        gather_gb_per_s=_rounded(rates.gather_gb_per_s),
-    )
+    sizes = len(node.cores), node.total_bytes, node.free_bytes
+    return CpuNode(node.name, *sizes, *map(_rounded, astuple(rates)))
 
 
 def _gpu(gpu: Gpu) -> GpuDevice:

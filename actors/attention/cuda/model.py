@@ -6,7 +6,7 @@ So lack of memory shows before anything is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,15 @@ _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
 
 @dataclass(frozen=True)
 class Norms:
-    """A layer's norms: (d,) float32 each, or (0,); those of q and k have their widths."""
+    """A layer's norms, by their names in `AttentionWeights`: float32, (0,) where there is none."""
 
-    weight: Any
-    bias: Any
-    ffn_weight: Any
-    ffn_bias: Any
-    attention_weight: Any
-    q_weight: Any
-    k_weight: Any
+    norm_weight: Any
+    norm_bias: Any
+    ffn_norm_weight: Any
+    ffn_norm_bias: Any
+    attention_norm_weight: Any
+    q_norm_weight: Any
+    k_norm_weight: Any
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,8 @@ class CudaModel:
 
     def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
         norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload
-        upload(norms.weight, weights.norm_weight[0])
-        upload(norms.bias, weights.norm_bias[0])
-        upload(norms.ffn_weight, weights.ffn_norm_weight[0])
-        upload(norms.ffn_bias, weights.ffn_norm_bias[0])
-        upload(norms.attention_weight, weights.attention_norm_weight[0])
-        upload(norms.q_weight, weights.q_norm_weight[0])
-        upload(norms.k_weight, weights.k_norm_weight[0])
+        for name, norm in vars(norms).items():
+            upload(norm, getattr(weights, name)[0])
         if part is None:
             return
         upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
@@ -219,15 +214,8 @@ class CudaModel:
         return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
 
     def _norms(self, weights: AttentionWeights) -> Norms:
-        return Norms(
-            weight=self._like(weights.norm_weight[0]),
-            bias=self._like(weights.norm_bias[0]),
-            ffn_weight=self._like(weights.ffn_norm_weight[0]),
-            ffn_bias=self._like(weights.ffn_norm_bias[0]),
-            attention_weight=self._like(weights.attention_norm_weight[0]),
-            q_weight=self._like(weights.q_norm_weight[0]),
-            k_weight=self._like(weights.k_norm_weight[0]),
-        )
+        names = [field.name for field in fields(Norms)]
+        return Norms(**{name: self._like(getattr(weights, name)[0]) for name in names})
 
     def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
         config = self.config

@@ -46,7 +46,7 @@ class PromptWork:
             heads = self._attend(layer, qkv, positions, slots, tables, last_position)
             out = self.linear(heads, part.out, part.out_bias)
             if adds_late(self._shape):
-                out = self._norm(out, norms.attention_weight, norms.attention_weight[:0])
+                out = self._norm(out, norms.attention_norm_weight, norms.attention_norm_weight[:0])
                 out *= self._shape.residual_scale
             out += residual
             return out
@@ -54,7 +54,7 @@ class PromptWork:
         return mixed_and_ffn_input(
             self._shape.order,
             self._layer_input(layer, hidden),
-            norm=lambda x: self._norm(x, norms.weight, norms.bias),
+            norm=lambda x: self._norm(x, norms.norm_weight, norms.norm_bias),
             ffn_norm=lambda x: self._ffn_norm(layer, x),
             add_attention=add_attention,
         )
@@ -173,7 +173,7 @@ class PromptWork:
 
     def _ffn_norm(self, layer: int, x: Any) -> Any:
         norms = self._model.norms[layer]
-        return self._norm(x, norms.ffn_weight, norms.ffn_bias)
+        return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias)
 
     def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
         shape, out = self._shape, self._device.empty(x.shape, np.float32)

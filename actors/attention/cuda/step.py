@@ -41,10 +41,10 @@ def norm_queries_and_keys(
     """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
     queries = shape.num_heads * shape.head_dim
     keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
-    if norms.q_weight.shape[0]:
-        kernels.norm_parts(qkv, 0, queries, norms.q_weight, epsilon)
-    if norms.k_weight.shape[0]:
-        kernels.norm_parts(qkv, queries, queries + keys, norms.k_weight, epsilon)
+    if norms.q_norm_weight.shape[0]:
+        kernels.norm_parts(qkv, 0, queries, norms.q_norm_weight, epsilon)
+    if norms.k_norm_weight.shape[0]:
+        kernels.norm_parts(qkv, queries, queries + keys, norms.k_norm_weight, epsilon)
 
 
 class StepWork:
@@ -96,7 +96,7 @@ class StepWork:
 
         def norm(x: Any) -> Any:
             out = ffn_input if x is mixed else normed
-            return self._norm(x, norms.weight, norms.bias, out)
+            return self._norm(x, norms.norm_weight, norms.norm_bias, out)
 
         def add_attention(x: Any, residual: Any) -> Any:
             self._add_attention(layer, x, residual, max_length, mixed)
@@ -106,7 +106,7 @@ class StepWork:
             self._shape.order,
             self._layer_input(layer, num_tokens),
             norm=norm,
-            ffn_norm=lambda x: self._norm(x, norms.ffn_weight, norms.ffn_bias, ffn_input),
+            ffn_norm=lambda x: self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, ffn_input),
             add_attention=add_attention,
         )
         for source, target in zip(found, (mixed, ffn_input), strict=True):
@@ -145,7 +145,7 @@ class StepWork:
             return
         added = self._added[:num_tokens]
         kernels.gemv(part.out, part.out_bias, heads, added)
-        weight = self._model.norms[layer].attention_weight
+        weight = self._model.norms[layer].attention_norm_weight
         self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
 
     def hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
@@ -197,7 +197,7 @@ class StepWork:
     def _layer_input(self, layer: int, num_tokens: int) -> Any:
         def ffn_norm(layer: int, x: Any) -> Any:
             norms, out = self._model.norms[layer], self._residual[:num_tokens]
-            return self._norm(x, norms.ffn_weight, norms.ffn_bias, out)
+            return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, out)
 
         return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
 
