@@ -193,15 +193,9 @@ def start_relays(
     system: SystemConfig, names: Sequence[str], handles: Sequence[Any], spawn_relay: SpawnRelay
 ) -> list[Relay]:
     """A relay on every host but the first, for the services there; none without --hosts."""
-    num_hosts, num_services = len(system.hosts), 1 + system.num_cpu_actors
-    return [
-        Relay(
-            host,
-            spawn_relay(list(names), list(handles), node_id),
-            range(1 + number, num_services, num_hosts),
-        )
-        for number, (host, node_id) in enumerate(
-            zip(system.hosts, node_ids(system.hosts), strict=True)
-        )
-        if number > 0
-    ]
+    nodes, relays = node_ids(system.hosts), []
+    for number, host in enumerate(system.hosts[1:], 1):
+        relay = spawn_relay(list(names), list(handles), nodes[number])
+        services = range(1 + number, 1 + system.num_cpu_actors, len(nodes))
+        relays.append(Relay(host, relay, services))
+    return relays

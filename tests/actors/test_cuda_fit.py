@@ -40,7 +40,7 @@ CONTEXT_BYTES = 10_000
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_PRODUCTS_BYTES"):
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
