@@ -249,7 +249,7 @@ _ACTORS = [
     Fault(
         "a-token-does-not-see-itself",
         "actors", "prompt_attention", _OFF_BY_ONE,
-        "mask = theirs <= at", "mask = theirs < at",
+        "mask = key_at <= query_at", "mask = key_at < query_at",
         ("test_in_process::test_only_the_logits_asked_for",),
     ),
     Fault(
@@ -273,7 +273,7 @@ _ACTORS = [
     ),
     Fault(
         "the-first-neuron-is-nobodys",
-        "actors", "dealing", _OFF_BY_ONE,
+        "actors", "assignment", _OFF_BY_ONE,
         "ids[thread :: len(owners)]", "ids[thread + 1 :: len(owners)]",
         ("test_each_neuron_is_assigned_once",),
     ),
@@ -354,7 +354,7 @@ _ACTORS = [
     ),
     Fault(
         "every-hosts-processes-on-the-drivers",
-        "actors", "needs", _UPDATE,
+        "actors", "memory_needs", _UPDATE,
         "2 + system.num_cpu_actors // num_hosts", "2 + system.num_cpu_actors",
         ("test_memory_is_that_of_each_host",),
     ),
@@ -933,7 +933,7 @@ _PLACEMENT = [
     Fault(
         "groups-where-there-is-no-room",
         "placement", "greedy", _CHECK,
-        "if group_bytes[group] <= free]", "if free > 0]",
+        "if group_bytes[group] <= left]", "if left > 0]",
         ("test_every_placement_keeps_the_rules",),
     ),
     Fault(
@@ -980,7 +980,7 @@ _PLACEMENT = [
     ),
     Fault(
         "pauses-that-do-not-grow",
-        "placement", "core_keeper", _INDEX,
+        "placement", "core_affinity", _INDEX,
         "longer if soon else _FIRST_PAUSE_S", "_FIRST_PAUSE_S if soon else longer",
         ("test_the_pauses_grow_while_trouble_stays_and_begin_anew_after_it",),
     ),
@@ -992,13 +992,13 @@ _PLACEMENT = [
     ),
     Fault(
         "memory-elsewhere-is-near",
-        "placement", "locality", _SIGN,
+        "placement", "memory_pages", _SIGN,
         "if node not in self.nodes)", "if node in self.nodes)",
         ("test_doctor_names_memory_elsewhere",),
     ),
     Fault(
         "every-second-page-is-touched",
-        "placement", "first_touch", _VALUE,
+        "placement", "memory_pages", _VALUE,
         "items[start::_PAGE_BYTES] = 0", "items[start :: 2 * _PAGE_BYTES] = 0",
         ("test_first_touch_takes_every_page_and_changes_nothing",),
     ),
