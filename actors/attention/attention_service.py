@@ -67,7 +67,7 @@ class AttentionService(Service):
 
     @property
     def fired_counts(self) -> np.ndarray:
-        """Of the hot neurons; see `CpuService`."""
+        """How often each hot neuron fired in COUNT_FFN requests, in loading order."""
         return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts
 
     def prepare(self, layout: ArenaLayout) -> None:
@@ -99,7 +99,7 @@ class AttentionService(Service):
         )
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Import torch and start the matmul threads, for this service and its hot neurons."""
         import hotcold.actors.attention.prompt_attention  # noqa: F401
 
         self._matmul.get()
@@ -107,7 +107,7 @@ class AttentionService(Service):
             self._hot.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
+        """Use `choice` for long prompts, for this service and its hot neurons."""
         self._matmul.choose(choice)
         if self._hot is not None:
             self._hot.use_matmul(choice)

@@ -45,11 +45,11 @@ class HostPart:
         self._exchange = ArenaExchange(own, self._inner)
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Prepare `inner` for long prompts."""
         self._inner.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
+        """Use `choice` in `inner`."""
         self._inner.use_matmul(choice)
 
     def request(self) -> None:

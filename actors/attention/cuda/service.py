@@ -129,12 +129,12 @@ class CudaService(Service):
             self.host.attach(layout, self._arena, self.buffers)
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Prepare the host's part for long prompts; the GPU needs nothing."""
         if self.host is not None:
             self.host.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
+        """Use `choice` in the host's part; the GPU has its own matmul."""
         if self.host is not None:
             self.host.use_matmul(choice)
 
