@@ -103,7 +103,7 @@ class SystemServices:
 
     def process_ids(self) -> dict[str, int]:
         """Process ids by service name. Errors: ServiceError while services load."""
-        _ = self.driver
+        _ = self.driver  # raises while services load
         pids = self.connection.replacer.process_ids()
         return dict(zip(self.connection.names, pids, strict=True))
 
