@@ -155,7 +155,7 @@ class DriverActor:
         return services.driver.between_requests(measure)
 
     def device_report(self, measure: bool) -> dict[str, float]:
-        """Memory and times of the GPU; see `CudaService.device_report`."""
+        """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
         report: dict[str, float]
         (report,) = self.services.connection.call_each("device_report", measure, services=[0])
         return report

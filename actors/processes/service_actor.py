@@ -243,7 +243,7 @@ class ServiceActor:
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
     def device_report(self, measure: bool) -> dict[str, float]:
-        """Memory and times of the GPU (`CudaService.device_report`); {} without a GPU."""
+        """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
         return service.device_report(measure) if self.spec.gpu is not None else {}
 

@@ -17,7 +17,7 @@ import pytest
 from hotcold.actors.attention.cuda import fit as cuda_fit
 from hotcold.actors.attention.cuda.fit import fit_system
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.attention.cuda.service import CudaService
+from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.setup import gpu_share
@@ -212,14 +212,14 @@ def test_less_is_tried_whoever_says_that_there_is_no_room(
     system: SystemConfig, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels, graphs and products take memory too, and say so in words of their own."""
-    try_out, failures = CudaService.try_out, [error]
+    try_out, failures = CudaAttentionService.try_out, [error]
 
-    def fail_once(service: CudaService) -> None:
+    def fail_once(service: CudaAttentionService) -> None:
         if failures:
             raise failures.pop()
         try_out(service)
 
-    monkeypatch.setattr(CudaService, "try_out", fail_once)
+    monkeypatch.setattr(CudaAttentionService, "try_out", fail_once)
     device, fitted, _ = fit(system)
     assert fitted.system.device == "cuda" and not failures and device.used_bytes() > 0
     failures.append(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))

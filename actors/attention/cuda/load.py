@@ -13,7 +13,7 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.model import CudaModel, Share
-from hotcold.actors.attention.cuda.service import CudaService
+from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -49,10 +49,12 @@ class CudaLoading:
         self._model = CudaModel(
             device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
         )
-        self._service = CudaService("gpu", spec.index, device, self._model, self._gpu.layout)
+        self._service = CudaAttentionService(
+            "gpu", spec.index, device, self._model, self._gpu.layout
+        )
         self._service.try_out()
 
-    def fill(self, on_bytes: Callable[[int], None]) -> CudaService:
+    def fill(self, on_bytes: Callable[[int], None]) -> CudaAttentionService:
         """Read the weights; the service is then complete. Errors: CheckpointError."""
         arrays = None if self._is_whole else self._host_arrays()
 

@@ -54,7 +54,7 @@ class _Begun:
     land: Callable[[], None]
 
 
-class CudaService(Service):
+class CudaAttentionService(Service):
     """Serves what `model` holds of attention and head; `host` serves the rest on the CPU."""
 
     def __init__(
