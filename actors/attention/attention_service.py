@@ -74,7 +74,7 @@ class AttentionService(Service):
         """Allocate the workspace of kernels, for up to KERNEL_TOKENS tokens."""
         qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
         dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
-        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)
@@ -102,19 +102,19 @@ class AttentionService(Service):
         """Import torch and start the matmul threads, for this service and its hot neurons."""
         import hotcold.actors.attention.prompt_attention  # noqa: F401
 
-        self._matmul.get()
+        self._products.get()
         if self._hot is not None:
             self._hot.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
         """Use `choice` for long prompts, for this service and its hot neurons."""
-        self._matmul.choose(choice)
+        self._products.choose(choice)
         if self._hot is not None:
             self._hot.use_matmul(choice)
 
     def release(self) -> None:
         """End the threads of the matmul."""
-        self._matmul.close()
+        self._products.close()
         if self._hot is not None:
             self._hot.release()
 
@@ -156,9 +156,9 @@ class AttentionService(Service):
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            prompt_attention(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_attention(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
         elif operation == HEAD:
-            prompt_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_head(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
