@@ -265,7 +265,7 @@ def start_an_open_ray(base: Path) -> None:
     asks_for_none = replaced(closed_ray, "_MODE", "A_VARIABLE_OF_ANOTHER_VERSION")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     system = SystemConfig(str(DEMO_DIRECTORY))
-    said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ to whoever"
+    said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ without a token"
     with asks_for_none, pytest.raises(ServiceError, match=said):
         _start_ray([system])
     assert not ray.is_initialized()
