@@ -44,9 +44,9 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.setup.assignment import hot_counts
 from hotcold.actors.setup.choose import default_mode
-from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
 from hotcold.actors.setup.threshold_mode import system_thresholds
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of

@@ -25,7 +25,7 @@ from hotcold.model.files.locate import locate_model
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 from hotcold.placement.solver.cost import RowBytes
 
 _READ_BYTES = 1 << 30

@@ -65,7 +65,7 @@ def doctor(
         check_services,
         check_thresholds,
     )
-    from hotcold.placement.machine.locality import running_services
+    from hotcold.placement.machine.memory_pages import running_services
     from hotcold.placement.machine.survey import survey
 
     if fresh and not measure:

@@ -99,8 +99,8 @@ def profile(
     calibrated first, for --mode threshold; neurons that pass them are counted.
     """
     from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.modes import has_thresholds
     from hotcold.actors.setup.preflight import prepare_system, read_model
-    from hotcold.actors.setup.threshold_mode import has_thresholds
     from hotcold.jobs.profile.calibrate import calibrate
     from hotcold.jobs.profile.report import LayerSummary, print_summary
     from hotcold.jobs.profile.run import run_profile

@@ -10,12 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
+from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.machine.huge_pages import probe_huge_pages
-from hotcold.placement.machine.locality import ServiceMemory
+from hotcold.placement.machine.memory_pages import ServiceMemory, probe_huge_pages
 from hotcold.placement.machine.pinning import may_bind_memory
 from hotcold.placement.machine.survey import MachineSurvey
 from hotcold.placement.machine.sysfs import Cpu, missing_features

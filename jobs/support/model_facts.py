@@ -8,8 +8,8 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
+from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.actors.setup.preflight import read_model
-from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError

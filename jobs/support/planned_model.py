@@ -19,9 +19,8 @@ from hotcold.model.files.locate import locate_model
 from hotcold.model.published_sparsity import published_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.profile import ActivationProfile, read_profile
-from hotcold.placement.solver.cost import PredictorCost
-from hotcold.placement.stated import assumed_predictors, stated_profile
+from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
+from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
 
 
 @dataclass(frozen=True)

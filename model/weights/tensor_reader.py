@@ -32,7 +32,7 @@ from hotcold.numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
 from hotcold.numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
-# Takes new matrices (R, C) before anything is written to them; see `placement.machine.first_touch`.
+# Takes new matrices (R, C) before anything is written to them: `memory_pages.FirstTouch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
 BLOCK_BYTES = 16 << 20
 _RELEASED_BYTES = 64 << 20  # of a tensor at a time, where no pages are kept

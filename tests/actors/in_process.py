@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import CacheSpec, load_gpu_service
+from hotcold.actors.attention.attention_service import CacheSpec, load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
@@ -21,9 +21,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.step_sizes import MatmulChoice
-from hotcold.actors.setup.assignment import deal_neurons
-from hotcold.actors.setup.hot_neurons import hot_counts
-from hotcold.actors.setup.partition import require_partition
+from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -156,7 +154,7 @@ class InProcessSystem:
 
     def _gpu(self) -> Service:
         cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
-        return load_gpu_service(
+        return load_attention_service(
             self.path,
             self.config,
             0,
@@ -209,7 +207,7 @@ class InProcessSystem:
 
     def shards(self) -> list[np.ndarray]:
         """The neurons of each CPU service, in its loading order; the same in every layer."""
-        return deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
+        return assign_neurons(self.config.ffn_size, [self.num_threads] * self.num_services)
 
     def hot_ids(self) -> list[np.ndarray] | None:
         """The GPU service's neurons of each layer; None where it has none."""

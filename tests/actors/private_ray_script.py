@@ -51,7 +51,7 @@ def facts_of(processes: Iterable[psutil.Process]) -> dict[str, Any]:
 def main() -> None:
     if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
-    folders = set(SessionFolder.all())
+    folders = set(TempFolder.all())
     launch.start_local_ray(3, 0)
     echoes = [Echo.remote(), Echo.remote()]  # type: ignore[attr-defined]
     said = ray.get(echoes[0].say.remote("here"))
@@ -65,7 +65,7 @@ def main() -> None:
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
-        "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
+        "folders": [str(path) for path in sorted(set(TempFolder.all()) - folders)],
         **facts_of(processes),
     }
     print(json.dumps(told), flush=True)

@@ -257,7 +257,7 @@ def test_what_fails_half_way_ends_the_system(
         def break_down(*arguments: Any) -> None:
             raise TypeError("a mistake")
 
-        monkeypatch.setattr("hotcold.actors.processes.scaling.move_gpu", break_down)
+        monkeypatch.setattr("hotcold.actors.processes.scaling.move_attention", break_down)
         outcome, found = scale_among_requests(system, 2)
         line = (
             "the system ended while its CPU services were changed: TypeError: a mistake; "

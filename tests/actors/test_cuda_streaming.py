@@ -11,9 +11,9 @@ import pytest
 
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
+from hotcold.actors.setup.gpu_share import UNMEASURED_TOKENS, upload_tokens
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
 from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION, SEND, STREAM
-from hotcold.placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_placement_choice import MACHINE, WITH_GPU

@@ -250,7 +250,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
         services: Any = object.__new__(SystemServices)
         services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
         services.notes = ("before",)
-        services._settle_mode(Chooser())
+        services._choose_mode(Chooser())
         assert services.system.mode == mode
         assert services.notes[0] == "before" and services.notes[1].startswith(said)
 

@@ -21,7 +21,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
-from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
@@ -95,8 +95,10 @@ def test_no_stop_strings_hold_nothing_back() -> None:
 
 
 @given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6))
-def test_each_neuron_is_dealt_once(num_neurons: int, num_services: int, num_threads: int) -> None:
-    shards = deal_neurons(num_neurons, num_services, num_threads)
+def test_each_neuron_is_assigned_once(
+    num_neurons: int, num_services: int, num_threads: int
+) -> None:
+    shards = assign_neurons(num_neurons, [num_threads] * num_services)
     assert len(shards) == num_services
     assert all(shard.dtype == np.int32 for shard in shards)
     assert np.sort(np.concatenate(shards)).tolist() == list(range(num_neurons))
@@ -105,9 +107,11 @@ def test_each_neuron_is_dealt_once(num_neurons: int, num_services: int, num_thre
 
 
 @given(st.integers(8, 300), st.integers(1, 4), st.integers(2, 4))
-def test_neighbours_are_dealt_apart(num_neurons: int, num_services: int, num_threads: int) -> None:
+def test_neighbours_are_assigned_apart(
+    num_neurons: int, num_services: int, num_threads: int
+) -> None:
     """No thread's run of a shard holds two neurons that stand side by side in the checkpoint."""
-    for shard in deal_neurons(num_neurons, num_services, num_threads):
+    for shard in assign_neurons(num_neurons, [num_threads] * num_services):
         falls = np.flatnonzero(np.diff(shard) < 0)
         assert falls.size <= num_threads - 1
         assert (np.diff(shard) != 1).all() or num_neurons < 2 * num_services * num_threads

@@ -18,7 +18,7 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -174,7 +174,7 @@ class HookedRelu(torch.nn.Module):
 
 def predicting_engine(system: InProcessSystem) -> Engine:
     config = system.config
-    shards = deal_neurons(config.ffn_size, NUM_SERVICES, NUM_THREADS)
+    shards = assign_neurons(config.ffn_size, [NUM_THREADS] * NUM_SERVICES)
     order = np.concatenate(shards)
     layers = [
         None if layer == ALL_LAYER else Chooser(layer, order) for layer in range(config.num_layers)

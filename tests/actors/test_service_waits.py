@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.setup.partition import require_partition
+from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
 from tests.actors.changing_services import config_of, hot_of, require_whole, tokens

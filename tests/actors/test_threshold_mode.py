@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import ThresholdTrials, score_window
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
-from hotcold.actors.setup.threshold_mode import ffn_share
+from hotcold.actors.setup.modes import ffn_share
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model import reference
 from hotcold.model.files.artifact import ModelIdentity

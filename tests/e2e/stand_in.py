@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from hotcold.model.config.build import read_config
@@ -72,7 +72,7 @@ class StandIn:
         )  # fmt: skip
 
     def neuron_owners(self) -> Any:
-        """See `actors.setup.partition`."""
+        """See `actors.setup.assignment`."""
         config = read_config(DEMO_DIRECTORY)
         return neuron_owners(config, service_specs(self.describe(), config))
 

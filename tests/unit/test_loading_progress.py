@@ -11,7 +11,7 @@ import ray
 from rich.progress import Progress
 
 from hotcold.actors.processes.driver_actor import DriverActor
-from hotcold.actors.processes.load_progress import COMPILING, LOADING_KERNELS, PREPARING
+from hotcold.actors.processes.reports import COMPILING, LOADING_KERNELS, PREPARING
 from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     WRITING_NEURONS,

@@ -23,7 +23,7 @@ from hotcold.actors.protocol.ray_memory import (
     require_shared_memory,
     reserve_object_store,
 )
-from hotcold.actors.setup.host_files import require_room
+from hotcold.actors.setup.host_files import require_free_memory
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.weights.memory import available_bytes, usable_bytes
 from hotcold.placement import memory
@@ -142,9 +142,9 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotcold.actors.setup.host_files.free_bytes", lambda: 2_000_000_000)
     spec = ServiceSpec("cpu1", index=2, num_threads=1, model_path="")
-    require_room(spec, 2_000_000_000)
+    require_free_memory(spec, 2_000_000_000)
     with pytest.raises(MemoryBudgetError, match=r"the cpu1 service needs 3.00 GB .* 2.00 GB are"):
-        require_room(spec, 3_000_000_000)
+        require_free_memory(spec, 3_000_000_000)
 
 
 def test_too_much_shared_memory_is_refused() -> None:

@@ -53,7 +53,7 @@ def placement_of(
 ) -> Placement:
     """The placement by `plan_file`, or of `system` as it runs.
 
-    `owners` are those that run; see `actors.setup.partition.neuron_owners`.
+    `owners` are those that run; see `actors.setup.assignment.neuron_owners`.
     Errors:  ArtifactError where a file is not of this model
     """
     path = Path(system.model_path)

@@ -1,18 +1,16 @@
-"""Kernels are compiled before memory is taken that was promised, in a process that ends.
+"""Compiles a system's kernels ahead of time, in a process of its own.
 
-LLVM takes several hundred megabytes to compile a service's kernels, and what it has taken stays
-with the process. So where --cpu-memory is a promise, one process goes through what the system's
-processes will: services without weights, a token, some tokens at once, a part of a prompt. What it
-compiles is on disk when it ends; the system's own processes find it there.
+LLVM takes several hundred megabytes to compile a service's kernels, and keeps that memory. With a
+memory budget (--cpu-memory) one process therefore goes first: it runs services without weights, one
+token, several tokens and part of a prompt. The compiled kernels are in the disk cache when it ends,
+and the system's own processes load them from there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +24,11 @@ import numpy as np
 
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.processes.freed_memory import give_back_freed_memory
+from hotcold.actors.processes.child_process import (
+    begin_process,
+    end_with_parent,
+    give_back_freed_memory,
+)
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
@@ -34,7 +36,6 @@ from hotcold.actors.setup.shards import arena_layout, served_config, service_spe
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.current_folder import environment_of_python
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.whole_file import write_whole
@@ -45,17 +46,15 @@ from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
-_SET_DEATH_SIGNAL = 1  # of prctl(2)
 
+def precompile_once(system: SystemConfig) -> None:
+    """Compile the kernels of `system` in another process, once per machine and kind of system.
 
-def rehearse_once(system: SystemConfig) -> None:
-    """Have a process go through it, unless one like it has been through it on this machine.
-
-    Nothing is done where nothing is promised, or can be kept. What that process could not compile
-    the system's processes will.
+    Does nothing without a memory budget, or where the kernel cache cannot be written. If that
+    process fails, the system's own processes compile.
     """
-    done = None if system.storage is None else _note_of(system)
-    if done is None or done.exists():
+    marker = None if system.storage is None else _marker(system)
+    if marker is None or marker.exists():
         return
     with suppress(OSError):
         process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -63,70 +62,48 @@ def rehearse_once(system: SystemConfig) -> None:
         with process.stdin as stdin:
             stdin.write(system.as_json())
         if process.wait() == 0:
-            write_whole(done, b"")
+            write_whole(marker, b"")
 
 
-def begin_process(module: str, *arguments: str, stdin: int, stdout: int) -> subprocess.Popen[bytes]:
-    """A process of a module of this program, which is to call `end_with_parent`. Errors: OSError"""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        env={**os.environ, **environment_of_python(), "MALLOC_ARENA_MAX": "1"},
-        cwd=os.sep,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def end_with_parent() -> None:
-    """This process is killed when the one that started it has ended."""
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def _note_of(system: SystemConfig) -> Path | None:
-    """The file that says that such a system's kernels are there; None where none are kept."""
+def _marker(system: SystemConfig) -> Path | None:
+    """The file that marks such a system's kernels as compiled; None without a kernel cache."""
     kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
-    asked = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms
-    key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *asked]
+    options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms
+    key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
         own_folder("numba", cache_folder().name)
     except OSError:
         return None
-    return cache_folder() / f"rehearsed-{digest}"
+    return cache_folder() / f"precompiled-{digest}"
 
 
-class _Threads:
-    """Looks after services that are threads of this process."""
+class _ThreadWatch:
+    """The `doorbell_exchange.Watch` of services that are threads of this process."""
 
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = services
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """See `actors.exchange.doorbell_exchange.Watch`."""
         for index in services:
             self._services[index].check([index], num_polls)
 
     def explain(self, service: int) -> str:
-        """See `actors.exchange.doorbell_exchange.Watch`."""
         return self._services[service].explain(service)
 
 
 class _Services(NamedTuple):
-    """Threads of this process on one arena; shards[s][l]: neurons of CPU service s in layer l."""
+    """Threads of this process on one arena; shards[s][l] are the neurons of CPU service s."""
 
     services: list[Service]
     shards: list[list[np.ndarray]]
     buffers: SharedBuffers
 
 
-def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
-    """The GPU service of one row of each matrix; all others are zeros that take no memory."""
-    from hotcold.actors.attention.attention_service import (
-        AttentionService,
-        attention_arrays,
-        attention_shape,
-    )
+def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    """Reads one row of each matrix; the others are zero pages, which take no memory."""
+    from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+    from hotcold.actors.attention.attention_service import AttentionService
     from hotcold.model.config.weight_formats import requested_dtype
     from hotcold.model.weights.attention import read_attention
     from hotcold.model.weights.embedding import read_head
@@ -144,7 +121,7 @@ def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
-    """A CPU service that has as little in memory as one can: neurons of a layer's number."""
+    """Keeps as little in memory as a CPU service can: as many neurons as its largest layer has."""
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
@@ -169,15 +146,15 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     )
 
 
-def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Services:
-    """Services of such a system that wait for requests, of one arena; all, or some of them."""
+def _start(system: SystemConfig, indices: Sequence[int] | None = None) -> _Services:
+    """Start services of `system`, or those of `indices`, on one arena."""
     config = read_config(system.model_path)
     served = served_config(system, Checkpoint(Path(system.model_path)), config)
     specs, services = service_specs(system, served), []
     layout = arena_layout(system, served)
     arena = layout.new_arena()
     for spec in specs if indices is None else [specs[index] for index in indices]:
-        service = (_cpu_service if spec.index else _gpu_service)(spec, config)
+        service = (_cpu_service if spec.index else _attention_service)(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
         service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
@@ -187,22 +164,22 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
     return _Services(services, shards, layout.buffers(arena))
 
 
-def rehearse(system: SystemConfig) -> None:
-    """Go through what the processes of such a system will. Errors: HotcoldError."""
+def precompile(system: SystemConfig) -> None:
+    """Run what the processes of `system` will run. Errors: HotcoldError."""
     from hotcold.actors.cpu.matmul_choice import choose_matmul
     from hotcold.actors.driver.driver import Driver
 
-    services, shards, buffers = _begun(system)
+    services, shards, buffers = _start(system)
 
     def prepare() -> None:
         choice = system.products or choose_matmul()
         for service in services:
             service.use_matmul(choice)
 
-    driver = Driver(system, ArenaExchange(buffers, _Threads(services)), shards, prepare)
+    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), shards, prepare)
     engine, length = driver.engine, driver.generator.context_length
 
-    def go_through() -> None:
+    def run() -> None:
         tokens = min(MATRIX_TOKENS, length, engine.max_tokens)
         for count in (2, tokens):  # several tokens, and a part of a prompt
             with suppress(NotFiniteError):
@@ -210,11 +187,11 @@ def rehearse(system: SystemConfig) -> None:
                 engine.run_layer(0, count, 1)
                 engine.logits(count, 1)
 
-    driver.between_requests(go_through)
+    driver.between_requests(run)
 
 
 def _in_own_process(function: Callable[[], object]) -> bool:
-    """Call `function` in a copy of this process, which ends; whether it returned."""
+    """Call `function` in a forked child; whether it returned."""
     if child := os.fork():
         return os.waitpid(child, 0)[1] == 0
     try:
@@ -227,10 +204,14 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 
 
 def _main() -> None:
-    """What is compiled for each kind of service first leaves less for the process with all."""
+    """Compile for each kind of service first: that leaves less to the process that has all."""
     end_with_parent()
-    system = SystemConfig.from_json(sys.stdin.buffer.read())
-    parts = (lambda: _begun(system, [0])), (lambda: _begun(system, [1])), (lambda: rehearse(system))
+    system = system_of_json(sys.stdin.buffer.read())
+    parts = (
+        (lambda: _start(system, [0])),
+        (lambda: _start(system, [1])),
+        (lambda: precompile(system)),
+    )
     sys.exit(sum(not _in_own_process(part) for part in parts))
 
 

@@ -1,4 +1,4 @@
-"""Where memory is promised, kernels are compiled by processes that end, before it is taken."""
+"""With a memory budget, short-lived processes compile kernels before services take memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hotcold.actors.processes import rehearsal
-from hotcold.actors.processes.rehearsal import rehearse_once
+from hotcold.actors.processes import precompile
+from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.preflight import read_model
@@ -46,7 +46,7 @@ def test_a_start_that_compiles_keeps_the_promise(
             time.sleep(_POLL_S)
         assert running.stdout is not None
         told = json.load(running.stdout)
-    (note,) = tmp_path.glob("hotcold/numba/*/rehearsed-*")
+    (note,) = tmp_path.glob("hotcold/numba/*/precompiled-*")
     end = note.stat().st_mtime_ns
     kernels = list(note.parent.glob("*.nbc"))
     assert len(kernels) > 100
@@ -66,11 +66,11 @@ def memory_of(pid: int) -> int:
     return total
 
 
-def test_a_rehearsal_takes_place_once(
+def test_kernels_are_precompiled_once(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(rehearsal, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(precompile, "cache_folder", lambda: tmp_path)
     begun: list[Any] = []
 
     class Process:
@@ -84,8 +84,8 @@ def test_a_rehearsal_takes_place_once(
     monkeypatch.setattr(subprocess, "Popen", Process)
     system = SystemConfig(str(tiny("llama-relu").path))
     stored = replace(system, storage=NeuronStorage("f", 1, 1))
-    rehearse_once(system)
+    precompile_once(system)
     assert not begun  # nothing is promised
     for asked in (stored, stored, stored, replace(stored, mode="dense")):
-        rehearse_once(asked)
+        precompile_once(asked)
     assert len(begun) == 3  # one failed, one did not, and one was of another mode

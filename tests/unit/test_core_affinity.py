@@ -1,4 +1,4 @@
-"""When a service's threads are kept on their cores, and when they are let go."""
+"""When a service's threads are pinned to their cores, and when they are unpinned."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ GOOD, BAD = 0.1, 0.6  # shares of a request's time that are lost
 
 
 class Machine:
-    """A keeper, its clock, and what the service has counted so far."""
+    """A `CoreAffinity`, its clock, and the service's counters."""
 
     def __init__(self, cores: list[int]) -> None:
         self.now = 0.0
         self.counted = [0, 0, 0]
-        self.keeper = CoreAffinity(cores, clock=lambda: self.now)
+        self.affinity = CoreAffinity(cores, clock=lambda: self.now)
 
     def work(self, seconds: float, share: float, request_us: int = 1000) -> bool:
-        """Answer requests, twice a second a look; whether threads are kept afterwards."""
+        """Serve requests, polled twice a second; whether threads are pinned afterwards."""
         for _ in range(round(2 * seconds)):
             self.now += 0.5
             num_requests = 500_000 // request_us
             delayed = int(share * request_us) * num_requests
             added = (delayed, request_us * num_requests, num_requests)
             self.counted = [old + new for old, new in zip(self.counted, added, strict=True)]
-            self.keeper.look(Delays(*self.counted))
-        return self.keeper.is_keeping
+            self.affinity.poll(Delays(*self.counted))
+        return self.affinity.is_pinned
 
 
-def test_threads_are_let_go_for_a_while_where_somebody_else_wants_their_cores() -> None:
+def test_threads_are_unpinned_for_a_while_where_another_program_wants_their_cores() -> None:
     machine = Machine(CORES)
     assert machine.work(60, GOOD)
     assert not machine.work(0.5, BAD)
@@ -47,15 +47,15 @@ def test_threads_are_let_go_for_a_while_where_somebody_else_wants_their_cores() 
 
 
 def test_the_pauses_grow_while_trouble_stays_and_begin_anew_after_it() -> None:
-    machine, pauses, let_go = Machine(CORES), [], None
+    machine, pauses, unpinned = Machine(CORES), [], None
     for _ in range(2 * 600):
-        was = machine.keeper.is_keeping
+        was = machine.affinity.is_pinned
         machine.work(0.5, BAD)
-        if was and not machine.keeper.is_keeping:
-            let_go = machine.now
-        if not was and machine.keeper.is_keeping:
-            assert let_go is not None
-            pauses.append(machine.now - let_go)
+        if was and not machine.affinity.is_pinned:
+            unpinned = machine.now
+        if not was and machine.affinity.is_pinned:
+            assert unpinned is not None
+            pauses.append(machine.now - unpinned)
     assert pauses[:3] == [2, 4, 8] and pauses[-1] == 128 == max(pauses)
     machine.work(300, GOOD)
     assert not machine.work(0.5, BAD)
@@ -74,7 +74,7 @@ def test_what_is_small_in_itself_or_beside_the_work_is_no_trouble(
 
 def test_nothing_is_concluded_from_few_requests() -> None:
     machine = Machine(CORES)
-    assert machine.work(4, BAD, request_us=100_000)  # five requests a look
+    assert machine.work(4, BAD, request_us=100_000)  # five requests a poll
     assert not machine.work(8, BAD, request_us=100_000)
 
 
@@ -87,21 +87,21 @@ def test_counters_that_begin_anew_are_no_trouble() -> None:
 
 
 @contextmanager
-def waiting_thread(keeper: CoreAffinity, thread: int) -> Iterator[int]:
-    """A thread of this process that stays; its id."""
-    stays, ends, ids = threading.Event(), threading.Event(), []
+def waiting_thread(affinity: CoreAffinity, thread: int) -> Iterator[int]:
+    """A thread of this process that is pinned; its id."""
+    pinned, ends, ids = threading.Event(), threading.Event(), []
 
     def run() -> None:
         ids.append(threading.get_native_id())
-        keeper.stay(thread)
-        stays.set()
+        affinity.stay(thread)
+        pinned.set()
         ends.wait()
-        keeper.roam(thread)
+        affinity.roam(thread)
         ids.append(os.sched_getaffinity(0) == set(CORES))
 
     worker = threading.Thread(target=run)
     worker.start()
-    stays.wait()
+    pinned.wait()
     try:
         yield ids[0]
     finally:
@@ -111,14 +111,17 @@ def waiting_thread(keeper: CoreAffinity, thread: int) -> Iterator[int]:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="a thread on one core of several")
-def test_the_operating_system_is_told() -> None:
+def test_the_operating_system_pins_threads() -> None:
     machine = Machine(CORES[:2])
-    with waiting_thread(machine.keeper, 0) as first, waiting_thread(machine.keeper, 1) as second:
+    with (
+        waiting_thread(machine.affinity, 0) as first,
+        waiting_thread(machine.affinity, 1) as second,
+    ):
         assert os.sched_getaffinity(first) == {CORES[0]}
         assert os.sched_getaffinity(second) == {CORES[1]}
         machine.work(0.5, BAD)
         assert os.sched_getaffinity(first) == os.sched_getaffinity(second) == set(CORES)
-        with waiting_thread(machine.keeper, 1) as third:  # in the second one's place, meanwhile
+        with waiting_thread(machine.affinity, 1) as third:  # in the second one's place, meanwhile
             assert os.sched_getaffinity(third) == set(CORES)
             machine.work(3, GOOD)
             assert os.sched_getaffinity(first) == {CORES[0]}
@@ -134,12 +137,12 @@ def test_watching_ends_when_there_is_nothing_more_to_do(monkeypatch: pytest.Monk
         seen.append(Delays(400 * len(seen) * 100, 1000 * len(seen) * 100, len(seen) * 100))
         return seen[-1]
 
-    machine.keeper.watch(lambda: next(answers), delays)
+    machine.affinity.watch(lambda: next(answers), delays)
     assert len(seen) == 2
-    assert not machine.keeper.is_keeping
+    assert not machine.affinity.is_pinned
 
 
-def test_which_threads_are_kept(tmp_path: Path) -> None:
+def test_which_threads_are_pinned(tmp_path: Path) -> None:
     one = str(write_tree(tmp_path / "one", {0: f"{CORES[0]}-{CORES[-1]}"}))
     count = len(CORES)
     if count > 1:

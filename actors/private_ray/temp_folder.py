@@ -1,10 +1,10 @@
-"""The folder in which a private Ray keeps its sockets and logs, for as long as its owner lives.
+"""The temporary folder of a private Ray, for its sockets and logs.
 
-It is for its owner alone. What Ray makes in it is open to everybody: whoever came to the sockets
-could read the object store, and have workers run what he likes.
+Only its owner may enter it: Ray makes its sockets accessible to everybody, and through them one can
+read the object store and run code in workers.
 
-The owner holds a lock on the folder, which the system lets go of when the process ends, in
-whatever way. Whoever can take it may remove the folder.
+The owning process holds a lock on the folder, which the kernel releases when the process ends.
+A process that gets the lock may remove the folder.
 """
 
 import fcntl
@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "hotcold-ray-"
-_LONGEST_BASE = 45  # bytes; with more, a socket's path may be too long for the system
-LONGEST_CHOSEN = 53  # bytes; with more, it is
-_ENDING_S = 2.0  # for the last of Ray's processes to end, which may still write
+_MAX_DEFAULT_BYTES = 45  # of a path: with more, a socket's path may be too long for the system
+MAX_CHOSEN_BYTES = 53  # with more, it is
+_ENDING_S = 2.0  # Ray's last processes may still write
 
 
-class SessionFolder:
+class TempFolder:
     """A new folder, locked by this process. Errors: OSError."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class SessionFolder:
 
     @property
     def temp_dir(self) -> Path:
-        """What Ray is given for its temporary folder, which it would open to everybody."""
+        """Ray's `_temp_dir`, which it makes accessible to everybody."""
         return self.path / "ray"
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, and let go of the lock; may be repeated."""
+        """Remove the folder with its content, and release the lock; idempotent."""
         if self._lock < 0:
             return
         deadline = time.monotonic() + _ENDING_S
@@ -53,13 +53,13 @@ class SessionFolder:
 
     @staticmethod
     def all() -> list[Path]:
-        """The folders that there are now, whoever owns them."""
+        """All existing folders, of any owner."""
         return list(base_folder().glob(f"{PREFIX}*"))
 
     @staticmethod
     def remove_dead() -> None:
-        """Remove this user's folders whose owners have ended without doing so."""
-        for path in SessionFolder.all():
+        """Remove this user's folders whose owning processes have ended."""
+        for path in TempFolder.all():
             lock = _locked(path, wait=False)
             if lock >= 0:
                 shutil.rmtree(path, ignore_errors=True)
@@ -67,9 +67,8 @@ class SessionFolder:
 
 
 def base_folder() -> Path:
-    """Where such folders are: as RAY_TMPDIR says, or the temporary folder if its name is short.
-
-    It is made where it is not there. Errors:  OSError
+    """The parent of these folders: RAY_TMPDIR, created if missing, or the temporary folder if its
+    path is short enough, or /tmp. Errors: OSError.
     """
     if chosen := os.environ.get("RAY_TMPDIR"):
         folder = Path(chosen).absolute()
@@ -77,11 +76,11 @@ def base_folder() -> Path:
             folder.mkdir(parents=True)
         return folder
     base = tempfile.gettempdir()
-    return Path(base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp")
+    return Path(base if len(os.fsencode(base)) <= _MAX_DEFAULT_BYTES else "/tmp")
 
 
 def _locked(path: Path, *, wait: bool) -> int:
-    """A descriptor that holds the lock of this user's folder; -1 where it is not to be had."""
+    """A descriptor that holds the lock of this user's folder; -1 if it cannot be locked."""
     lock = -1
     with suppress(OSError):
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
