@@ -33,7 +33,7 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
     """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; those
-    before `end` may be prefetched. `x` is what `prepared` gave for the token. Checks nothing.
+    before `end` may be prefetched. `x` is what `quantize_activations` gave for the token. Checks nothing.
     All in one loop without calls that take arrays: those cost as much as reading a short row.
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
@@ -250,7 +250,7 @@ def rows_at_once(weights):
 def block_products(weights, x, out, first, last, column):
     """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
 
-    `x` is what `prepared` gave for the T tokens of `out`. One token's rows are read one after the
+    `x` is what `quantize_activations` gave for the T tokens of `out`. One token's rows are read one after the
     other, as fast as memory gives. Several tokens go through blocks of rows, in tiles where those
     are faster, else one after the other; but where the tokens' vectors fit the first-level cache,
     float rows are read once for all of them. docs/lab_log.md has the figures.
@@ -279,7 +279,7 @@ def block_products(weights, x, out, first, last, column):
 def rows_kernel(weights, bias, x, out, first, last):
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
-    `x` is what `prepared` gave for as many tokens as `out` (T, N) has.
+    `x` is what `quantize_activations` gave for as many tokens as `out` (T, N) has.
     """
     block_products(weights, x, out, first, last, first)
     if bias.shape[0]:
@@ -339,7 +339,7 @@ def _add_in_order(weights, source, target, first, last):  # type: ignore[no-unty
 
 @njit(nogil=True, cache=True)
 def _rows_times_vectors(weights, bias, x, scratch, out):
-    rows_kernel(weights, bias, prepared(weights, x, scratch, 0), out, 0, out.shape[1])
+    rows_kernel(weights, bias, quantize_activations(weights, x, scratch, 0), out, 0, out.shape[1])
 
 
 def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:

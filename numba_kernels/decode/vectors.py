@@ -63,17 +63,17 @@ def quantize_vectors(weights, x, into):
         quantize_vector(weights, x, t, into)
 
 
-def prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     """What products with `weights` take instead of x (T, d) float32: x itself for float formats.
 
     For quantized weights they are x's vectors quantized into thread `thread`'s part of `scratch`.
     For compiled code alone; see the overload below.
     """
-    raise NotImplementedError("prepared() is for compiled code")
+    raise NotImplementedError("quantize_activations() is for compiled code")
 
 
-@overload(prepared)
-def _prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+@overload(quantize_activations)
+def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
         return lambda weights, x, scratch, thread: x
     assert isinstance(scratch, types.NamedTuple)

@@ -14,7 +14,7 @@ from hotcold.numba_kernels.decode.predict import (
     pack_planes_kernel,
     sign_scores_kernel,
 )
-from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import quantize_activations
 
 _NO_BIAS = np.empty(0, np.float32)
 
@@ -25,7 +25,7 @@ def gates_of(gate, ids, x, room, values):  # type: ignore[no-untyped-def]
 
     Shapes:  gate (N, row items), ids (A,), x (1, d), values (A,) or (N,)
     """
-    vectors = prepared(gate, x, room, 0)
+    vectors = quantize_activations(gate, x, room, 0)
     function, count = Activation(RELU, np.float32(0)), values.shape[0]
     gate_values_kernel(gate, _NO_BIAS, ids, vectors, function, 0, count, count, values)
 

@@ -9,7 +9,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import Activation, Thresholds
 from hotcold.numba_kernels.decode.ffn import NO_MASKS
 from hotcold.numba_kernels.decode.rows import rows_kernel
-from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import barrier_wait
 
@@ -19,7 +19,7 @@ _NO_BIAS = np.empty(0, np.float32)
 @njit(nogil=True, cache=True)
 def dense_part(weights, x, room, thread, out, first, last):  # type: ignore[no-untyped-def]
     """Rows first to last times the vectors; see `rows_kernel`."""
-    rows_kernel(weights, _NO_BIAS, prepared(weights, x, room, thread), out, first, last)
+    rows_kernel(weights, _NO_BIAS, quantize_activations(weights, x, room, thread), out, first, last)
 
 
 @njit(nogil=True, cache=True)

@@ -22,7 +22,11 @@ from hotcold.numba_kernels.decode.ffn import (
     scale_by_up,
 )
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    empty_vectors,
+    quantize_activations,
+)
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, part_of
@@ -178,7 +182,7 @@ def dense_layer_ffn(
     up = arrays.up[begin:end] if has_up else arrays.up
     gates = _by_token(scratch.gates, x.shape[0], end - begin)
     ups = _by_token(scratch.ups, x.shape[0], end - begin)
-    vectors = prepared(gate, x, scratch.inputs, thread)
+    vectors = quantize_activations(gate, x, scratch.inputs, thread)
     up_bias = part_of(arrays.up_bias, begin, end)
     down_norms = part_of(arrays.down_norms, begin, end)
     work_stealing_rows(

@@ -37,7 +37,11 @@ from hotcold.numba_kernels.decode.ffn import (
     up_down_kernel,
 )
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    empty_vectors,
+    quantize_activations,
+)
 from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, barrier_wait
@@ -191,7 +195,7 @@ def layer_ffn(
     gates = scratch.gates[thread]
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
-    vectors = prepared(gate, x, scratch.inputs, thread)
+    vectors = quantize_activations(gate, x, scratch.inputs, thread)
     gate_bias = part_of(arrays.gate_bias, first, last)
     work_stealing_gates(
         thread, num_threads, last - first, gate, gate_bias, is_listed, ids, ids, token_masks,

@@ -17,7 +17,7 @@ from hotcold.numba_kernels.decode.attention import (
 )
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, prepared
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -249,7 +249,7 @@ def attention_request(thread, num_threads, service, buffers, shape, arrays, scra
     _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens)
     barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
-    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
     added = residual[:0] if adds_late(shape) else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
@@ -282,7 +282,7 @@ def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
             normed[:0], vectors, 0,
         )  # fmt: skip
         barrier_wait(buffers.cells, service, num_threads)
-    x = prepared(arrays.head, vectors, scratch.inputs, thread)
+    x = quantize_activations(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
         buffers.logits[:count], 0,

@@ -10,7 +10,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import block_products, split_range
-from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
@@ -45,7 +45,7 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
     """out[t, n] = weights[n - column] . x[t] + bias[n] + addend[t, n], of the rows it takes.
 
     The rows' products are columns of `out` (T, N), from `column` on. `bias` and `addend` may be
-    empty. `x` is what `prepared` gave for T tokens. Checks nothing.
+    empty. `x` is what `quantize_activations` gave for T tokens. Checks nothing.
     """
     size = block_rows(weights)
     for turn in range(num_threads):
@@ -77,7 +77,7 @@ def work_stealing_layer(
     begin, end = rows.first_rows[layer]
     if begin < end:
         weights = rows.first[begin:end]
-        vectors = prepared(weights, x, inputs, thread)
+        vectors = quantize_activations(weights, x, inputs, thread)
         work_stealing_rows(
             counters[0], thread, num_threads, weights, bias, vectors, addend, out, column
         )
@@ -85,7 +85,7 @@ def work_stealing_layer(
     begin, end = rows.second_rows[layer]
     if begin < end:
         weights = rows.second[begin:end]
-        vectors = prepared(weights, x, inputs, thread)
+        vectors = quantize_activations(weights, x, inputs, thread)
         work_stealing_rows(
             counters[1], thread, num_threads, weights, bias, vectors, addend, out, column
         )

@@ -13,7 +13,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate_up, passes
 from hotcold.numba_kernels.decode.batch_ffn import contribution, keep_some_kernel, thread_lists
 from hotcold.numba_kernels.decode.ffn import by_neuron, keep_fired_kernel, up_down_kernel
-from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.serve.doorbell import atomic_load
 from hotcold.numba_kernels.serve.layer_ffn import (
@@ -187,7 +187,7 @@ def stored_layer_ffn(
     gates = scratch.gates[thread]
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
-    vectors = prepared(arrays.gate, x, scratch.inputs, thread)
+    vectors = quantize_activations(arrays.gate, x, scratch.inputs, thread)
     if gates_stay or not is_one:
         gate, gate_bias, places = arrays.gate, arrays.gate_bias, ids
         if gates_stay:

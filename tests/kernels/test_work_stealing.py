@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 from hotcold.numba_kernels.decode.rows import gemv
-from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
 from hotcold.numba_kernels.formats import is_quantized, row_width
 from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
@@ -25,7 +25,7 @@ NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 @njit(nogil=True)
 def _run(counters, thread, num_threads, weights, bias, x, room, addend, out):
-    vectors = prepared(weights, x, room, thread)
+    vectors = quantize_activations(weights, x, room, thread)
     work_stealing_rows(
         counters, thread, num_threads, weights, bias, vectors, addend, out, np.int64(0)
     )
