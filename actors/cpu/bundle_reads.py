@@ -14,7 +14,7 @@ from hotcold.model.bundles.direct import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
 from hotcold.numba_kernels.storage.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
 from hotcold.numba_kernels.storage.neuron_file import (

@@ -11,7 +11,7 @@ from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_sums
 
 _READ_BYTES = 16 << 20
 _NORM_ERROR = 1e-5  # of a CPU that rounds otherwise

@@ -1,6 +1,6 @@
 """What it costs to ask a service and be answered, beyond the time that the service works.
 
-Threads wait, work and answer as a service's do (`numba_kernels/measure/exchange.py`).
+Threads wait, work and answer as a service's do (`numba_kernels/measure.py`).
 The work is a millisecond of spinning: long enough for whoever waits to fall asleep, as between two
 requests of a token, when a core takes longer to wake than the words take to travel.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.measure.exchange import NOT_ANSWERED, ask_in_turn, work_until_stopped
+from hotcold.numba_kernels.measure import NOT_ANSWERED, ask_in_turn, work_until_stopped
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_sums
 from hotcold.numba_kernels.storage.neuron_slots import (
     EPOCH,
     HAND,

@@ -86,7 +86,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "prompt": {"compiler", "decode", "ir"},
         "serve": {"checks", "compiler", "decode", "formats"},
         "storage": {"compiler", "decode", "ir", "serve"},
-        "measure": {"checks", "compiler", "decode", "ir", "serve"},
+        "measure": {"checks", "compiler", "decode", "ir", "serve", "storage"},
     },
     "model": {
         "errors": set(),
