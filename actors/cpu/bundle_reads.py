@@ -87,7 +87,7 @@ class BundleReads:
 
         Errors:  ServiceError where they cannot be started
         """
-        self._into = gates.held, up_downs.held
+        self._into = gates.loaded, up_downs.loaded
         self._rows = rows
         is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
         if is_direct and not in_one_piece:

@@ -31,11 +31,11 @@ _READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_
 _BUFFERS = 0  # what is registered
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
-MAX_TOGETHER = 8  # reads that are waited for at once
+MAX_WAIT_READS = 8  # reads that are waited for at once
 _FIXED = 10  # words of `io_uring_params` before its two tables of offsets
 
 # words of `IoRing.facts`
-DESCRIPTOR, SENT_HEAD, SENT_TAIL, SENT_MASK, DONE_HEAD, DONE_TAIL, DONE_MASK, OPERATION = range(8)
+DESCRIPTOR, SQ_HEAD, SQ_TAIL, SQ_MASK, CQ_HEAD, CQ_TAIL, CQ_MASK, OPERATION = range(8)
 
 
 class IoRing(NamedTuple):
@@ -134,7 +134,7 @@ _written_by_kernel: list[np.ndarray] = []
 
 
 @intrinsic
-def _enter(typingctx, descriptor, num_new, least):
+def _enter(typingctx, descriptor, num_new, min_complete):
     """How many were taken, or minus errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -160,21 +160,21 @@ def add_read(ring, number, descriptor, place, address, size):
     After `keep_mapped` `address` and `size` are within those buffers.
     """
     facts = ring.facts
-    tail = atomic_load(ring.words, facts[SENT_TAIL])
-    entry = ring.entries[np.int64(tail) & facts[SENT_MASK]]
+    tail = atomic_load(ring.words, facts[SQ_TAIL])
+    entry = ring.entries[np.int64(tail) & facts[SQ_MASK]]
     entry[0] = facts[OPERATION] | descriptor << np.int64(32)
     entry[1], entry[2], entry[3], entry[4] = place, address, size, number
     entry[5:] = 0
-    atomic_store(ring.words, facts[SENT_TAIL], np.int32(tail + 1))
+    atomic_store(ring.words, facts[SQ_TAIL], np.int32(tail + 1))
 
 
 @njit(nogil=True, cache=True)
-def submit(ring, least):
-    """Begin what was added, and return when `least` > 0 reads are done; 0, or an errno."""
+def submit(ring, min_complete):
+    """Begin what was added, and return when `min_complete` > 0 reads are done; 0, or an errno."""
     facts, words = ring.facts, ring.words
     while True:
-        tail, head = atomic_load(words, facts[SENT_TAIL]), atomic_load(words, facts[SENT_HEAD])
-        taken = _enter(facts[DESCRIPTOR], np.int64(np.int32(tail - head)), least)
+        tail, head = atomic_load(words, facts[SQ_TAIL]), atomic_load(words, facts[SQ_HEAD])
+        taken = _enter(facts[DESCRIPTOR], np.int64(np.int32(tail - head)), min_complete)
         if taken >= 0 or taken == -_BUSY:  # busy: what is done has to be looked at first
             return np.int64(0)
         if taken != -_INTERRUPTED and taken != -_AGAIN:
@@ -182,13 +182,13 @@ def submit(ring, least):
 
 
 @njit(nogil=True, cache=True)
-def next_done(ring):
+def next_completion(ring):
     """The number of a read that is done, and its bytes or minus errno; -1 where none is."""
     facts = ring.facts
-    head = atomic_load(ring.words, facts[DONE_HEAD])
-    if head == atomic_load(ring.words, facts[DONE_TAIL]):
+    head = atomic_load(ring.words, facts[CQ_HEAD])
+    if head == atomic_load(ring.words, facts[CQ_TAIL]):
         return np.int64(-1), np.int64(0)
-    completion = ring.completions[np.int64(head) & facts[DONE_MASK]]
+    completion = ring.completions[np.int64(head) & facts[CQ_MASK]]
     number, result = completion[0], np.int64(np.int32(completion[1]))
-    atomic_store(ring.words, facts[DONE_HEAD], np.int32(head + 1))
+    atomic_store(ring.words, facts[CQ_HEAD], np.int32(head + 1))
     return number, result

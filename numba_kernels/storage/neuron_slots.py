@@ -16,12 +16,12 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
-from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, NOTHING
+from hotcold.numba_kernels.storage.read_queue import FAILED, LOADED, NOT_LOADED
 
-MEMORY = 1 / 64  # what one token more counts in how often a neuron is wanted
-LOOKED_AT = 16  # slots, of which the neuron that is wanted least leaves
+DECAY = 1 / 64  # what one token more counts in how often a neuron is wanted
+EVICTION_CANDIDATES = 16  # slots, of which the neuron that is wanted least leaves
 
-HAND, EPOCH, NUM_WANTED, NUM_MISSED = range(4)  # words of `state`
+HAND, EPOCH, NUM_LOOKUPS, NUM_MISSES = range(4)  # words of `state`
 _LARGE = 1e18  # of a weight: then all are written in smaller units
 
 
@@ -38,8 +38,8 @@ class NeuronSlots(NamedTuple):
     """
 
     slot_of: np.ndarray
-    held: np.ndarray
-    asked: np.ndarray
+    loaded: np.ndarray
+    requested: np.ndarray
     weights: np.ndarray
     row_of: np.ndarray
     used: np.ndarray
@@ -52,8 +52,8 @@ def new_slots(rates: np.ndarray, num_slots: int) -> NeuronSlots:
     """Empty slots; rates (N,): how often each neuron is wanted, as far as that is known."""
     return NeuronSlots(
         slot_of=np.full(rates.size, -1, np.int32),
-        held=np.zeros(rates.size, np.int32),
-        asked=np.zeros(rates.size, np.uint8),
+        loaded=np.zeros(rates.size, np.int32),
+        requested=np.zeros(rates.size, np.uint8),
         weights=rates.astype(np.float32),
         row_of=np.full(num_slots, -1, np.int32),
         used=np.zeros(num_slots, np.int64),
@@ -70,21 +70,21 @@ def has_all(slots):
 
 
 @njit(nogil=True, cache=True)
-def empty_slot(slots, slot):
+def evict(slots, slot):
     """Keep nothing in the slot; nothing of it may be on its way."""
     row = np.int64(slots.row_of[slot])
     if row >= 0:
         slots.slot_of[row] = -1
-        slots.asked[row] = np.uint8(0)
-        atomic_store(slots.held, row, NOTHING)
+        slots.requested[row] = np.uint8(0)
+        atomic_store(slots.loaded, row, NOT_LOADED)
     slots.row_of[slot] = -1
 
 
 @njit(nogil=True, cache=True)
-def forget_slots(slots):
+def evict_all(slots):
     """Keep no neuron; none may be on its way."""
     for slot in range(slots.row_of.shape[0]):
-        empty_slot(slots, slot)
+        evict(slots, slot)
 
 
 @njit(nogil=True, cache=True)
@@ -94,7 +94,7 @@ def begin_request(slots, num_neurons):
     After all layers by 1 - MEMORY: weights follow a mean over some 1 / MEMORY tokens.
     """
     slots.state[EPOCH] += 1
-    slots.weight[0] *= (1 - MEMORY) ** (-num_neurons / slots.slot_of.shape[0])
+    slots.weight[0] *= (1 - DECAY) ** (-num_neurons / slots.slot_of.shape[0])
     if slots.weight[0] > _LARGE:
         smaller = np.float32(1 / slots.weight[0])
         slots.weights[:] *= smaller
@@ -109,36 +109,41 @@ def look_up(slots, first, ids, count, places, missing):
     places[i] = the slot of each that has been asked for, be it there or still to come. missing[:n]
     are the numbers i of the others; returns n.
     """
-    slot_of, held, asked, weights = slots.slot_of, slots.held, slots.asked, slots.weights
+    slot_of, loaded, requested, weights = (
+        slots.slot_of,
+        slots.loaded,
+        slots.requested,
+        slots.weights,
+    )
     used, slot_weights, state = slots.used, slots.slot_weights, slots.state
-    epoch, more = state[EPOCH], np.float32(MEMORY * slots.weight[0])
-    num_missing, num_to_come, is_listed = 0, 0, ids.shape[0] > 0
+    epoch, more = state[EPOCH], np.float32(DECAY * slots.weight[0])
+    num_missing, num_pending, is_listed = 0, 0, ids.shape[0] > 0
     for i in range(count):
         row = first + (np.int64(ids[i]) if is_listed else i)
         weights[row] += more
-        if asked[row] and held[row] != FAILED:
+        if requested[row] and loaded[row] != FAILED:
             slot = slot_of[row]
             used[slot], slot_weights[slot], places[i] = epoch, weights[row], slot
-            num_to_come += held[row] != HERE
+            num_pending += loaded[row] != LOADED
         else:
             missing[num_missing] = i
             num_missing += 1
-    state[NUM_WANTED] += count
-    state[NUM_MISSED] += num_missing + num_to_come
+    state[NUM_LOOKUPS] += count
+    state[NUM_MISSES] += num_missing + num_pending
     return num_missing
 
 
 @njit(nogil=True, cache=True)
-def has_come(slots, row):
+def load_state(slots, row):
     """1 where the neuron's part is in its slot, 0 where it is to come, -1 where a read failed."""
-    held = atomic_load(slots.held, np.int64(row))
-    return -1 if held == FAILED else np.int64(held)
+    loaded = atomic_load(slots.loaded, np.int64(row))
+    return -1 if loaded == FAILED else np.int64(loaded)
 
 
 @njit(nogil=True, cache=True)
-def is_here(slots, row):
+def is_loaded(slots, row):
     """Whether the part is in memory."""
-    return atomic_load(slots.held, np.int64(row)) == HERE
+    return atomic_load(slots.loaded, np.int64(row)) == LOADED
 
 
 @njit(nogil=True, cache=True)
@@ -149,15 +154,15 @@ def was_used(slots, row):
 
 
 @njit(nogil=True, cache=True)
-def _is_coming(slots, row):
+def _is_pending(slots, row):
     """Whether the part is being read."""
-    return slots.asked[row] != 0 and atomic_load(slots.held, np.int64(row)) == NOTHING
+    return slots.requested[row] != 0 and atomic_load(slots.loaded, np.int64(row)) == NOT_LOADED
 
 
 @njit(nogil=True, cache=True)
-def put_in(slots, row, slot):
+def assign_slot(slots, row, slot):
     """Neuron `row`, which is in no slot, has this one from now on, and nothing of it is there."""
-    empty_slot(slots, slot)
+    evict(slots, slot)
     slots.row_of[slot], slots.slot_of[row] = row, slot
 
 
@@ -170,22 +175,22 @@ def claim(slots, row):
     """
     slot = np.int64(slots.slot_of[row])
     if slot < 0:
-        slot = _next_to_leave(slots)
-        put_in(slots, row, slot)
-    elif atomic_load(slots.held, np.int64(row)) == FAILED:
-        atomic_store(slots.held, np.int64(row), NOTHING)
-        slots.asked[row] = np.uint8(0)
+        slot = _choose_victim(slots)
+        assign_slot(slots, row, slot)
+    elif atomic_load(slots.loaded, np.int64(row)) == FAILED:
+        atomic_store(slots.loaded, np.int64(row), NOT_LOADED)
+        slots.requested[row] = np.uint8(0)
     slots.used[slot], slots.slot_weights[slot] = slots.state[EPOCH], slots.weights[row]
-    is_missing = slots.asked[row] == 0
-    slots.asked[row] = np.uint8(1)
+    is_missing = slots.requested[row] == 0
+    slots.requested[row] = np.uint8(1)
     return slot, is_missing
 
 
 @njit(nogil=True, cache=True)
-def _next_to_leave(slots):
+def _choose_victim(slots):
     """Of the next slots the first that is empty, else the one whose neuron is wanted least."""
     state, found, least, num_seen = slots.state, -1, np.float32(0), 0
-    while found < 0 or num_seen < LOOKED_AT:
+    while found < 0 or num_seen < EVICTION_CANDIDATES:
         slot = state[HAND]
         state[HAND] = slot + 1 if slot + 1 < slots.row_of.shape[0] else 0
         num_seen += 1
@@ -194,6 +199,6 @@ def _next_to_leave(slots):
             return slot
         if slots.used[slot] == state[EPOCH] or (found >= 0 and weight >= least):
             continue
-        if not _is_coming(slots, row):
+        if not _is_pending(slots, row):
             found, least = slot, weight
     return found

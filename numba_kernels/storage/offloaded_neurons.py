@@ -10,25 +10,31 @@ from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
 from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
-from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, claim, has_come, look_up
+from hotcold.numba_kernels.storage.neuron_slots import (
+    EPOCH,
+    NeuronSlots,
+    claim,
+    load_state,
+    look_up,
+)
 from hotcold.numba_kernels.storage.read_ahead import ReadAhead, ahead_part, likeliest
 from hotcold.numba_kernels.storage.read_queue import (
-    HERE,
+    LOADED,
     NOW,
     NUM_BATCHES,
     ReadQueue,
-    ask_for,
     await_batch,
     await_more,
-    num_come,
-    num_left,
+    num_completed,
+    num_pending,
+    submit_reads,
 )
 
 # words of `OffloadedNeurons.options`
-READS_WHOLE, MAX_BYTES, MAX_GAP, FORGETS, WAITS_FIRST = range(5)
+READS_WHOLE, MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(5)
 NUM_OPTIONS = 5
 # cells of `OffloadedNeurons.counters`
-HERE_TAKEN, LATE_TAKEN, NUM_HERE, NUM_LATE = range(4)
+LOADED_TAKEN, PENDING_TAKEN, NUM_LOADED, NUM_PENDING = range(4)
 NUM_COUNTERS = 4
 _ALONE = -1  # as the most bytes between neighbours of one read
 
@@ -61,17 +67,17 @@ class OffloadedNeurons(NamedTuple):
     marks: np.ndarray
     mark_parts: np.ndarray
     gate_slots: np.ndarray
-    late: np.ndarray
+    gate_order: np.ndarray
     up_down_slots: np.ndarray
-    to_come: np.ndarray
+    pending: np.ndarray
     missing: np.ndarray
     options: np.ndarray
     counters: np.ndarray
-    waits: np.ndarray
+    waited_ns: np.ndarray
     failed: np.ndarray
 
 
-# A call that takes `stored` costs a microsecond, as all its arrays are counted: none for a neuron.
+# A call that takes `shard` costs a microsecond, as all its arrays are counted: none for a neuron.
 
 
 @njit(nogil=True, cache=True)
@@ -96,13 +102,13 @@ def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
 
 
 @njit(nogil=True, cache=True)
-def want_gates(stored, first, ids, count, places, missing):
+def locate_gates(shard, first, ids, count, places, missing):
     """places[i] = the slot of the gate of neuron first + ids[i], or first + i without `ids`.
 
-    What is not in memory is marked for `ask_marked`. `missing` is work space.
+    What is not in memory is marked for `submit_marked`. `missing` is work space.
     """
-    gates, marks, parts = stored.gates, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.gate_bias, stored.arrays.gate_bias, stored.file.places
+    gates, marks, parts = shard.gates, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.gate_bias, shard.arrays.gate_bias, shard.file.places
     for k in range(look_up(gates, first, ids, count, places, missing)):
         i = np.int64(missing[k])
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
@@ -112,11 +118,11 @@ def want_gates(stored, first, ids, count, places, missing):
 
 
 @njit(nogil=True, cache=True)
-def want_up_downs(stored, first, ids, count, places, missing):
+def locate_up_downs(shard, first, ids, count, places, missing):
     """The same of up and down rows."""
-    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
-    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+    up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
+    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
     for k in range(look_up(up_downs, first, ids, count, places, missing)):
         i = np.int64(missing[k])
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
@@ -126,17 +132,17 @@ def want_up_downs(stored, first, ids, count, places, missing):
 
 
 @njit(nogil=True, cache=True)
-def want_with_gates(stored, first, ids, count):
-    """After `want_gates`: up and down rows are read beside each gate that is, if they are not here.
+def claim_beside_gates(shard, first, ids, count):
+    """After `locate_gates`: up and down rows are read beside each gate that is, if they are not here.
 
     Where they are they stay. They are not counted as wanted: who fires is not known yet.
     """
-    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
-    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+    up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
+    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if up_downs.asked[row]:
+        if up_downs.requested[row]:
             up_downs.used[up_downs.slot_of[row]] = up_downs.state[EPOCH]
         if (
             marks[in_file[row]]
@@ -146,22 +152,22 @@ def want_with_gates(stored, first, ids, count):
 
 
 @njit(nogil=True, cache=True)
-def ask_marked(stored, most_bytes, most_gap):
+def submit_marked(shard, max_bytes, max_gap):
     """Ask for what was marked, in the file's order, in reads of `cut_spans`."""
-    queue, marks = stored.queue, stored.marks
+    queue, marks = shard.queue, shard.marks
     await_batch(queue, NOW)
     rows, parts = queue.rows[NOW], queue.parts[NOW]
     count = 0
     for place in range(marks.shape[0]):
         if marks[place]:
-            rows[count], parts[count] = marks[place] - 1, stored.mark_parts[place]
-            marks[place], stored.mark_parts[place] = 0, 0
+            rows[count], parts[count] = marks[place] - 1, shard.mark_parts[place]
+            marks[place], shard.mark_parts[place] = 0, 0
             count += 1
-    ask_for(queue, stored.file, NOW, count, most_bytes, most_gap)
+    submit_reads(queue, shard.file, NOW, count, max_bytes, max_gap)
 
 
 @njit(nogil=True, cache=True)
-def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
+def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
     """Scores of neurons whose gates are in memory: fewer are then read in vain.
 
     For this thread's part of `score_ahead`; the greatest activation of any token, where up and down
@@ -169,17 +175,17 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
     worse.
     """
     gates, scores, bias, gate = (
-        stored.gates,
-        stored.ahead.scores,
-        stored.gate_bias,
-        stored.arrays.gate,
+        shard.gates,
+        shard.ahead.scores,
+        shard.gate_bias,
+        shard.arrays.gate,
     )
-    held, slot_of, rests_asked = gates.held, gates.slot_of, stored.up_downs.asked
-    first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
+    loaded, slot_of, up_downs_requested = gates.loaded, gates.slot_of, shard.up_downs.requested
+    first, last = shard.arrays.offsets[layer], shard.arrays.offsets[layer + 1]
     begin, end = ahead_part(last - first, thread, num_threads)
     for n in range(begin, end):
         row = first + n
-        if scores[n] <= 0 or rests_asked[row] or atomic_load(held, row) != HERE:
+        if scores[n] <= 0 or up_downs_requested[row] or atomic_load(loaded, row) != LOADED:
             continue
         shift = bias[row] if bias.shape[0] else np.float32(0)
         score = np.float32(0)
@@ -191,29 +197,29 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def ask_ahead(stored, layer):
+def submit_ahead(shard, layer):
     """Ask for what the layer will probably need, after all that was asked for before.
 
     Up and down rows of neurons whose gates are in memory, as these say; then gates that a predictor
     chooses, with the rest where bundles are read whole.
     """
-    queue, options, ahead = stored.queue, stored.options, stored.ahead
+    queue, options, ahead = shard.queue, shard.options, shard.ahead
     batch = NOW + 1
-    while batch < NUM_BATCHES and num_left(queue, batch):
+    while batch < NUM_BATCHES and num_pending(queue, batch):
         batch += 1
     if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
         return
-    first, arrays, reads_whole = stored.arrays.offsets[layer], stored.arrays, options[READS_WHOLE]
+    first, arrays, reads_whole = shard.arrays.offsets[layer], shard.arrays, options[READS_WHOLE]
     gates, up_downs, rows, parts = (
-        stored.gates,
-        stored.up_downs,
+        shard.gates,
+        shard.up_downs,
         queue.rows[batch],
         queue.parts[batch],
     )
-    gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
+    gate_bias, up_bias, norms = shard.gate_bias, shard.up_bias, shard.down_norms
     count = 0
     for row in likeliest(ahead, layer, first, gates, up_downs):
-        part, has_gate = 0, gates.asked[row] != 0
+        part, has_gate = 0, gates.requested[row] != 0
         if not has_gate and claim_gate(gates, gate_bias, arrays.gate_bias, np.int64(row))[1]:
             part = GATE
         if (has_gate or reads_whole) and claim_up_down(
@@ -225,33 +231,33 @@ def ask_ahead(stored, layer):
             ahead.rows[count], ahead.parts[count] = row, part
             count += 1
     ahead.state[0], ahead.state[1] = layer, count
-    ask_for(queue, stored.file, batch, count, options[MAX_BYTES], _ALONE)
+    submit_reads(queue, shard.file, batch, count, options[MAX_BYTES], _ALONE)
 
 
 @njit(nogil=True, cache=True)
-def await_some(stored, thread, seen):
-    """Wait until something came since `num_come` was `seen`."""
+def await_some(shard, thread, seen):
+    """Wait until something came since `num_completed` was `seen`."""
     started = now_ns()
-    await_more(stored.queue, seen)
-    stored.waits[thread] += now_ns() - started
+    await_more(shard.queue, seen)
+    shard.waited_ns[thread] += now_ns() - started
 
 
 @njit(nogil=True, cache=True)
-def await_row(stored, thread, slots, row):
+def await_row(shard, thread, slots, row):
     """Wait for a neuron's part; False where it could not be read."""
     while True:
-        seen = num_come(stored.queue)
-        found = has_come(slots, row)
+        seen = num_completed(shard.queue)
+        found = load_state(slots, row)
         if found:
             return found > 0
-        await_some(stored, thread, seen)
+        await_some(shard, thread, seen)
 
 
 @njit(nogil=True, cache=True)
-def await_rows(stored, thread, slots, first, ids, count):
+def await_rows(shard, thread, slots, first, ids, count):
     """The same of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if not await_row(stored, thread, slots, row):
+        if not await_row(shard, thread, slots, row):
             return False
     return True

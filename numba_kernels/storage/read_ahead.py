@@ -68,7 +68,7 @@ def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: i
 
 
 @njit(nogil=True, cache=True)
-def layer_ahead(ahead, layer, num_tokens):
+def next_layer_ahead(ahead, layer, num_tokens):
     """The layer whose neurons are to be read ahead while `layer` is computed; -1: none."""
     offsets = ahead.predictors.offsets
     num_layers = offsets.shape[0] - 1
@@ -118,9 +118,9 @@ def likeliest(ahead, layer, first, gates, up_downs):
         count = 0
         for n in range(num_neurons):
             row = first + n
-            if scores[n] <= 0 or (gates.asked[row] != 0) != has_gate:
+            if scores[n] <= 0 or (gates.requested[row] != 0) != has_gate:
                 continue
-            if not has_gate or not up_downs.asked[row]:
+            if not has_gate or not up_downs.requested[row]:
                 found[count] = n
                 count += 1
         left = most - num_rows
@@ -139,14 +139,14 @@ def note_begun(ahead, gates, up_downs):
     kept = 0
     for i in range(ahead.state[1]):
         row, part = ahead.rows[i], ahead.parts[i]
-        if (gates if part & GATE else up_downs).asked[row]:
+        if (gates if part & GATE else up_downs).requested[row]:
             ahead.rows[kept], ahead.parts[kept] = row, part
             kept += 1
     ahead.state[1] = kept
 
 
 @njit(nogil=True, cache=True)
-def learn(ahead, layer, gates, up_downs):
+def adapt(ahead, layer, gates, up_downs):
     """How many to ask for next time, once the layer has looked up all that it needs."""
     num_read, num_used = ahead.state[1], 0
     if ahead.state[0] != layer or num_read == 0:

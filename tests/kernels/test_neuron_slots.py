@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.storage.neuron_file import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 from hotcold.numba_kernels.storage.neuron_slots import (
+    DECAY,
     EPOCH,
+    EVICTION_CANDIDATES,
     HAND,
-    LOOKED_AT,
-    MEMORY,
     NeuronSlots,
     begin_request,
     claim,
     look_up,
     new_slots,
 )
-from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, NOTHING
+from hotcold.numba_kernels.storage.read_queue import FAILED, LOADED, NOT_LOADED
 
 
 class PlainSlots:
@@ -32,7 +32,7 @@ class PlainSlots:
         if row in self.rows:
             return self.rows.index(row)
         looked: list[int] = []
-        while len(looked) < LOOKED_AT or all(self.rows[slot] in now for slot in looked):
+        while len(looked) < EVICTION_CANDIDATES or all(self.rows[slot] in now for slot in looked):
             slot = self.hand
             self.hand = (self.hand + 1) % len(self.rows)
             looked.append(slot)
@@ -51,7 +51,7 @@ def want(slots: NeuronSlots, ids: np.ndarray) -> int:
     num_missing = int(look_up(slots, 0, ids, ids.size, places, missing))
     for row in ids[missing[:num_missing]].tolist():
         claim(slots, row)
-    slots.held[ids] = HERE
+    slots.loaded[ids] = LOADED
     return num_missing
 
 
@@ -66,13 +66,13 @@ def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> 
     for request in range(200):
         first = request % layers * neurons
         begin_request(slots, neurons)
-        plain.rates = [rate * (1 - MEMORY) ** (1 / layers) for rate in plain.rates]
+        plain.rates = [rate * (1 - DECAY) ** (1 / layers) for rate in plain.rates]
         now: set[int] = set()
         ids = draw.choice(neurons, draw.integers(0, most), False).astype(np.int32)
         places, missing = np.full(ids.size, -1, np.int32), np.full(ids.size, -1, np.int32)
         num_missing = look_up(slots, first, ids, ids.size, places, missing)
         plain.rates = [
-            rate + MEMORY * (row - first in ids.tolist()) for row, rate in enumerate(plain.rates)
+            rate + DECAY * (row - first in ids.tolist()) for row, rate in enumerate(plain.rates)
         ]
         known = [i for i, row in enumerate(first + ids) if row in plain.rows]
         assert sorted({*range(ids.size)} - {*known}) == missing[:num_missing].tolist()
@@ -80,13 +80,13 @@ def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> 
         assert all(plain.rows[places[i]] == first + ids[i] for i in known)
         for row in (first + ids[missing[:num_missing]]).tolist():
             assert claim(slots, row) == (plain.want(row, now), True)
-            slots.held[row] = HERE
+            slots.loaded[row] = LOADED
             now.add(row)
         assert [-1 if row is None else row for row in plain.rows] == slots.row_of.tolist()
         np.testing.assert_allclose(slots.weights / slots.weight[0], plain.rates, atol=1e-4)
         assert slots.state[HAND] == plain.hand
-        held = np.flatnonzero(slots.slot_of >= 0)
-        assert set(held) == {row for row in plain.rows if row is not None}
+        loaded = np.flatnonzero(slots.slot_of >= 0)
+        assert set(loaded) == {row for row in plain.rows if row is not None}
 
 
 def test_what_is_wanted_often_outlasts_what_passes_through() -> None:
@@ -108,15 +108,15 @@ def test_what_is_being_read_keeps_its_slot() -> None:
     for row in range(20):
         slot, is_missing = claim(slots, row)
         assert is_missing and claim(slots, row) == (slot, False)
-    slots.held[2:20] = HERE
-    slots.held[2] = FAILED  # nothing of it comes any more
+    slots.loaded[2:20] = LOADED
+    slots.loaded[2] = FAILED  # nothing of it comes any more
     for row, leaves in ((30, 2), (31, 3), (32, 4)):
         slots.state[EPOCH] += 1
         slot = slots.slot_of[leaves]
         assert claim(slots, row) == (slot, True) and slots.slot_of[leaves] == -1
-        assert slots.held[leaves] == NOTHING
-        slots.held[row] = HERE
-    slots.held[[0, 1]] = HERE
+        assert slots.loaded[leaves] == NOT_LOADED
+        slots.loaded[row] = LOADED
+    slots.loaded[[0, 1]] = LOADED
     slots.state[EPOCH] += 1
     coldest = slots.slot_of[0]
     assert claim(slots, 33) == (coldest, True)  # once it is there, it leaves as any other
@@ -125,10 +125,10 @@ def test_what_is_being_read_keeps_its_slot() -> None:
 def test_what_failed_is_asked_for_again() -> None:
     slots = new_slots(np.zeros(4, np.float32), 2)
     slot, _ = claim(slots, 1)
-    slots.held[1] = FAILED
-    assert claim(slots, 1) == (slot, True) and slots.held[1] == NOTHING
-    slots.held[1] = FAILED
-    assert want(slots, np.array([1], np.int32)) == 1 and slots.held[1] == HERE
+    slots.loaded[1] = FAILED
+    assert claim(slots, 1) == (slot, True) and slots.loaded[1] == NOT_LOADED
+    slots.loaded[1] = FAILED
+    assert want(slots, np.array([1], np.int32)) == 1 and slots.loaded[1] == LOADED
 
 
 def test_weights_that_grow_for_long_keep_their_order() -> None:
@@ -149,7 +149,7 @@ def test_sums_tell_any_changed_word() -> None:
     draw = np.random.default_rng(1)
     bundles = draw.integers(0, 256, (3, 96), np.uint8)
     sums = np.empty((3, 2), np.uint32)
-    bundle_sums(bundles, 32, sums)
+    bundle_checksums(bundles, 32, sums)
     for n, part in ((n, part) for n in range(3) for part in range(2)):
         words = bundles[n, :32] if part == 0 else bundles[n, 32:]
         assert sums[n, part] == plain_sum(words.tobytes())
@@ -157,10 +157,10 @@ def test_sums_tell_any_changed_word() -> None:
         changed = bundles.copy()
         changed[1, byte] ^= 1 << (byte % 8)
         found = np.empty_like(sums)
-        bundle_sums(changed, 32, found)
+        bundle_checksums(changed, 32, found)
         assert np.argwhere(found != sums).tolist() == [[1, int(byte >= 32)]]
     with pytest.raises(ValueError, match="parts of 4"):
-        bundle_sums(bundles, 4, sums)
+        bundle_checksums(bundles, 4, sums)
 
 
 def plain_sum(content: bytes) -> int:
