@@ -1,8 +1,8 @@
-"""Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
+"""Rotary position embedding, the paged KV cache, and attention over it in a decode step.
 
-The cache of a layer is (pages, kv_heads, PAGE_POSITIONS, head_dim). A sequence's positions are in
-pages of a pool that all sequences share; a table says which. Memory is taken as positions are first
-written. Items are float32 or float16 (bits in uint16).
+A layer's cache is (pages, kv_heads, PAGE_POSITIONS, head_dim), float32 or float16 (bits in uint16).
+All sequences share a pool of pages; a page table lists each sequence's. Memory is committed as
+positions are first written.
 """
 
 import math
@@ -18,8 +18,8 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4, dot1, dot4
 from hotcold.numba_kernels.load.convert import widen_kernel
 
-# Positions in a page: a multiple of four, because so many are read side by side, and few enough
-# that the last page of a short sequence wastes little.
+# Positions of a page: a multiple of four, since four are computed at once, and few enough that a
+# short sequence wastes little of its last page.
 PAGE_POSITIONS = 64
 
 
@@ -46,7 +46,7 @@ def narrow(typingctx, array, value):
 def rope_kernel(head, cos_sin):
     """Rotate one head in place by its position's cosines and sines (2, half); no checks.
 
-    Item i < half is turned with item half + i; a rope of a part of the head leaves the rest.
+    Items i < half and half + i are rotated as pairs; items from 2 * half on stay.
     """
     half = cos_sin.shape[1]
     for i in range(half):
@@ -77,7 +77,7 @@ def read_kernel(cache, pages, first, last, out):
 
 @njit(nogil=True, cache=True)
 def _scores_kernel(query, keys, group, pages, start, length, scale, scores):
-    """scores[p] = scale * key of position p . query, start <= p < length; four side by side."""
+    """scores[p] = scale * key of position p . query, start <= p < length; four at once."""
     size = keys.shape[2]
     for begin in range(start - start % size, length, size):
         page, part = keys[pages[begin // size], group], scores[begin : begin + size]

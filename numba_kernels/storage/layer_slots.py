@@ -1,7 +1,7 @@
-"""A whole layer side by side in the last slots, as matrix products of a prompt want it.
+"""A whole layer in adjacent slots, the last ones, for a prompt's matrix products.
 
-Neurons that are in other slots stay there and are copied; the others are read into the last slots
-and are as much in memory as any. A step that comes in between may take those slots again.
+Neurons in other slots are copied and also stay there; the others are read into the last slots. A
+decode step in between may evict them again.
 """
 
 import numpy as np
@@ -15,14 +15,14 @@ from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, drain
 
 @njit(nogil=True, cache=True)
 def settle_reads(shard):
-    """Return when nothing is being read; what was only asked for is not any more."""
+    """Cancel reads that have not started and wait for those in flight."""
     drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
     shard.queue.failure[:] = 0
 
 
 @njit(nogil=True, cache=True)
 def _assign_places(slots, first, last, base):
-    """The i-th neuron has slot base + i, unless it is in memory elsewhere."""
+    """Assign slot base + i to the i-th neuron unless it is loaded in another slot."""
     for i in range(last - first):
         if slots.row_of[base + i] != first + i:
             evict(slots, base + i)
@@ -36,22 +36,17 @@ def _assign_places(slots, first, last, base):
 
 @njit(nogil=True, cache=True)
 def ask_for_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_gap):
-    """Ask for what a layer's neurons lack: the i-th goes to slot gate_base + i, rest_base + i.
+    """Submit reads of a layer's neurons that are not in memory; no other read may be pending.
 
-    Nothing may be on its way.
+    The i-th neuron's parts go to slots gate_base + i and up_down_base + i.
     """
     gates_stay = has_all(shard.gates)
     if not gates_stay:
         _assign_places(shard.gates, first, last, gate_base)
     _assign_places(shard.up_downs, first, last, up_down_base)
-    gates, up_downs, arrays, in_file = (
-        shard.gates,
-        shard.up_downs,
-        shard.arrays,
-        shard.file.places,
-    )
-    gate_bias, up_bias, norms = shard.gate_bias, shard.up_bias, shard.down_norms
-    num_missing = 0
+    gates, up_downs, arrays = shard.gates, shard.up_downs, shard.arrays
+    in_file, gate_bias, up_bias = shard.file.places, shard.gate_bias, shard.up_bias
+    norms, num_missing = shard.down_norms, 0
     for row in range(first, last):
         part = 0
         if not gates_stay and claim_gate(gates, gate_bias, arrays.gate_bias, row)[1]:
@@ -67,7 +62,7 @@ def ask_for_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_ga
 
 @njit(nogil=True, cache=True)
 def copy_layer(rows, gates, up_downs, first, gate_base, up_down_base, begin, end):
-    """Copy those of neurons first + begin..end-1 to their places that are in other slots.
+    """Copy neurons first + begin..end-1 from other slots to their places in the last ones.
 
     `rows` RowBytes; `gates`, `up_downs` NeuronSlots.
     """
@@ -84,6 +79,6 @@ def copy_layer(rows, gates, up_downs, first, gate_base, up_down_base, begin, end
 
 @njit(nogil=True, cache=True)
 def await_layer(shard):
-    """Wait until all that was asked for now has come; False where a read of it failed."""
+    """Wait for the layer's reads; False where one failed."""
     await_batch(shard.queue, NOW)
     return shard.queue.failure[0] == 0

@@ -1,7 +1,7 @@
-"""Neurons out of a bundle file: spans of it are read, checked and copied to where rows belong.
+"""Neurons of a bundle file: spans of it are read, checked, and copied to their rows in memory.
 
-A bundle is a neuron's gate row in a part of its own, and its up and down rows in another; each part
-is padded with zeros to a multiple of PART_UNIT bytes, and each has a sum that tells damage.
+A bundle is one neuron: a part with its gate row, then a part with its up and down rows. Each part
+is padded with zeros to a multiple of PART_UNIT bytes and has a checksum.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.direct_file import read_bytes
 
-PART_UNIT = 512  # bytes: what most file systems read directly
+PART_UNIT = 512  # bytes: the block of direct reads of most file systems
 GATE, REST = 1, 2  # parts of a bundle, as bits
 DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -24,12 +24,12 @@ NUM_FACTS = 8
 
 
 class NeuronFile(NamedTuple):
-    """An open bundle file, and where in it a service's neurons are; N of all layers.
+    """An open bundle file, and where in it a service's N neurons of all layers are.
 
-    facts (8,) int64: the words above: bundles of a layer, bytes of each part with its padding, and
-    the most bytes of one read, 0: as many as are wanted
-    layers, places (N,) int32: a neuron's layer, and its bundle among those of its layer
-    sums (N, 2) uint32: of its parts
+    facts (8,) int64, the words above: bundles of a layer, bytes of each part with its padding, and
+    PIECE, the most bytes of one read, or 0 for no limit
+    layers, places (N,) int32: a neuron's layer, and the index of its bundle within that layer
+    checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
@@ -39,10 +39,10 @@ class NeuronFile(NamedTuple):
 
 
 class RowBytes(NamedTuple):
-    """Where rows go: the bytes of arrays (slots, row bytes) uint8, and each neuron's slots.
+    """Rows in memory as bytes, and each neuron's slots.
 
-    gate, up, down: in the two-matrix FFN `up` has rows of no bytes
-    gate_slots, up_down_slots (N,) int32: of the gate row, of the up and down rows
+    gate, up, down (slots, row bytes) uint8; in a two-matrix FFN `up` has rows of no bytes
+    gate_slots, up_down_slots (N,) int32: slots of the gate row, and of the up and down rows
     """
 
     gate: np.ndarray
@@ -53,7 +53,7 @@ class RowBytes(NamedTuple):
 
 
 class NeuronReads(NamedTuple):
-    """Neurons to be read: rows (M,) int32 in the file's order, parts (M,) uint8."""
+    """Neurons to read: rows (M,) int32 in the file's order, and their parts (M,) uint8."""
 
     rows: np.ndarray
     parts: np.ndarray
@@ -61,10 +61,10 @@ class NeuronReads(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def part_checksum(part):
-    """A number that tells whether the bytes of a part, whole 64-bit words, are what they were.
+    """A 32-bit checksum of a part, which is whole 64-bit words.
 
-    sum of mix(word i) * odd constant * (2 i + 1) modulo 2^64, folded to 32 bits: any change of one
-    word shows, others in all but one of 2^32 cases.
+    sum of mix(word i) * odd constant * (2 i + 1) modulo 2^64, folded to 32 bits: it detects any
+    change of one word, and other changes but for one in 2^32.
     """
     words, total = part.view(np.uint64), np.uint64(0)
     for i in range(words.shape[0]):
@@ -104,11 +104,11 @@ def part_span(file, row, parts):
 
 @njit(nogil=True, cache=True)
 def cut_spans(file, reads, count, max_bytes, max_gap, firsts):
-    """firsts[k] = the first of `count` wanted neurons in span k; returns how many spans there are.
+    """Cut `count` reads into spans, each one read of the file; returns the number of spans.
 
-    Neighbours with at most `max_gap` bytes between them are read at once, up to `max_bytes`; a
-    neuron alone may take more. Where they are not in the file's order, each is read alone.
-    firsts (M + 1,) int32 also receives `count` at the end.
+    firsts[k] = the first neuron of span k; firsts (M + 1,) int32 ends with `count`. Neighbours with
+    at most `max_gap` bytes between them share a span of up to `max_bytes`; a single neuron may take
+    more. Neurons out of the file's order are spans of their own.
     """
     num_spans, begin, end = 0, np.int64(0), np.int64(0)
     for i in range(count):
@@ -124,13 +124,13 @@ def cut_spans(file, reads, count, max_bytes, max_gap, firsts):
 
 @njit(nogil=True, cache=True)
 def staging_bytes(max_bytes, bundle_bytes, unit):
-    """Bytes of the buffer that spans cut with `max_bytes` are read into."""
+    """Bytes of a buffer for spans cut with `max_bytes`."""
     return (max(max_bytes, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
 
 
 @njit(nogil=True, cache=True)
 def copy_row(source, target, row):
-    """target[row] = the first of `source`, as many bytes as a row has."""
+    """target[row] = the first bytes of `source`, a row's length."""
     own = target[row]
     for i in range(own.shape[0]):
         own[i] = source[i]
@@ -138,7 +138,7 @@ def copy_row(source, target, row):
 
 @njit(nogil=True, cache=True)
 def copy_span(file, reads, first, last, begin, staging, target):
-    """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
+    """Copy rows from `staging`, the file from `begin` on; the index of a damaged one, or -1."""
     gate, up_down = file.facts[GATE_BYTES], file.facts[UP_DOWN_BYTES]
     for i in range(first, last):
         row, parts = reads.rows[i], reads.parts[i]
@@ -162,7 +162,7 @@ def copy_span(file, reads, first, last, begin, staging, target):
 
 @njit(nogil=True, cache=True)
 def _read_pieces(facts, begin, size, staging):
-    """staging[:size] = the file's bytes from `begin` on; as `read_bytes`."""
+    """`read_bytes` of staging[:size] in pieces of at most PIECE bytes."""
     piece = facts[PIECE] if facts[PIECE] else size
     done, status = np.int64(0), np.int64(0)
     while done < size and status == 0:
@@ -177,7 +177,7 @@ def _read_pieces(facts, begin, size, staging):
 
 @njit(nogil=True, cache=True)
 def span_bytes(file, reads, first, last):
-    """First byte and size of what is read for wanted neurons first..last-1: whole units."""
+    """First byte and size of the read for neurons first..last-1, in whole units."""
     unit = file.facts[UNIT]
     begin = part_span(file, reads.rows[first], reads.parts[first])[0] // unit * unit
     end = part_span(file, reads.rows[last - 1], reads.parts[last - 1])[1]
@@ -186,11 +186,11 @@ def span_bytes(file, reads, first, last):
 
 @njit(nogil=True, cache=True)
 def read_span(file, reads, first, last, staging, target, failure):
-    """Read wanted neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
+    """Read neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
 
-    `staging` uint8, aligned to the file's unit. Returns the bytes read; a failure is noted in
-    `failure` (2,) int64: an errno, SHORT or DAMAGED, and the neuron's row. What does not agree
-    with its sum is read once more. Checks nothing.
+    `staging` uint8, aligned to the file's unit. Returns the bytes read, or 0 and `failure` (2,)
+    int64: an errno, SHORT or DAMAGED, and the neuron's row. A part whose checksum differs is read
+    once more. Checks nothing.
     """
     begin, size = span_bytes(file, reads, first, last)
     for attempt in range(2):

@@ -1,13 +1,12 @@
-"""Which neurons' rows are in memory: slots, and which neuron leaves when another needs its slot.
+"""A cache of one part of neurons, gate rows or up and down rows: slots, lookups, eviction.
 
-A cache of one part of neurons: gate rows, or up and down rows. Of each neuron it is known how often
-it is wanted: by the profile at first, then by a mean that forgets. Of the next few slots the one
-leaves whose neuron is wanted least. What a layer needs now never goes, nor what is being read. So
-those that are wanted often stay, whatever passes through.
+Each neuron has a frequency of use, at first from the profile, then a decaying mean. A miss evicts
+the least frequently used neuron of the next few slots, but none that this request uses and none
+with a pending read. So frequently used neurons survive any scan.
 
-A layer looks up a thousand neurons while weights stream through the processor's caches. So all that
-is asked of a neuron in memory lies by neurons, in their order; slots are only written to then.
-Source: docs/storage.md has what was compared
+A layer looks up a thousand neurons while weights stream through the processor's caches. So what a
+lookup reads is indexed by neuron, in order; it only writes to slots.
+Source: docs/storage.md compares eviction policies
 """
 
 from typing import NamedTuple
@@ -18,23 +17,23 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
 from hotcold.numba_kernels.storage.read_queue import FAILED, LOADED, NOT_LOADED
 
-DECAY = 1 / 64  # what one token more counts in how often a neuron is wanted
-EVICTION_CANDIDATES = 16  # slots, of which the neuron that is wanted least leaves
+DECAY = 1 / 64  # weight of one token in the mean frequency of use
+EVICTION_CANDIDATES = 16  # slots compared by one eviction
 
 HAND, EPOCH, NUM_LOOKUPS, NUM_MISSES = range(4)  # words of `state`
-_LARGE = 1e18  # of a weight: then all are written in smaller units
+_LARGE = 1e18  # a weight at which all are rescaled
 
 
 class NeuronSlots(NamedTuple):
-    """N neurons of all layers, S slots for a part of one each.
+    """N neurons of all layers, and S slots that hold a part of one neuron each.
 
-    slot_of (N,) int32, -1: not in memory; held (N,) int32: whether the part is in that slot, which
-    reading threads write, NOTHING, HERE or FAILED; asked (N,) uint8: whether it was asked for;
-    weights (N,) float32: how often it is wanted, in units of weight[0]
-    row_of (S,) int32, -1: empty; used (S,) int64: in which layer of which request last;
-    slot_weights (S,) float32: the weights of their neurons
-    state (4,) int64: the slot to look at next, this request's number, neurons wanted and missed
-    weight (1,) float64: of what is wanted always, which grows instead of all others shrinking
+    slot_of (N,) int32: -1 without a slot; loaded (N,) int32: NOT_LOADED, LOADED or FAILED, written
+    by reading threads; requested (N,) uint8: whether a read was requested;
+    weights (N,) float32: frequencies of use, in units of weight[0]
+    row_of (S,) int32: -1 where empty; used (S,) int64: epoch of the last use; slot_weights (S,)
+    float32: the weights of the slots' neurons
+    state (4,) int64: the clock hand, the epoch (a request of a layer), lookups and misses so far
+    weight (1,) float64: of a neuron used by every token; it grows instead of all others decaying
     """
 
     slot_of: np.ndarray
@@ -49,7 +48,7 @@ class NeuronSlots(NamedTuple):
 
 
 def new_slots(rates: np.ndarray, num_slots: int) -> NeuronSlots:
-    """Empty slots; rates (N,): how often each neuron is wanted, as far as that is known."""
+    """Empty slots; rates (N,): each neuron's frequency of use, as far as it is known."""
     return NeuronSlots(
         slot_of=np.full(rates.size, -1, np.int32),
         loaded=np.zeros(rates.size, np.int32),
@@ -65,13 +64,13 @@ def new_slots(rates: np.ndarray, num_slots: int) -> NeuronSlots:
 
 @njit(nogil=True, cache=True)
 def has_all(slots):
-    """Whether each neuron has a slot of its own, which then is its number: all stay in memory."""
+    """Whether each neuron has a slot of its own, the one of its number: nothing is evicted."""
     return slots.row_of.shape[0] == slots.slot_of.shape[0]
 
 
 @njit(nogil=True, cache=True)
 def evict(slots, slot):
-    """Keep nothing in the slot; nothing of it may be on its way."""
+    """Empty the slot; it may have no pending read."""
     row = np.int64(slots.row_of[slot])
     if row >= 0:
         slots.slot_of[row] = -1
@@ -82,16 +81,16 @@ def evict(slots, slot):
 
 @njit(nogil=True, cache=True)
 def evict_all(slots):
-    """Keep no neuron; none may be on its way."""
+    """Empty all slots; no read may be pending."""
     for slot in range(slots.row_of.shape[0]):
         evict(slots, slot)
 
 
 @njit(nogil=True, cache=True)
 def begin_request(slots, num_neurons):
-    """Before a request for a layer of so many neurons: what was wanted before counts less.
+    """Start an epoch, a request for a layer of `num_neurons`: earlier uses decay.
 
-    After all layers by 1 - MEMORY: weights follow a mean over some 1 / MEMORY tokens.
+    By 1 - DECAY over all layers, so that weights are means over about 1 / DECAY tokens.
     """
     slots.state[EPOCH] += 1
     slots.weight[0] *= (1 - DECAY) ** (-num_neurons / slots.slot_of.shape[0])
@@ -104,10 +103,10 @@ def begin_request(slots, num_neurons):
 
 @njit(nogil=True, cache=True)
 def look_up(slots, first, ids, count, places, missing):
-    """Count neurons first + ids[:count] as wanted, or `count` from `first` on without `ids`.
+    """Look up neurons first + ids[:count], or first..first + count - 1 where `ids` is empty.
 
-    places[i] = the slot of each that has been asked for, be it there or still to come. missing[:n]
-    are the numbers i of the others; returns n.
+    Counts a use of each. places[i] = the slot of neuron i if it is loaded or its read is pending;
+    missing[:n] are the others' indices i. Returns n.
     """
     slot_of, loaded, requested, weights = (
         slots.slot_of,
@@ -135,43 +134,43 @@ def look_up(slots, first, ids, count, places, missing):
 
 @njit(nogil=True, cache=True)
 def load_state(slots, row):
-    """1 where the neuron's part is in its slot, 0 where it is to come, -1 where a read failed."""
+    """1 where the neuron's part is loaded, 0 where its read is pending, -1 where it failed."""
     loaded = atomic_load(slots.loaded, np.int64(row))
     return -1 if loaded == FAILED else np.int64(loaded)
 
 
 @njit(nogil=True, cache=True)
 def is_loaded(slots, row):
-    """Whether the part is in memory."""
+    """Whether the neuron's part is in memory."""
     return atomic_load(slots.loaded, np.int64(row)) == LOADED
 
 
 @njit(nogil=True, cache=True)
 def was_used(slots, row):
-    """Whether the neuron was wanted in this request."""
+    """Whether the neuron was used in this epoch."""
     slot = slots.slot_of[row]
     return slot >= 0 and slots.used[slot] == slots.state[EPOCH]
 
 
 @njit(nogil=True, cache=True)
 def _is_pending(slots, row):
-    """Whether the part is being read."""
+    """Whether the neuron's read is pending."""
     return slots.requested[row] != 0 and atomic_load(slots.loaded, np.int64(row)) == NOT_LOADED
 
 
 @njit(nogil=True, cache=True)
 def assign_slot(slots, row, slot):
-    """Neuron `row`, which is in no slot, has this one from now on, and nothing of it is there."""
+    """Assign the slot to neuron `row`, which had none; nothing is loaded yet."""
     evict(slots, slot)
     slots.row_of[slot], slots.slot_of[row] = row, slot
 
 
 @njit(nogil=True, cache=True)
 def claim(slots, row):
-    """The slot of neuron `row`, which is given one if it has none, and whether to ask for its part.
+    """The slot of neuron `row`, assigned if it had none, and whether its part has to be read.
 
-    It counts as asked for from now on; after a read that failed it is asked for again. Fewer may be
-    wanted and read at once than there are slots.
+    The part counts as requested from now on; after a failed read it is requested again. Fewer
+    neurons may be in use or pending at once than there are slots.
     """
     slot = np.int64(slots.slot_of[row])
     if slot < 0:
@@ -188,7 +187,7 @@ def claim(slots, row):
 
 @njit(nogil=True, cache=True)
 def _choose_victim(slots):
-    """Of the next slots the first that is empty, else the one whose neuron is wanted least."""
+    """Of the next slots the first empty one, else the one with the least frequently used neuron."""
     state, found, least, num_seen = slots.state, -1, np.float32(0), 0
     while found < 0 or num_seen < EVICTION_CANDIDATES:
         slot = state[HAND]

@@ -1,18 +1,23 @@
-"""A layer's feed-forward network of neurons that may have to be read first.
+"""A layer's feed-forward network over offloaded neurons, some of which have to be read first.
 
-The same as `numba_kernels.serve.layer_ffn`, to the last bit: the same kernels go through the same
-neurons, only that a row is looked up in a slot. Gates that are not in memory are asked for first.
-One token is multiplied with those that are there, then with the others as they come. Once it is
-known who fires, up and down rows are asked for; each thread multiplies with the up rows that are
-there, then with the others as they come, and adds down rows in ascending order at the end.
+Bit-equal to `numba_kernels.serve.layer_ffn`: the same kernels compute the same neurons in the same
+order, with rows looked up in slots. Reads of missing gates are submitted first; one token's loaded
+gates are computed meanwhile, the others as their reads complete. Then reads of the fired neurons'
+up and down rows are submitted. Each thread multiplies with up rows as they are loaded, and adds
+down rows in ascending order at the end.
 """
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.activations import activate_up, passes
-from hotcold.numba_kernels.decode.batch_ffn import contribution, keep_some_kernel, thread_lists
-from hotcold.numba_kernels.decode.ffn import by_neuron, keep_fired_kernel, up_down_kernel
+from hotcold.numba_kernels.decode.activations import activate_up
+from hotcold.numba_kernels.decode.batch_ffn import keep_some_kernel, thread_lists
+from hotcold.numba_kernels.decode.ffn import (
+    by_neuron,
+    drop_small,
+    keep_fired_kernel,
+    up_down_kernel,
+)
 from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.serve.doorbell import atomic_load
@@ -54,7 +59,7 @@ from hotcold.numba_kernels.storage.read_queue import (
 
 @njit(nogil=True, cache=True)
 def _begin(shard, first, last):
-    """Before a request of the neurons first..last-1; what was read ahead goes on."""
+    """Start a request of neurons first..last-1; reads ahead stay in flight."""
     begin_request(shard.gates, last - first)
     begin_request(shard.up_downs, last - first)
     if shard.queue.failure[0]:
@@ -69,14 +74,14 @@ def _begin(shard, first, last):
 
 @njit(nogil=True, cache=True)
 def _cancel_ahead(shard):
-    """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
+    """Cancel reads ahead that have not started, before the layer's own lookups."""
     cancel_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
     note_begun(shard.ahead, shard.gates, shard.up_downs)
 
 
 @njit(nogil=True, cache=True)
 def _request_up_down(shard, first, scratch, num_threads):
-    """Request up and down of all that fired, in `shard.up_down_slots`; by one thread alone."""
+    """Submit reads of all fired neurons' up and down rows; called by one thread alone."""
     if has_all(shard.gates):
         _cancel_ahead(shard)
     for thread in range(num_threads):
@@ -87,9 +92,9 @@ def _request_up_down(shard, first, scratch, num_threads):
 
 @njit(nogil=True, cache=True)
 def _scale_pending(shard, thread, first, ids, up, bias, slots, num_fired, x, function, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = slots[i], in the order in which rows come.
+    """h[i] *= up[n] . x[0] + bias[n], n = slots[i], of neurons first + ids[i] as they are loaded.
 
-    Of neurons first + ids[i]. False where one could not be read; when all of them have come.
+    Returns True when all are loaded, False where a read failed.
     """
     pending, loaded = shard.pending[thread], shard.up_downs.loaded
     num_pending = num_fired
@@ -118,21 +123,11 @@ def _scale_pending(shard, thread, first, ids, up, bias, slots, num_fired, x, fun
 
 
 @njit(nogil=True, cache=True)
-def _keep_large(down_norms, slots, num_fired, h, least):
-    """Keep those that contribute more than `least`, in their order; their number."""
-    kept = 0
-    for i in range(num_fired):
-        if passes(contribution(h[i], down_norms, np.int64(slots[i])), least):
-            slots[kept], h[kept] = slots[i], h[i]
-            kept += 1
-    return kept
-
-
-@njit(nogil=True, cache=True)
 def _up_down(
-    shard, thread, first, ids, num_fired, fired_masks, gates, vectors, function, least, sums, lists
-):
-    """Add what this thread's neurons contribute; how many fired, or -1 where reads failed."""
+    shard, thread, first, ids, num_fired, fired_masks, gates, vectors, function, threshold, sums,
+    lists,
+):  # fmt: skip
+    """Add this thread's neurons to its sums; returns how many fired, or -1 where a read failed."""
     arrays, slots = shard.arrays, shard.up_down_slots[thread]
     is_one = sums.shape[0] == 1
     if (not is_one or shard.options[WAITS_FIRST]) and not await_rows(
@@ -142,24 +137,24 @@ def _up_down(
     if not is_one:
         return up_down_kernel(
             arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
-            num_fired, gates, vectors, function, least, sums, lists,
+            num_fired, gates, vectors, function, threshold, sums, lists,
         )  # fmt: skip
     up, bias = arrays.up, arrays.up_bias
     if not _scale_pending(
         shard, thread, first, ids, up, bias, slots, num_fired, vectors, function, gates
     ):
         return -1
-    if arrays.up.shape[0] and least >= 0:
-        num_fired = _keep_large(arrays.down_norms, slots, num_fired, gates, least)
+    if arrays.up.shape[0] and threshold >= 0:
+        num_fired = drop_small(slots, num_fired, gates, arrays.down_norms, threshold)
     return up_down_kernel(
         arrays.up[:0], arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
-        num_fired, gates, vectors, function, least, sums, lists,
+        num_fired, gates, vectors, function, threshold, sums, lists,
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
 def _await_gates(shard, first, num_neurons, is_listed, ids):
-    """Several tokens' gates are waited for before the first product, by one thread for all."""
+    """Wait for all gates of several tokens; called by one thread for all."""
     count = ids.shape[0] if is_listed else num_neurons
     shard.failed[0] = not await_rows(shard, 0, shard.gates, first, ids, count)
 
@@ -169,9 +164,9 @@ def offloaded_layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, shard,
     scratch, function, out,
 ):  # fmt: skip
-    """`numba_kernels.serve.layer_ffn.layer_ffn` of stored neurons; False where reads failed.
+    """`numba_kernels.serve.layer_ffn.layer_ffn` over offloaded neurons; False where a read failed.
 
-    Then `shard.queue.failure` says how, `out` is of no use, and nothing is held that did not come.
+    Then `shard.queue.failure` says why, and `out` is undefined.
     """
     arrays = shard.arrays
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
@@ -188,7 +183,7 @@ def offloaded_layer_ffn(
                 _await_gates(shard, first, num_neurons, is_listed, ids)
     if not gates_stay:
         barrier_wait(cells, service, num_threads)
-        # Else thread 0 may say already that a gate did not come, before another looks here.
+        # Without `awaits_gates` thread 0 may have set its flag already, for a pending gate.
         if awaits_gates and shard.failed[0]:
             return False
     following = next_layer_ahead(shard.ahead, layer, num_tokens)
@@ -211,7 +206,7 @@ def offloaded_layer_ffn(
         )  # fmt: skip
     else:
         loaded_values(shard, vectors, function, scratch.values)
-    if following >= 0:  # while gates, or what was read ahead, still arrive
+    if following >= 0:  # while reads are pending
         score_ahead(shard.ahead, following, thread, num_threads, x)
     if not gates_stay and is_one:
         shard.failed[thread] = not pending_values(
@@ -249,7 +244,7 @@ def offloaded_layer_ffn(
     )  # fmt: skip
     shard.failed[thread] = num_fired < 0
     slots = shard.up_down_slots[thread]
-    for i in range(num_fired):  # with drelu fewer than fired before
+    for i in range(num_fired):  # fewer than before where the product threshold dropped some
         fired_ids[i] = shard.up_downs.row_of[slots[i]] - first
     scratch.counts[thread] = max(0, num_fired)
     barrier_wait(cells, service, num_threads)

@@ -1,4 +1,4 @@
-"""A shard of neurons in a file, some of them in slots: what is wanted, asked for, and has come."""
+"""A shard of neurons in a bundle file, some of them in memory: lookups, reads, waits."""
 
 from typing import NamedTuple
 
@@ -36,23 +36,23 @@ NUM_OPTIONS = 5
 # cells of `OffloadedNeurons.counters`
 LOADED_TAKEN, PENDING_TAKEN, NUM_LOADED, NUM_PENDING = range(4)
 NUM_COUNTERS = 4
-_ALONE = -1  # as the most bytes between neighbours of one read
+_ALONE = -1  # as max_gap: no two neurons share a read
 
 
 class OffloadedNeurons(NamedTuple):
-    """A shard of neurons in a file, some of them in slots.
+    """A shard of N neurons in a bundle file, some of them in slots; M is N of the largest layer.
 
-    arrays: gate rows and their biases lie in slots of `gates`, up and down rows and theirs in slots
-    of `up_downs`. gate_bias, up_bias, down_norms (N,) or (0,): of all
-    marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
-    gathered; mark_parts the same uint8
-    gate_slots (N of a layer,): where candidates' gates are; late (N of a layer,): which of them
-    have to come, then the others; up_down_slots, to_come (threads, N of a layer) int32: where what
-    fired in each thread is, and which of that has not come; missing (N of a layer,) int32
-    options (5,) int64: whether a bundle is read whole, of spans, and what benchmarks leave out
-    counters (4 cells of 16,) int32: of which gates threads take the next, and how many there are
-    waits, failed (threads,) int64: nanoseconds that each thread waited for reads so far, and
-    whether what it needed in this request could not be read
+    arrays: rows and biases by slot: gate rows by slots of `gates`, up and down rows by slots of
+    `up_downs`; gate_bias, up_bias, down_norms (N,) or (0,): of all neurons
+    marks (bundles of a layer,) int32, zero: row + 1 of each neuron to read, by place in the file,
+    until they are submitted; mark_parts the same, uint8
+    gate_slots (M,) int32: slots of candidates' gates; gate_order (M,) int32: candidates with
+    pending gates, then the others; up_down_slots, pending (threads, M) int32: slots of what fired
+    in each thread, and which of that is not loaded; missing (M,) int32: work space
+    options (5,) int64: the words above; the last two are for benchmarks
+    counters (4 cells of 16,) int32: gates taken by threads, and how many there are of each kind
+    waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
+    it needed in this request failed
     """
 
     arrays: FfnArrays
@@ -77,12 +77,12 @@ class OffloadedNeurons(NamedTuple):
     failed: np.ndarray
 
 
-# A call that takes `shard` costs a microsecond, as all its arrays are counted: none for a neuron.
+# A call that takes `shard` costs a microsecond of reference counts: none may be made per neuron.
 
 
 @njit(nogil=True, cache=True)
 def claim_gate(gates, gate_bias, slot_bias, row):
-    """`claim` of a gate; its bias is in its slot's then."""
+    """`claim` of a gate row, with its bias copied to the slot."""
     slot, is_missing = claim(gates, row)
     if is_missing and slot_bias.shape[0]:
         slot_bias[slot] = gate_bias[row]
@@ -91,7 +91,7 @@ def claim_gate(gates, gate_bias, slot_bias, row):
 
 @njit(nogil=True, cache=True)
 def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
-    """`claim` of up and down rows; the bias, and the length of the down row, are there then."""
+    """`claim` of up and down rows, with up's bias and down's norm copied to the slot."""
     slot, is_missing = claim(up_downs, row)
     if is_missing:
         if slot_bias.shape[0]:
@@ -103,9 +103,9 @@ def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
 
 @njit(nogil=True, cache=True)
 def locate_gates(shard, first, ids, count, places, missing):
-    """places[i] = the slot of the gate of neuron first + ids[i], or first + i without `ids`.
+    """places[i] = the gate slot of neuron first + ids[i], or first + i where `ids` is empty.
 
-    What is not in memory is marked for `submit_marked`. `missing` is work space.
+    Gates that are neither loaded nor pending are marked for `submit_marked`.
     """
     gates, marks, parts = shard.gates, shard.marks, shard.mark_parts
     bias, slot_bias, in_file = shard.gate_bias, shard.arrays.gate_bias, shard.file.places
@@ -119,7 +119,7 @@ def locate_gates(shard, first, ids, count, places, missing):
 
 @njit(nogil=True, cache=True)
 def locate_up_downs(shard, first, ids, count, places, missing):
-    """The same of up and down rows."""
+    """`locate_gates` of up and down rows."""
     up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
     bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
     norms, slot_norms = shard.down_norms, shard.arrays.down_norms
@@ -133,9 +133,10 @@ def locate_up_downs(shard, first, ids, count, places, missing):
 
 @njit(nogil=True, cache=True)
 def claim_beside_gates(shard, first, ids, count):
-    """After `locate_gates`: up and down rows are read beside each gate that is, if they are not here.
+    """After `locate_gates`: mark up and down rows too, of neurons whose gates are marked.
 
-    Where they are they stay. They are not counted as wanted: who fires is not known yet.
+    Those already in memory are pinned for this request. No use is counted: which neurons fire is
+    not known yet.
     """
     up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
     bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
@@ -153,7 +154,7 @@ def claim_beside_gates(shard, first, ids, count):
 
 @njit(nogil=True, cache=True)
 def submit_marked(shard, max_bytes, max_gap):
-    """Ask for what was marked, in the file's order, in reads of `cut_spans`."""
+    """Submit reads of what was marked, in the file's order, cut by `cut_spans`."""
     queue, marks = shard.queue, shard.marks
     await_batch(queue, NOW)
     rows, parts = queue.rows[NOW], queue.parts[NOW]
@@ -168,11 +169,10 @@ def submit_marked(shard, max_bytes, max_gap):
 
 @njit(nogil=True, cache=True)
 def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
-    """Scores of neurons whose gates are in memory: fewer are then read in vain.
+    """Replace predicted scores by computed ones where gates are loaded and up and down rows not.
 
-    For this thread's part of `score_ahead`; the greatest activation of any token, where up and down
-    rows are not in memory. Another thread may be giving away slots: whom it meets is a guess the
-    worse.
+    A score is the largest activation of any token; this thread's part of `score_ahead`. Another
+    thread may evict a slot meanwhile, which only makes that score a worse guess.
     """
     gates, scores, bias, gate = (
         shard.gates,
@@ -198,24 +198,20 @@ def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
 
 @njit(nogil=True, cache=True)
 def submit_ahead(shard, layer):
-    """Ask for what the layer will probably need, after all that was asked for before.
+    """Submit reads of what the layer will probably need, behind all reads submitted before.
 
-    Up and down rows of neurons whose gates are in memory, as these say; then gates that a predictor
-    chooses, with the rest where bundles are read whole.
+    Up and down rows of neurons whose loaded gates fire; then gates that the predictor chooses, with
+    up and down rows where bundles are read whole.
     """
     queue, options, ahead = shard.queue, shard.options, shard.ahead
     batch = NOW + 1
     while batch < NUM_BATCHES and num_pending(queue, batch):
         batch += 1
-    if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
+    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
     first, arrays, reads_whole = shard.arrays.offsets[layer], shard.arrays, options[READS_WHOLE]
-    gates, up_downs, rows, parts = (
-        shard.gates,
-        shard.up_downs,
-        queue.rows[batch],
-        queue.parts[batch],
-    )
+    gates, up_downs = shard.gates, shard.up_downs
+    rows, parts = queue.rows[batch], queue.parts[batch]
     gate_bias, up_bias, norms = shard.gate_bias, shard.up_bias, shard.down_norms
     count = 0
     for row in likeliest(ahead, layer, first, gates, up_downs):
@@ -236,7 +232,7 @@ def submit_ahead(shard, layer):
 
 @njit(nogil=True, cache=True)
 def await_some(shard, thread, seen):
-    """Wait until something came since `num_completed` was `seen`."""
+    """`await_more`, timed."""
     started = now_ns()
     await_more(shard.queue, seen)
     shard.waited_ns[thread] += now_ns() - started
@@ -244,7 +240,7 @@ def await_some(shard, thread, seen):
 
 @njit(nogil=True, cache=True)
 def await_row(shard, thread, slots, row):
-    """Wait for a neuron's part; False where it could not be read."""
+    """Wait until a neuron's part is loaded; False where its read failed."""
     while True:
         seen = num_completed(shard.queue)
         found = load_state(slots, row)
@@ -255,7 +251,7 @@ def await_row(shard, thread, slots, row):
 
 @njit(nogil=True, cache=True)
 def await_rows(shard, thread, slots, first, ids, count):
-    """The same of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
+    """`await_row` of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
         if not await_row(shard, thread, slots, row):

@@ -1,6 +1,7 @@
-"""Gates of one token's candidates: those in memory are multiplied while the others are read.
+"""Gates of one token's candidates: gates in memory are multiplied while the others are read.
 
-Products of gates are the same whichever thread computes them, and when: threads take a few at once.
+A gate's dot product does not depend on which thread computes it, nor when, so threads take blocks
+of them from shared counters.
 """
 
 import numpy as np
@@ -26,16 +27,16 @@ from hotcold.numba_kernels.storage.offloaded_neurons import (
 )
 from hotcold.numba_kernels.storage.read_queue import LOADED
 
-_PENDING_BLOCK = 8  # late gates that a thread takes at once
+_PENDING_BLOCK = 8  # pending gates that a thread takes at once
 
 
 @njit(nogil=True, cache=True)
 def submit_gates(shard, first, num_neurons, is_listed, ids, keeps_all):
-    """Ask for what candidates' gates lack, and with it for the rest; by one thread alone.
+    """Submit reads of the candidates' gates that are not in memory; called by one thread alone.
 
-    The rest is read at once where it is wanted surely (`keeps_all`), or where that takes less time.
-    `shard.gate_slots` is complete then, `shard.gate_order` has those candidates whose gates are to
-    come, and after them the others.
+    Up and down rows are read with them where all are needed (`keeps_all`), or where one read of a
+    whole bundle is faster. Fills `shard.gate_slots`, and `shard.gate_order`: candidates with
+    pending gates, then those with loaded ones.
     """
     count = ids.shape[0] if is_listed else num_neurons
     locate_gates(shard, first, ids, count, shard.gate_slots, shard.missing)
@@ -57,7 +58,7 @@ def submit_gates(shard, first, num_neurons, is_listed, ids, keeps_all):
 
 @njit(nogil=True, cache=True)
 def _values_of(shard, gate_bias, order, begin, end, last, x, function, values):
-    """values[i] = fn(gate . x[0] + bias) of candidates i = order[begin:end], before order[last]."""
+    """values[i] = fn(gate . x[0] + bias), i in order[begin:end]; prefetches up to `last`."""
     gate, slots, distance = shard.arrays.gate, shard.gate_slots, rows_ahead(shard.arrays.gate)
     for k in range(begin, end):
         i = np.int64(order[k])
@@ -72,7 +73,7 @@ def _values_of(shard, gate_bias, order, begin, end, last, x, function, values):
 
 @njit(nogil=True, cache=True)
 def loaded_values(shard, x, function, values):
-    """One token's gates that are in memory, by all threads; whoever is free takes the next few."""
+    """One token's values of loaded gates; each thread takes the next block until none is left."""
     cells = shard.counters
     num_pending = np.int64(cells[NUM_PENDING * INTS_A_CELL])
     last = num_pending + np.int64(cells[NUM_LOADED * INTS_A_CELL])
@@ -87,13 +88,9 @@ def loaded_values(shard, x, function, values):
 
 @njit(nogil=True, cache=True)
 def pending_values(shard, thread, first, is_listed, ids, x, function, values):
-    """The others as they come; False where one could not be read."""
-    cells, gate_order, bias, loaded = (
-        shard.counters,
-        shard.gate_order,
-        shard.arrays.gate_bias,
-        shard.gates.loaded,
-    )
+    """One token's values of pending gates, once each is read; False where a read failed."""
+    cells, gate_order = shard.counters, shard.gate_order
+    bias, loaded = shard.arrays.gate_bias, shard.gates.loaded
     num_pending = np.int64(cells[NUM_PENDING * INTS_A_CELL])
     begin = _PENDING_BLOCK * next_block(cells, PENDING_TAKEN)
     while begin < num_pending:

@@ -1,4 +1,4 @@
-"""One thread that keeps many reads under way by an io_uring; else as `read_queue.serve_reads`."""
+"""`read_queue.serve_reads` by one thread that keeps many reads in flight with io_uring."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from hotcold.numba_kernels.storage.read_queue import (
 
 @njit(nogil=True, cache=True)
 def _begin_spans(queue, file, ring, staging, spans, busy):
-    """Have the next spans read, as many as there are free buffers."""
+    """Queue the next spans, as many as there are free buffers."""
     for k in range(busy.shape[0]):
         span = spans[k]
         if busy[k]:
@@ -41,7 +41,7 @@ def _begin_spans(queue, file, ring, staging, spans, busy):
 
 @njit(nogil=True, cache=True)
 def _finish_read(queue, file, span, result, staging, target):
-    """Rows of a span whose read is done; the bytes read, or 0 where it failed."""
+    """Copy the rows of a span whose read is done; returns its bytes, or 0 where it failed."""
     reads = wanted_of(queue, np.int64(span[BATCH]))
     begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
     is_whole = result == size
@@ -52,9 +52,9 @@ def _finish_read(queue, file, span, result, staging, target):
 
 @njit(nogil=True, cache=True)
 def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, spans, busy):
-    """Read what was under way in a ring that failed, then what is asked for, as `serve_reads`.
+    """Read the spans in flight of a ring that failed, then go on as `serve_reads`.
 
-    `staging` is not what the ring had: the kernel may still write there.
+    `staging` is not the ring's: the kernel may still write there.
     """
     for k in np.flatnonzero(busy):
         span = spans[k]
@@ -66,12 +66,12 @@ def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, targ
 
 @njit(nogil=True, cache=True)
 def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring, spans, busy):
-    """Read what is asked for, until `stop_readers`, as many spans at once as `staging` has rows.
+    """`serve_reads` with as many spans in flight as `staging` has rows.
 
     staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; spans (D, 3)
-    int32 and busy (D,) uint8: what is under way, nothing at first; others as of `serve_reads`. A
-    read that fails, comes short or is damaged is tried as there. Returns 0, or an errno where the
-    ring itself failed: then all that is under way may still come, and `staging` has to stay.
+    int32 and busy (D,) uint8: the spans in flight, none at first. Failed, short and damaged reads
+    are retried by `read_span`. Returns 0, or an errno where the ring itself failed: then the kernel
+    may still write to `staging`, which has to stay.
     """
     counts = queue.counts[0]
     counts[HAS_BEGUN] = 1

@@ -1,4 +1,4 @@
-"""One thread of a CPU service whose neurons are stored: its share of every FFN request."""
+"""The loop of a CPU service's thread over offloaded neurons."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from hotcold.numba_kernels.storage.offloaded_ffn import offloaded_layer_ffn
 
 @njit(nogil=True, cache=True)
 def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, buckets, function):
-    """As `numba_kernels.serve.serve_ffn.ffn_request`; the reply also says what was read so far."""
+    """`numba_kernels.serve.serve_ffn.ffn_request`; the reply also counts reads so far."""
     request, reply = buffers.requests[service], buffers.replies[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
     ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
@@ -66,7 +66,7 @@ def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, bu
 def serve_offloaded_ffn(
     thread, num_threads, service, seen, buffers, shard, scratch, buckets, function
 ):
-    """`numba_kernels.serve.serve_ffn.serve_ffn` of stored neurons."""
+    """`numba_kernels.serve.serve_ffn.serve_ffn` over offloaded neurons."""
     while True:
         number = next_request(buffers.cells, service, seen)
         started = now_ns()
