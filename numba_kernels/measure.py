@@ -1,4 +1,4 @@
-"""Loops that time the kernels, the memory, the disk and the exchange; compiled like kernels."""
+"""Compiled loops that time kernels, memory, disk and exchange."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_row(words):
 
 @njit(nogil=True, cache=True)
 def read_listed(gate, up, down, ids, first, last):
-    """Of each layer, gate rows of ids[first:last], then four up rows, four down rows, and so on.
+    """The sum of each layer's gate rows of ids[first:last], then four up rows, four down rows, ...
 
     Shapes:  gate, up, down (L * N, W); ids (L, A)
     Dtypes:  gate, up, down uint64; ids int32
@@ -71,14 +71,15 @@ def read_listed(gate, up, down, ids, first, last):
 
 
 @njit(nogil=True, cache=True)
-def dense_part(weights, x, room, thread, out, first, last):
-    """Rows first to last times the vectors; see `rows_kernel`."""
-    rows_kernel(weights, NO_BIAS, quantize_activations(weights, x, room, thread), out, first, last)
+def dense_part(weights, x, scratch, thread, out, first, last):
+    """`rows_kernel` of x, quantized first for quantized weights."""
+    vectors = quantize_activations(weights, x, scratch, thread)
+    rows_kernel(weights, NO_BIAS, vectors, out, first, last)
 
 
 @njit(nogil=True, cache=True)
 def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):
-    """The FFN of every layer over its ids, all of which fire, as services compute it."""
+    """The FFN of every layer over its ids, all of which fire."""
     for layer in range(ids.shape[0]):
         layer_ffn(
             thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS,
@@ -97,12 +98,12 @@ def read_passes(items, cells, num_threads, times):
         times[i, 0] = now_ns()
         total += read_row(items)
         times[i, 1] = now_ns()
-    return total  # what nobody uses would not be computed
+    return total  # an unused sum would not be computed
 
 
 @njit(nogil=True, cache=True)
 def rows_passes(weights, x, out, first, last, cells, num_threads, times):
-    """Rows first to last times the vectors, timed as `read_passes`."""
+    """`rows_kernel`, timed as `read_passes`."""
     for i in range(times.shape[0]):
         barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
@@ -126,9 +127,9 @@ def gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, time
 
 @njit(nogil=True, cache=True)
 def read_places(descriptor, unit, keeps_pages, places, size, max_ns, taken, into):
-    """Read `size` bytes at places[i] for the next i that no thread has taken; 0, or what failed.
+    """Read `size` bytes at places[i] for each next i that no thread has taken; 0, or a failure.
 
-    taken (1,) int32 is shared by threads; it ends at the last place, or after `max_ns`.
+    taken (1,) int32 is shared by threads. Returns at the last place, or after `max_ns`.
     """
     started = now_ns()
     while now_ns() - started < max_ns:
@@ -143,9 +144,9 @@ def read_places(descriptor, unit, keeps_pages, places, size, max_ns, taken, into
 
 @njit(nogil=True, cache=True)
 def read_places_by_ring(ring, descriptor, places, size, max_ns, done, into):
-    """The same by one thread, as many reads at once as `into` has rows; 0, or what failed.
+    """`read_places` by one thread with io_uring, as many reads in flight as `into` has rows.
 
-    done (1,) int64 is how many were done; none is begun after `max_ns`.
+    done (1,) int64 receives the number of reads; none starts after `max_ns`.
     """
     started, num_begun, status = now_ns(), 0, np.int64(0)
     free, num_free = np.arange(into.shape[0]), into.shape[0]
@@ -172,12 +173,12 @@ def read_places_by_ring(ring, descriptor, places, size, max_ns, done, into):
 
 
 @njit(nogil=True, cache=True)
-def gates_of(gate, ids, x, room, values):
+def gates_of(gate, ids, x, scratch, values):
     """values[i] = relu(gate[ids[i]] . x[0]), of all rows where `ids` is empty.
 
     Shapes:  gate (N, row items), ids (A,), x (1, d), values (A,) or (N,)
     """
-    vectors = quantize_activations(gate, x, room, 0)
+    vectors = quantize_activations(gate, x, scratch, 0)
     function, count = Activation(RELU, np.float32(0)), values.shape[0]
     gate_values_kernel(gate, NO_BIAS, ids, vectors, function, 0, count, count, values)
 
@@ -208,7 +209,7 @@ def lowrank_of(down, scales, up, x, hidden, thresholds, out):
 
 @njit(nogil=True, cache=True)
 def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
-    """Be one thread of a service until it is told to stop."""
+    """One thread of a service that works `work_ns` for each request, until STOP."""
     seen = np.int32(0)
     while True:
         seen = next_request(cells, service, seen)
@@ -222,7 +223,7 @@ def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
 
 @njit(nogil=True, cache=True)
 def ask_in_turn(cells, replies, first, others, rounds, timeout_ns):
-    """What each question cost beyond the longest work, (2 * rounds,) ns."""
+    """What each request took beyond the services' longest work, (2 * rounds,) ns."""
     costs_ns = np.full(2 * rounds, NOT_ANSWERED, np.int64)
     for i in range(2 * rounds):
         services = first if i % 2 == 0 else others

@@ -23,7 +23,7 @@ from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.serve import layer_loop
 from hotcold.numba_kernels.serve.layer_loop import (
-    GPU,
+    ATTENTION_SERVICE,
     LayerFacts,
     begin_layers,
     new_layer_state,
@@ -225,10 +225,14 @@ class Engine:
         buffers = self.exchange.buffers
         if num_logits == 0:
             return buffers.logits[:0]
-        request = buffers.requests[GPU]
+        request = buffers.requests[ATTENTION_SERVICE]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
-        self.times.add("head", self.exchange.ask([GPU]), buffers.replies[GPU, BUSY_NS])
+        self.times.add(
+            "head",
+            self.exchange.ask([ATTENTION_SERVICE]),
+            buffers.replies[ATTENTION_SERVICE, BUSY_NS],
+        )
         if not finite_rows(buffers.logits, num_logits):
             raise bad_logits(buffers, num_tokens, num_logits)
         return buffers.logits[:num_logits]
@@ -245,7 +249,10 @@ class Engine:
             return
         ffn_with_upload(self.exchange, self.times, layer, num_tokens)
         self.times.count_neurons(*[self.config.ffn_size] * 3)
-        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = GPU, GPU + 1
+        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = (
+            ATTENTION_SERVICE,
+            ATTENTION_SERVICE + 1,
+        )
 
     def _ask_ffn(self, num_gates: int) -> tuple[int, int]:
         """Ask `_asked`; returns how many neurons were computed, and how many neurons' up was."""

@@ -136,13 +136,13 @@ def up_down_kernel(
     up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, threshold,
     out, lists,
 ):  # fmt: skip
-    """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; returns how many fired.
+    """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
 
-    Without rows in `up` that factor is one. `gates` has fn(gate . x + bias) of T tokens a neuron,
-    zero where it does not fire, and is overwritten. Unless `threshold` is below zero, neurons whose
-    contribution does not pass it are removed from `fired_ids` and `fired_masks` and cost no down
-    row. `out` (T, d) is in the order of `axpy4`; each token's neurons are added in order. Checks
-    nothing.
+    Returns how many fired. Without rows in `up` that factor is one. `gates` has fn(gate . x + bias)
+    of T tokens a neuron, zero where it does not fire, and is overwritten. Unless `threshold` is
+    below zero, neurons whose contribution does not pass it are removed from `fired_ids` and
+    `fired_masks` and cost no down row. `out` (T, d) is in the order of `axpy4`; each token's
+    neurons are added in order.
     """
     if out.shape[0] == 1:
         if up.shape[0]:

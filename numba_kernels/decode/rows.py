@@ -126,7 +126,7 @@ def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-d
 
 
 def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
-    """`_tiles` of a format; with `reads_first` rows are only read first if tiles then come out even.
+    """`_tiles` of a format; with `reads_first` rows are read first if tiles then come out even.
 
     Rows of bytes, and those slow to unpack, are read slightly faster without products.
     """

@@ -1,8 +1,8 @@
-"""A layer's feed-forward network, by all threads of a service together.
+"""A layer's sparse feed-forward network, by all threads of a service.
 
-A neuron whose gate does not fire costs its gate row. Products of gates are the same whichever
-thread computes them, so threads steal blocks of them from each other. Sums depend on their order:
-there each thread has its own neurons, and threads' sums are added up in order.
+A neuron that does not fire costs its gate row. A gate's dot product does not depend on the thread
+that computes it, so gates are shared by work stealing. Sums depend on their order: each thread sums
+its own neurons, and the threads' sums are added in order.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +56,7 @@ class FfnArrays(NamedTuple):
 
     offsets (L + 1,) int64; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
     gate_bias, up_bias (N,) or (0,), down_bias (L, d) or (L, 0) float32;
-    down_norms (N,) or (0,) float32: lengths of the down rows, for thresholds of products
+    down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
     """
 
     offsets: np.ndarray
@@ -70,11 +70,12 @@ class FfnArrays(NamedTuple):
 
 
 class FfnScratch(NamedTuple):
-    """Work space: sums (threads, T, d in whole chunks), fired_ids (threads, N) int32, fired_masks
-    the same uint32, gates (threads, T * N), values (T * N,), counts (threads,) int64: how many
-    fired, up_counts the same: how many up rows were read, the tokens' lists, the inputs quantized,
-    for quantized weights, and a counter of blocks for each thread.
-    T is the most tokens of one request, N the most candidates.
+    """Work space for requests of up to T tokens and N candidates.
+
+    sums (threads, T, d in whole chunks), gates (threads, T * N), values (T * N,) float32;
+    fired_ids (threads, N) int32, fired_masks the same, uint32; counts, up_counts (threads,) int64:
+    neurons that fired, and up rows read; lists: each token's neurons; inputs: quantized
+    activations; counters of blocks taken
     """
 
     sums: np.ndarray
@@ -89,14 +90,14 @@ class FfnScratch(NamedTuple):
     counters: np.ndarray
 
 
-def new_scratch(num_threads: int, num_tokens: int, most: int, width: int) -> FfnScratch:
-    """Work space for requests of up to `num_tokens` tokens and `most` candidates."""
+def new_scratch(num_threads: int, num_tokens: int, num_candidates: int, width: int) -> FfnScratch:
+    """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons."""
     return FfnScratch(
         sums=np.zeros((num_threads, num_tokens, whole_chunks(width)), np.float32),
-        fired_ids=np.zeros((num_threads, most), np.int32),
-        fired_masks=np.zeros((num_threads, most), np.uint32),
-        gates=np.zeros((num_threads, num_tokens * most), np.float32),
-        values=np.zeros(num_tokens * most, np.float32),
+        fired_ids=np.zeros((num_threads, num_candidates), np.int32),
+        fired_masks=np.zeros((num_threads, num_candidates), np.uint32),
+        gates=np.zeros((num_threads, num_tokens * num_candidates), np.float32),
+        values=np.zeros(num_tokens * num_candidates, np.float32),
         counts=np.zeros(num_threads, np.int64),
         up_counts=np.zeros(num_threads, np.int64),
         lists=empty_lists(num_threads, num_tokens),
@@ -113,7 +114,7 @@ def part_of(bias, first, last):
 
 @njit(nogil=True, cache=True)
 def _first_from(ids, row):
-    """Index of the first of ascending `ids` that is at least `row`."""
+    """Index of the first of ascending `ids` that is at least `row`: a binary search."""
     low, high = 0, ids.shape[0]
     while low < high:
         middle = (low + high) // 2
@@ -126,10 +127,9 @@ def _first_from(ids, row):
 
 @njit(nogil=True, cache=True)
 def own_candidates(thread, num_threads, num_neurons, is_listed, ids):
-    """First and last candidate of a thread: those among its part of the layer's rows.
+    """First and last candidate of a thread, those in its part of the layer's rows.
 
-    Cut by row and not by the length of the list: a token's sums then are the same whatever other
-    tokens want.
+    Cut by row, not by the length of the list: so a token's sums do not depend on its batch-mates.
     """
     first, last = split_range(num_neurons, thread, num_threads, 4)
     if not is_listed:
@@ -145,7 +145,7 @@ def work_stealing_gates(
     """scratch.values of the candidates in the blocks that this thread takes.
 
     One token's fn(gate . x + bias); several tokens' gate . x, (N, T). Candidate i's gate is row
-    places[i], row i where that is empty.
+    places[i], or row i where `places` is empty.
     """
     counters, values = scratch.counters, scratch.values
     products = by_neuron(values, num_tokens)
@@ -172,18 +172,16 @@ def layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, arrays,
     scratch, function, out,
 ):  # fmt: skip
-    """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
+    """out = the layer's FFN of x (T, d): this thread's part; checks nothing.
 
-    Of the neurons in `ids`, ascending, if `is_listed`, else of all. For several tokens neuron
-    ids[i] is silent for each token t whose bit token_masks[i] lacks, where there are masks.
-    `thresholds` say which neurons fire. Thread t leaves those of its own that did in
-    scratch.fired_ids[t, : scratch.counts[t]]. `out` is complete when all threads have returned;
-    until then none may begin another request.
+    Over the neurons in `ids`, ascending, if `is_listed`, else over all. Where there are token_masks
+    neuron ids[i] is silent for each token t whose bit token_masks[i] lacks. `thresholds` decide
+    which neurons fire; those of thread t are in scratch.fired_ids[t, : scratch.counts[t]].
 
-    All of a service's threads call it. They steal blocks of gates from each other and meet at a
-    barrier; then each takes what fired among its candidates and sums into rows of its own; after
-    another barrier each adds up one range of columns, always in thread order, so that a result
-    never depends on which was faster.
+    All of a service's threads call it. They share the gates by work stealing. After a barrier each
+    adds its own candidates that fired to its own sums; after another each adds up one range of
+    columns in thread order, so that the result does not depend on timing. `out` is complete when
+    all have returned; until then none may start another request.
     """
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     gate, down = arrays.gate[first:last], arrays.down[first:last]
@@ -262,8 +260,8 @@ def sparse_ffn(
     """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
 
     With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
-    Neurons fire as `thresholds` say; without them where they are not zero, or with `skip_silent`
-    False always.
+    `thresholds` decide which neurons fire; without them those that are not zero, or with
+    `skip_silent` False all.
 
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
     drelu: relu of both factors; `threshold` is fatrelu's
@@ -284,7 +282,7 @@ def sparse_ffn(
     require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
     require(gate.dtype == up.dtype, "gate and up must have one dtype")
     summed = down.dtype not in ROW_FORMATS or ROW_FORMATS[down.dtype].is_summed
-    require(summed, f"down rows are added up, which rows of {down.dtype} are not made for")
+    require(summed, f"down rows are added up, which kernels cannot do for {down.dtype}")
     gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
     require(
@@ -312,7 +310,7 @@ def sparse_ffn(
         require(ids is not None and masks.shape == candidates.shape, "token_masks go with ids")
     if x.shape[0] == 0:
         return out, NO_IDS
-    # As services have them, so that what is compiled for those is what is called here.
+    # Read-only as in services, so that the same specialisations are compiled.
     candidates, masks = read_only(candidates), read_only(masks)
     scratch = new_scratch(num_threads, x.shape[0], max(num_neurons, candidates.size), width)
     cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
