@@ -270,7 +270,7 @@ def test_tokens_choose_their_own_neurons(
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_threads_together(kind: str, num_tokens: int) -> None:
-    """The output is the reference's, and to the bit the same every time, whoever is faster."""
+    """The output is the reference's, and bit-equal every time, whichever thread is faster."""
     case = make_case(kind, 1013, 600, num_tokens, bias=True)
     ids = np.sort(np.random.default_rng(3).permutation(1013)[:700]).astype(np.int32)
     for chosen in (case, replace(case, ids=ids), replace(case, ids=ids[:0])):
@@ -281,11 +281,11 @@ def test_threads_together(kind: str, num_tokens: int) -> None:
             assert len(set(again)) == 1
 
 
-def test_a_neuron_that_no_token_wants_is_not_read(backend: SimpleNamespace) -> None:
+def test_a_neuron_active_for_no_token_is_not_read(backend: SimpleNamespace) -> None:
     case = make_case("f32", 97, 33, 2, bias=True)
     assert case.up is not None
     ids = np.arange(97, dtype=np.int32)
-    masks = np.where(ids % 2, np.uint32(3), np.uint32(4))  # token 2 is not asked for
+    masks = np.where(ids % 2, np.uint32(3), np.uint32(4))  # there is no token 2
     case.up[::2] = case.down[::2] = np.nan
     out, fired = replace(case, ids=ids, token_masks=masks).run(backend)
     assert np.isfinite(out).all() and fired.size and (fired % 2 == 1).all()
