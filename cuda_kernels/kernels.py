@@ -1,4 +1,4 @@
-"""The kernels of csrc/, each method one launch or a few; `DeviceKernels` says what they compute."""
+"""The kernels of csrc/ as methods of one launch or a few; `DeviceKernels` documents them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
-from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
+from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
 from hotcold.cuda_kernels.protocol import LAYER_NORM, MAX_TOKENS, RMS_NORM, DeviceKernels
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
@@ -32,7 +32,7 @@ __all__ = ["LAYER_NORM", "MAX_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels
 _NORM_THREADS = 512
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
-_GROUP = 32
+
 _NORM = Entry("norm", "NORM_TOKENS")
 _SOFTCAP = Entry("softcap", "SOFTCAP")
 _QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
@@ -41,12 +41,11 @@ _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 
 
 class CudaKernels:
-    """`DeviceKernels` on the current device.
+    """`DeviceKernels` on the current device; only one stream may use an instance at a time.
 
-    Vectors that meet quantized rows are quantized first, as on the CPU, into room that the first
-    call of their width takes and that stays: 40 bytes a number. One stream may use an instance at
-    a time.
-    Errors:  ValueError for steps of too many tokens and shapes that kernels do not take
+    For quantized rows activations are quantized first, as on the CPU, into work space that the
+    first call of their width allocates and that stays: 40 bytes a number.
+    Errors:  ValueError for too many tokens and for shapes that kernels do not support
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -65,7 +64,6 @@ class CudaKernels:
         residual: Any = None,
         factor: float = 1.0,
     ) -> None:
-        """See `DeviceKernels`."""
         arguments = (
             np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
             np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual), np.float32(factor),
@@ -74,7 +72,6 @@ class CudaKernels:
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
 
     def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
-        """See `DeviceKernels`."""
         width, row_items = weight.shape[0], x.shape[1]
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
@@ -85,21 +82,19 @@ class CudaKernels:
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
 
     def softcap(self, x: Any, cap: float) -> None:
-        """See `DeviceKernels`."""
         arguments = self._at(x), np.int64(x.size), np.float32(cap)
         self._launcher.launch(_SOFTCAP, (ceil_div(x.size, THREADS), 1, 1), THREADS, arguments)
 
     def gemv(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
     ) -> None:
-        """See `DeviceKernels`."""
         num_tokens, num_rows = _checked_tokens(x), weights.num_rows
         if num_rows == 0:
             return
         vectors, at = self._vectors(weights, x), self._at(weights.data)
         is_vector = has_whole_pieces(weights.format, weights.width, at, vectors[0])
         tiles = product_tiles(num_tokens, is_vector)
-        entry = _entry("rows", "ROWS_TIMES_VECTORS", weights.format, is_vector, tiles.tokens)
+        entry = _entry("gemv", "GEMV", weights.format, is_vector, tiles.tokens)
         arguments = (
             at, np.int64(weights.row_bytes), np.int64(num_rows), np.int32(weights.width),
             self._at(bias), *vectors, np.int32(num_tokens), np.int32(tiles.num_tiles),
@@ -120,7 +115,6 @@ class CudaKernels:
         keys: Any,
         values: Any,
     ) -> None:
-        """See `DeviceKernels`."""
         head_dim = keys.shape[3]
         arguments = (
             self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
@@ -151,7 +145,6 @@ class CudaKernels:
         window: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        """See `DeviceKernels`."""
         head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
@@ -195,7 +188,7 @@ class CudaKernels:
         num_fired: Any,
         token_masks: Any = None,
     ) -> None:
-        """See `DeviceKernels`; token_masks (N,) uint32: bit t where wanted for token t."""
+        """`DeviceKernels.hot_ffn`; token_masks (N,) uint32: bit t where active for token t."""
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(
@@ -262,15 +255,12 @@ class CudaKernels:
     def attention_scratch_items(
         self, num_tokens: int, num_heads: int, head_dim: int, max_length: int
     ) -> int:
-        """See `DeviceKernels`."""
         return num_tokens * num_heads * ceil_div(max_length, SPLIT_POSITIONS) * (head_dim + 2)
 
     def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
-        """See `DeviceKernels`."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
-        """See `DeviceKernels`."""
         if first >= last:
             return
         at = self._at(weights.data) + np.uint64(first * weights.row_bytes)
@@ -280,11 +270,11 @@ class CudaKernels:
         self._launcher.launch(entry, (last - first, 1, 1), THREADS, arguments)
 
     def _at(self, array: Any) -> np.uint64:
-        """The address of an array; null for none, and for an empty one."""
+        """The address of an array; null for None and for an empty one."""
         return NULL if array is None or array.size == 0 else self._launcher.pointer(array)
 
     def _parts_of(self, scratch: Any, layout: FfnLayout) -> list[np.uint64]:
-        """Addresses of what `FfnLayout.offsets` lists."""
+        """Addresses of the parts of `FfnLayout.offsets`."""
         needed = layout.offsets[-1]
         if scratch.size < needed:
             raise ValueError(f"scratch has {scratch.size} items, the hot FFN needs {needed}")
@@ -294,21 +284,21 @@ class CudaKernels:
     def _vectors(
         self, weights: DeviceMatrix, x: Any
     ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-        """What products with `weights` take of x: itself, or values, scales and sums, made now."""
+        """Pointers of `Input`: x, and for quantized weights values, scales and sums."""
         if weights.format in ITEM_BYTES:
             return self._at(x), NULL, NULL, NULL
         num_tokens, width = x.shape
-        room = self._quantized.get(width)
-        if room is None:
-            room = self._launcher.empty_bytes(MAX_TOKENS * (width + width // _GROUP * 8))
-            self._quantized[width] = room
+        scratch = self._quantized.get(width)
+        if scratch is None:
+            scratch = self._launcher.empty_bytes(MAX_TOKENS * (width + width // QUANT_GROUP * 8))
+            self._quantized[width] = scratch
         scales = np.uint64(MAX_TOKENS * width)
-        sums = scales + np.uint64(MAX_TOKENS * (width // _GROUP) * 4)
-        at = self._at(room)
-        grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
+        sums = scales + np.uint64(MAX_TOKENS * (width // QUANT_GROUP) * 4)
+        at = self._at(scratch)
+        grid = (ceil_div(width // QUANT_GROUP, _WARPS), num_tokens, 1)
         arguments = self._at(x), np.int32(width), at, at + scales, at + sums
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
-        at = self._at(room)
+        at = self._at(scratch)
         return self._at(x), at, at + scales, at + sums
 
 

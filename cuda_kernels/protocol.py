@@ -1,4 +1,4 @@
-"""What a device's kernels are to the service: arrays in, work put on the current stream."""
+"""The interface of a device's kernels: arrays in, work put on the current stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ MAX_TOKENS = 32
 class DeviceKernels(Protocol):
     """What a device computes for a step of 1 <= T <= 32 tokens.
 
-    Every method only puts work on the stream that is current: it waits for nothing and allocates
-    nothing, so that it can be captured in a CUDA graph. The first call of each kind compiles its
-    kernel, so it must be made before a capture begins. Arrays are on the device, C-contiguous,
-    float32 where nothing else is said. What a token gets does not depend, to the last bit, on the
-    tokens beside it.
+    Every method only puts work on the current stream: it waits for nothing and allocates nothing,
+    so that it can be captured in a CUDA graph. The first call of each kind compiles its kernel, so
+    it must precede a capture. Arrays are on the device, C-contiguous, float32 where nothing else is
+    said. A token's results are bit-equal whatever its batch-mates.
     """
 
     def norm(
@@ -33,9 +32,9 @@ class DeviceKernels(Protocol):
         residual: Any = None,
         factor: float = 1.0,
     ) -> None:
-        """out[t] = RMSNorm or LayerNorm of x[t]; a norm without weights copies.
+        """out[t] = RMSNorm or LayerNorm of x[t]; x[t] itself without weights.
 
-        With `residual`, residual[t] + factor * that.
+        With `residual` out[t] = residual[t] + factor * norm.
         Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
                  bias (d,) or (0,)
         """
@@ -96,10 +95,9 @@ class DeviceKernels(Protocol):
     ) -> None:
         """Each token's heads attend to the positions up to its own, grouped-query.
 
-        With a window to the last `window` of them alone; with a softcap scores become
-        softcap * tanh(score / softcap).
-
-        No token stands at position `max_length` or beyond. scratch: `attention_scratch_items`.
+        With a window only to the last `window` of them; with a softcap scores become
+        softcap * tanh(score / softcap). Positions are below `max_length`. scratch:
+        `attention_scratch_items`.
         Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
         """
 
@@ -119,14 +117,14 @@ class DeviceKernels(Protocol):
         out: Any,
         num_fired: Any,
     ) -> None:
-        """The FFN of all neurons that lie on the device.
+        """The FFN of the hot neurons, those on the device.
 
         out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
 
-        function, thresholds: an `Activation` and `Thresholds` of numba_kernels; with drelu up's
-        factor is relu of itself. A neuron that fires for no token costs its gate row, and its up
-        row where the second threshold is not passed. num_fired is set to the number of those that
-        fire for any, and of those whose up row is read. scratch: `ffn_scratch_items`.
+        function, thresholds: `Activation` and `Thresholds` of numba_kernels; drelu applies relu to
+        both factors. A neuron whose gate passes for no token costs its gate row; one that only
+        fails the product threshold also costs its up row. num_fired is set to the number of neurons
+        that fire for any token, and of up rows read. scratch: `ffn_scratch_items`.
         Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
                  (d,) or (0,); down_norms (N,) or (0,); num_fired (2,) int32
         """

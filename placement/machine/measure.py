@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.placement.machine.busy import BusyWatch
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure_exchange import measure_exchange_us
