@@ -1,6 +1,6 @@
 """A device's kernels as functions of NumPy arrays: names and arguments of numba_kernels' wrappers.
 
-Arguments are checked as there, copied to the device, computed, and what comes out is copied back.
+Arguments are checked as there and copied to the device; results are copied back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 
 @dataclass(frozen=True)
 class DeviceCalls:
-    """The wrappers over one device: how arrays get there and back, and its kernels."""
+    """The wrappers over one device: its kernels, and copies to it and back."""
 
     kernels: Any  # DeviceKernels whose hot_ffn takes `token_masks` too
     to_device: Callable[[np.ndarray], Any]
@@ -128,13 +128,11 @@ class DeviceCalls:
             require(ids is not None and token_masks.shape == own.shape, "token_masks go with ids")
         if not len(x) or not own.size:
             return np.zeros((len(x), width), np.float32), own[:0]
-        wanted = None
-        if (
-            ids is not None
-        ):  # a device computes all neurons: those that are not listed, for no token
-            wanted = np.zeros(num_neurons, np.uint32)
-            wanted[own] = 0xFFFFFFFF if token_masks is None else token_masks
-        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, function, thresholds)
+        masks = None
+        if ids is not None:  # a device computes all neurons, those not listed for no token
+            masks = np.zeros(num_neurons, np.uint32)
+            masks[own] = 0xFFFFFFFF if token_masks is None else token_masks
+        out, is_fired = self._ffn((gate, up, down), biases, x, masks, function, thresholds)
         return out, own if thresholds == ALL_FIRE else own[is_fired[own]]
 
     def _ffn(
@@ -142,7 +140,7 @@ class DeviceCalls:
         matrices: tuple[np.ndarray, np.ndarray | None, np.ndarray],
         biases: list[np.ndarray],
         x: np.ndarray,
-        wanted: np.ndarray | None,
+        masks: np.ndarray | None,
         function: Activation,
         thresholds: Thresholds,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +152,7 @@ class DeviceCalls:
         self.kernels.hot_ffn(
             gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
             self.to_device(x), function, thresholds, self.to_device(biases[2]), scratch, out, count,
-            None if wanted is None else self.to_device(wanted),
+            None if masks is None else self.to_device(masks),
         )  # fmt: skip
         first = layout.offsets[1]
         flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)
