@@ -45,7 +45,7 @@ from hotcold.numba_kernels.storage.pending_gates import loaded_values, pending_v
 from hotcold.numba_kernels.storage.read_ahead import (
     adapt,
     next_layer_ahead,
-    note_begun,
+    note_started,
     score_ahead,
 )
 from hotcold.numba_kernels.storage.read_queue import (
@@ -76,11 +76,11 @@ def _begin(shard, first, last):
 def _cancel_ahead(shard):
     """Cancel reads ahead that have not started, before the layer's own lookups."""
     cancel_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
-    note_begun(shard.ahead, shard.gates, shard.up_downs)
+    note_started(shard.ahead, shard.gates, shard.up_downs)
 
 
 @njit(nogil=True, cache=True)
-def _request_up_down(shard, first, scratch, num_threads):
+def _submit_up_downs(shard, first, scratch, num_threads):
     """Submit reads of all fired neurons' up and down rows; called by one thread alone."""
     if has_all(shard.gates):
         _cancel_ahead(shard)
@@ -231,7 +231,7 @@ def offloaded_layer_ffn(
     barrier_wait(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
-        _request_up_down(shard, first, scratch, num_threads)
+        _submit_up_downs(shard, first, scratch, num_threads)
         adapt(shard.ahead, layer, shard.gates, shard.up_downs)
     if following >= 0:
         rescore_ahead(shard, following, thread, num_threads, vectors, function, num_tokens)

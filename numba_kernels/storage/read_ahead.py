@@ -133,7 +133,7 @@ def likeliest(ahead, layer, first, gates, up_downs):
 
 
 @njit(nogil=True, cache=True)
-def note_begun(ahead, gates, up_downs):
+def note_started(ahead, gates, up_downs):
     """Keep the submitted rows whose reads were not cancelled."""
     kept = 0
     for i in range(ahead.state[1]):
