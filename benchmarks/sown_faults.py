@@ -677,7 +677,7 @@ _NUMBA_KERNELS = [
         "rows-of-blocks-are-added-up",
         "numba_kernels", "formats", _CHECK,
         "return self.bits in (4, 8) and not self.in_blocks", "return self.bits in (4, 8)",
-        ("test_rows_that_are_not_made_for_sums_are_refused",),
+        ("test_rows_that_kernels_cannot_add_up",),
     ),
     Fault(
         "what-adds-little-stays",

@@ -61,17 +61,6 @@ def optional_floats(name: str, array: np.ndarray | None, length: int) -> np.ndar
     return float_array(name, array, (length,))
 
 
-def row_ids(name: str, ids: np.ndarray, limit: int) -> np.ndarray:
-    """int32 indices, each within 0..limit-1."""
-    require(ids.ndim == 1, f"{name} must have 1 dimension, not {ids.ndim}")
-    require(ids.dtype == np.int32, f"{name} must be int32, not {ids.dtype}")
-    if ids.size:
-        require(
-            int(ids.min()) >= 0 and int(ids.max()) < limit, f"{name} must lie in 0..{limit - 1}"
-        )
-    return np.ascontiguousarray(ids)
-
-
 def read_only(array: np.ndarray) -> np.ndarray:
     """A view that is not writeable, which is another type to Numba."""
     view = array.view()

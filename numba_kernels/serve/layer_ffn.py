@@ -5,21 +5,11 @@ that computes it, so gates are shared by work stealing. Sums depend on their ord
 its own neurons, and the threads' sums are added in order.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.checks import (
-    float_array,
-    optional_floats,
-    read_only,
-    require,
-    row_ids,
-    weight_rows,
-)
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
@@ -29,8 +19,6 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     thread_lists,
 )
 from hotcold.numba_kernels.decode.ffn import (
-    NO_IDS,
-    NO_MASKS,
     by_neuron,
     gate_values_kernel,
     keep_fired_kernel,
@@ -42,9 +30,8 @@ from hotcold.numba_kernels.decode.vectors import (
     empty_vectors,
     quantize_activations,
 )
-from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, barrier_wait
+from hotcold.numba_kernels.formats import CHUNK, whole_chunks
+from hotcold.numba_kernels.serve.mailbox import barrier_wait
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 MAX_TOKENS = 32  # of a request: bits of a mask
@@ -172,11 +159,18 @@ def layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, arrays,
     scratch, function, out,
 ):  # fmt: skip
-    """out = the layer's FFN of x (T, d): this thread's part; checks nothing.
+    """A layer's FFN: this thread's part; checks nothing.
 
-    Over the neurons in `ids`, ascending, if `is_listed`, else over all. Where there are token_masks
-    neuron ids[i] is silent for each token t whose bit token_masks[i] lacks. `thresholds` decide
-    which neurons fire; those of thread t are in scratch.fired_ids[t, : scratch.counts[t]].
+    out[t] = down_bias + sum over n of
+        fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
+    Over the neurons n in `ids`, ascending, if `is_listed`, else over all. Where there are
+    token_masks neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
+    `thresholds` decide which neurons fire; those of thread t are in
+    scratch.fired_ids[t, : scratch.counts[t]].
+    Shapes:  x, out (T, d), T <= 32; ids (A,); cells of `SharedBuffers`
+    Dtypes:  x, out float32; ids int32; token_masks uint32; up as gate, down `is_summed`
+    Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
+    Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
 
     All of a service's threads call it. They share the gates by work stealing. After a barrier each
     adds its own candidates that fired to its own sums; after another each adds up one range of
@@ -238,93 +232,3 @@ def add_up(thread, num_threads, down, out, sums, down_bias):
             for i in range(total.shape[0]):
                 total[i] += part[i]
         add_in_order(down, sums[0, t], out[t], begin, end)
-
-
-def sparse_ffn(
-    gate: np.ndarray,
-    up: np.ndarray | None,
-    down: np.ndarray,
-    x: np.ndarray,
-    ids: np.ndarray | None = None,
-    token_masks: np.ndarray | None = None,
-    *,
-    gate_bias: np.ndarray | None = None,
-    up_bias: np.ndarray | None = None,
-    activation_fn: str = "relu",
-    threshold: float = 0.0,
-    skip_silent: bool = True,
-    thresholds: Thresholds | None = None,
-    down_norms: np.ndarray | None = None,
-    num_threads: int = 1,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
-
-    With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
-    `thresholds` decide which neurons fire; without them those that are not zero, or with
-    `skip_silent` False all.
-
-    out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
-    drelu: relu of both factors; `threshold` is fatrelu's
-    Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
-             ids (A,); out (T, d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS,
-             gate and up alike, down `is_summed`; ids int32, unique, ascending for more than one
-             thread; token_masks (A,) uint32; biases, x, out float32; strided weights are copied
-    Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
-    Errors:  ValueError on any mismatch
-    Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
-    """
-    gate = weight_rows("gate", gate)
-    num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
-    up = gate[:0] if up is None else weight_rows("up", up, width)
-    down = weight_rows("down", down, width)
-    require(up.shape[0] in (0, num_neurons), f"up must have {num_neurons} rows")
-    require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
-    require(gate.dtype == up.dtype, "gate and up must have one dtype")
-    summed = down.dtype not in ROW_FORMATS or ROW_FORMATS[down.dtype].is_summed
-    require(summed, f"down rows are added up, which kernels cannot do for {down.dtype}")
-    gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
-    x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-    require(
-        x.shape[0] <= MAX_TOKENS,
-        f"x has {x.shape[0]} rows; at most {MAX_TOKENS} tokens are computed at once",
-    )
-    arrays = FfnArrays(
-        offsets=np.array([0, num_neurons]),
-        gate=gate,
-        up=up,
-        down=down,
-        gate_bias=optional_floats("gate_bias", gate_bias, num_neurons),
-        up_bias=optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0),
-        down_bias=np.empty((1, 0), np.float32),
-        down_norms=optional_floats("down_norms", down_norms, num_neurons),
-    )
-    function = activation(activation_fn, threshold)
-    if thresholds is None:
-        thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
-    out = np.zeros((x.shape[0], width), np.float32)
-    candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
-    masks = NO_MASKS if token_masks is None else np.ascontiguousarray(token_masks)
-    require(masks.dtype == np.uint32, f"token_masks must be uint32, not {masks.dtype}")
-    if token_masks is not None:
-        require(ids is not None and masks.shape == candidates.shape, "token_masks go with ids")
-    if x.shape[0] == 0:
-        return out, NO_IDS
-    # Read-only as in services, so that the same specialisations are compiled.
-    candidates, masks = read_only(candidates), read_only(masks)
-    scratch = new_scratch(num_threads, x.shape[0], max(num_neurons, candidates.size), width)
-    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
-
-    def run(thread: int) -> None:
-        layer_ffn(
-            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, thresholds, x,
-            arrays, scratch, function, out,
-        )  # fmt: skip
-
-    if num_threads == 1:
-        run(0)
-    else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(run, range(num_threads)))
-    fired = [scratch.fired_ids[t, : scratch.counts[t]] for t in range(num_threads)]
-    return out, np.concatenate(fired)
