@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
-from hotcold.cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
+from hotcold.cuda_kernels.kernels import (
+    DRELU,
+    FATRELU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SILU,
+    CudaKernels,
+)
 
 _SMI_S = 20.0
 # Constants of cublas_api.h, which CuPy does not export.
@@ -59,7 +68,7 @@ class CupyDevice:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = cupy.cuda.Stream(non_blocking=True)
             self._blas = self._open_blas()
-            self.kernels = self._kernels()
+            self.kernels = CudaKernels()
         except Exception as problem:  # CuPy's and CUDA's errors have no common base
             raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
         self._pool = cupy.get_default_memory_pool()
@@ -69,11 +78,6 @@ class CupyDevice:
         from cupy.cuda import cublas
 
         return cublas.create()
-
-    def _kernels(self) -> Any:
-        from hotcold.cuda_kernels.kernels import CudaKernels
-
-        return CudaKernels()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The kernels of csrc/ as methods of one launch or a few; `DeviceKernels` documents them."""
+"""The kernels of csrc/ as methods, each one launch or a few."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
-from hotcold.cuda_kernels.protocol import LAYER_NORM, MAX_TOKENS, RMS_NORM, DeviceKernels
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -27,8 +26,10 @@ from hotcold.cuda_kernels.sizes import (
 )
 from hotcold.cuda_kernels.source import Entry
 
-__all__ = ["LAYER_NORM", "MAX_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
-
+RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
+# as in numba_kernels.checks
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
+MAX_TOKENS = 32
 _NORM_THREADS = 512
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
@@ -41,10 +42,13 @@ _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 
 
 class CudaKernels:
-    """`DeviceKernels` on the current device; only one stream may use an instance at a time.
+    """The kernels of the current device for a step of 1 <= T <= 32 tokens.
 
-    For quantized rows activations are quantized first, as on the CPU, into work space that the
-    first call of their width allocates and that stays: 40 bytes a number.
+    Every method only puts work on the current stream: it waits for nothing and allocates nothing,
+    so that it can be captured in a CUDA graph. The first call of each kind compiles its kernel and
+    may allocate work space (quantized activations, 40 bytes a number), so it must precede a
+    capture. Only one stream may use an instance at a time. Arrays are on the device, C-contiguous,
+    float32 where nothing else is said. A token's results are bit-equal whatever its batch-mates.
     Errors:  ValueError for too many tokens and for shapes that kernels do not support
     """
 
@@ -64,6 +68,12 @@ class CudaKernels:
         residual: Any = None,
         factor: float = 1.0,
     ) -> None:
+        """out[t] = RMSNorm or LayerNorm of x[t]; x[t] itself without weights.
+
+        With `residual` out[t] = residual[t] + factor * norm.
+        Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
+                 bias (d,) or (0,)
+        """
         arguments = (
             np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
             np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual), np.float32(factor),
@@ -72,6 +82,10 @@ class CudaKernels:
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
 
     def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
+        """RMSNorm, in place, of each `size` numbers of x[t, first:last].
+
+        Shapes:  x (T, d), weight (size,), last - first a multiple of size
+        """
         width, row_items = weight.shape[0], x.shape[1]
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
@@ -82,12 +96,17 @@ class CudaKernels:
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
 
     def softcap(self, x: Any, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place."""
         arguments = self._at(x), np.int64(x.size), np.float32(cap)
         self._launcher.launch(_SOFTCAP, (ceil_div(x.size, THREADS), 1, 1), THREADS, arguments)
 
     def gemv(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
     ) -> None:
+        """out[t, n] = weights[n] . x[t] + bias[n] [+ residual[t, n]].
+
+        Shapes:  weights (N, d), bias (N,) or (0,), x (T, d); out, residual (T, N), may be one array
+        """
         num_tokens, num_rows = _checked_tokens(x), weights.num_rows
         if num_rows == 0:
             return
@@ -115,6 +134,13 @@ class CudaKernels:
         keys: Any,
         values: Any,
     ) -> None:
+        """Rotate query and key heads in place, write keys and values of this layer to the cache.
+
+        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, half), or (0, 2, 0) for none: 2 * half
+                 items of a head are rotated;
+                 positions, slots (T,); page_tables (slots, pages); keys, values (M, KV, 64, dim)
+        Dtypes:  positions, slots, page_tables int32; keys, values float32 or uint16 (float16 bits)
+        """
         head_dim = keys.shape[3]
         arguments = (
             self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
@@ -145,6 +171,13 @@ class CudaKernels:
         window: int = 0,
         softcap: float = 0.0,
     ) -> None:
+        """Each token's heads attend to the positions up to its own, grouped-query.
+
+        With a window only to the last `window` of them; with a softcap scores become
+        softcap * tanh(score / softcap). Positions are below `max_length`. scratch:
+        `attention_scratch_items`.
+        Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
+        """
         head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
@@ -188,7 +221,18 @@ class CudaKernels:
         num_fired: Any,
         token_masks: Any = None,
     ) -> None:
-        """`DeviceKernels.hot_ffn`; token_masks (N,) uint32: bit t where active for token t."""
+        """The FFN of the hot neurons, those on the device.
+
+        out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
+
+        function, thresholds: `Activation` and `Thresholds` of numba_kernels; drelu applies relu to
+        both factors. A neuron whose gate passes for no token costs its gate row; one that only
+        fails the product threshold also costs its up row. num_fired is set to the number of neurons
+        that fire for any token, and of up rows read. token_masks (N,) uint32: bit t where a neuron
+        is active for token t, None for all. scratch: `ffn_scratch_items`.
+        Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
+                 (d,) or (0,); down_norms (N,) or (0,); num_fired (2,) int32
+        """
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(
@@ -255,12 +299,15 @@ class CudaKernels:
     def attention_scratch_items(
         self, num_tokens: int, num_heads: int, head_dim: int, max_length: int
     ) -> int:
+        """float32 items that `decode_attention` needs as scratch."""
         return num_tokens * num_heads * ceil_div(max_length, SPLIT_POSITIONS) * (head_dim + 2)
 
     def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
+        """float32 items that `hot_ffn` needs as scratch."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
+        """out (n, d) uint16 = rows first..last-1 as float16 bits; infinite where beyond float16."""
         if first >= last:
             return
         at = self._at(weights.data) + np.uint64(first * weights.row_bytes)

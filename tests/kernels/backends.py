@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from hotcold.cuda_kernels.device import list_gpus
-from hotcold.cuda_kernels.kernels import CudaKernels, DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.numba_kernels.decode.attention import rope_table
 from hotcold.numba_kernels.decode.rows import gemv
@@ -61,7 +61,7 @@ def emulated_library() -> Path:
 
 def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
     """CUDA's kernels on the CPU."""
-    kernels: DeviceKernels = CudaKernels(EmulatedLauncher(library, is_reversed))
+    kernels = CudaKernels(EmulatedLauncher(library, is_reversed))
     return DeviceCalls(kernels, aligned, np.array)
 
 
