@@ -8,7 +8,6 @@ from numba.core import types
 from numba.extending import overload
 from numpy.typing import DTypeLike
 
-from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LINE_BYTES
@@ -52,16 +51,6 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-@njit(nogil=True, cache=True)
-def quantize_vectors(weights, x, into):
-    """into[t] = x[t] quantized for rows like `weights`, for all tokens; no checks.
-
-    x (T, d) float32, rows contiguous
-    """
-    for t in range(x.shape[0]):
-        quantize_vector(weights, x, t, into)
-
-
 def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     """x (T, d) float32 as dot products with `weights` take it; for compiled code.
 
@@ -79,7 +68,8 @@ def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyp
 
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
         own = QuantizedVectors(scratch.values[thread], scratch.scales[thread], scratch.sums[thread])
-        quantize_vectors(weights, x, own)
+        for t in range(x.shape[0]):
+            quantize_vector(weights, x, t, own)
         return own
 
     return quantized

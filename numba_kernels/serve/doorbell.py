@@ -176,16 +176,14 @@ def now_ns(typingctx):
 @njit(nogil=True, cache=True)
 def wake(cells, cell):
     """Wake all threads asleep on the cell's doorbell, which an atomic operation has changed."""
-    index = cell * INTS_A_CELL
-    # A thread that is not counted yet will see the change and not sleep: both are seq_cst.
-    if atomic_load(cells, index + SLEEPERS):
-        _futex_wake(cells, index, _ALL)
+    wake_some(cells, cell, _ALL)
 
 
 @njit(nogil=True, cache=True)
 def wake_some(cells, cell, count):
     """`wake` of at most `count` threads."""
     index = cell * INTS_A_CELL
+    # A thread that is not counted yet will see the change and not sleep: both are seq_cst.
     if atomic_load(cells, index + SLEEPERS):
         _futex_wake(cells, index, np.int64(count))
 

@@ -150,22 +150,6 @@ def help_predict(thread, num_threads, service, seen, buffers, predictors, work):
 
 
 @njit(nogil=True, cache=True)
-def lead_predict(num_threads, buffers, predictors, work):
-    """Compute the task as thread 0 and return when all of it is done.
-
-    Helpers that have not started by then are not awaited.
-    """
-    _score_task(0, num_threads, buffers, predictors, work)
-    close_task(work)
-
-
-@njit(nogil=True, cache=True)
-def open_task(work):
-    """Let helpers start the written task, which was closed."""
-    atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(work.task[NUMBER]))
-
-
-@njit(nogil=True, cache=True)
 def close_task(work):
     """Let no helper start any more, wait for those at work, and reset the counters."""
     atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(0))
@@ -195,7 +179,7 @@ def write_task(team, layer, num_tokens, input_code, number):
     if has_predictor(team.predictors, layer):
         task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, input_code
         task[NUMBER] = number
-        open_task(team.work)
+        atomic_store(team.work.doors, OPEN * INTS_A_CELL, np.int32(number))
 
 
 @njit(nogil=True, cache=True)
@@ -209,7 +193,8 @@ def score_task(team, layer, num_tokens, buffers, service):
     is_written = task[NUMBER] == answered and task[NUMBER] != 0
     if not is_written or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
         return False
-    lead_predict(team.num_threads, buffers, team.predictors, team.work)
+    _score_task(0, team.num_threads, buffers, team.predictors, team.work)
+    close_task(team.work)  # helpers that have not started are not awaited
     task[NUMBER] = 0
     return True
 
