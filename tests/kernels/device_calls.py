@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, CudaKernels
+from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
@@ -33,7 +33,7 @@ _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 class DeviceCalls:
     """One device's kernels, and copies to it and back."""
 
-    kernels: CudaKernels
+    kernels: Any  # CudaKernels
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
 
