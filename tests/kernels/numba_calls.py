@@ -106,8 +106,11 @@ def sparse_ffn(
             arrays, scratch, function, out,
         )  # fmt: skip
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(run, range(num_threads)))
+    if num_threads == 1:
+        run(0)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(run, range(num_threads)))
     fired = [scratch.fired_ids[t, : scratch.counts[t]] for t in range(num_threads)]
     return out, np.concatenate(fired)
 
