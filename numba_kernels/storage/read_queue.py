@@ -25,10 +25,8 @@ from hotcold.numba_kernels.serve.doorbell import (
 from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronReads, cut_spans, read_span
 
 NOW, NUM_BATCHES = 0, 3  # batch NOW is needed now; the others are read ahead, in turn
-_TAKEN, _SUBMITTED, _STOP, _COMPLETED, _WAITING, _PENDING = range(
-    6
-)  # cells; _LEFT one for each batch
-_NUM_CELLS = _PENDING + NUM_BATCHES
+_TAKEN, _SUBMITTED, _STOP, _COMPLETED, _WAITING, _PENDING = range(6)  # cells
+_NUM_CELLS = _PENDING + NUM_BATCHES  # the last for each batch
 _IDLE_NS = 3_600_000_000_000
 _POLL_NS = 100_000_000
 _SPINS = 100
