@@ -108,13 +108,9 @@ def look_up(slots, first, ids, count, places, missing):
     Counts a use of each. places[i] = the slot of neuron i if it is loaded or its read is pending;
     missing[:n] are the others' indices i. Returns n.
     """
-    slot_of, loaded, requested, weights = (
-        slots.slot_of,
-        slots.loaded,
-        slots.requested,
-        slots.weights,
-    )
-    used, slot_weights, state = slots.used, slots.slot_weights, slots.state
+    slot_of, loaded, requested = slots.slot_of, slots.loaded, slots.requested
+    weights, used, slot_weights = slots.weights, slots.used, slots.slot_weights
+    state = slots.state
     epoch, more = state[EPOCH], np.float32(DECAY * slots.weight[0])
     num_missing, num_pending, is_listed = 0, 0, ids.shape[0] > 0
     for i in range(count):
