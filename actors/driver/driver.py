@@ -56,7 +56,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.layer_loop import GPU
+from hotcold.numba_kernels.serve.layer_loop import ATTENTION_SERVICE
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
@@ -373,7 +373,7 @@ class Driver:
         """Let several cores predict, where there are doorbells for them to wait at."""
         if predictor is not None and exchange.next_number:
             num_threads, num_tokens = self._system.num_threads, self.engine.kernel_tokens
-            predictor.use_threads(exchange.buffers, GPU, num_threads, num_tokens)
+            predictor.use_threads(exchange.buffers, ATTENTION_SERVICE, num_threads, num_tokens)
 
 
 def _load_predictor(

@@ -22,7 +22,7 @@ from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.serve import layer_loop
 from hotcold.numba_kernels.serve.layer_loop import (
-    GPU,
+    ATTENTION_SERVICE,
     LayerFacts,
     begin_layers,
     new_layer_state,
@@ -239,7 +239,7 @@ class Engine:
         buffers = self.exchange.buffers
         if num_logits == 0:
             return buffers.logits[:0]
-        request = buffers.requests[GPU]
+        request = buffers.requests[ATTENTION_SERVICE]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
         self.times.add("head", self.exchange.request([GPU]), buffers.replies[GPU, BUSY_NS])
@@ -261,7 +261,10 @@ class Engine:
             return
         self._upload_ffn(layer, num_tokens)
         self.times.count_neurons(*[self.config.ffn_size] * 3)
-        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = GPU, GPU + 1
+        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = (
+            ATTENTION_SERVICE,
+            ATTENTION_SERVICE + 1,
+        )
 
     def _request_ffn(self, num_gates: int) -> tuple[int, int]:
         """Send `_requested` their requests; returns num_computed, num_up of their replies."""

@@ -19,7 +19,7 @@ from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
 from hotcold.numba_kernels.formats import ROW_FORMATS
-from hotcold.numba_kernels.storage.depths import RING_DEPTH
+from hotcold.numba_kernels.storage import RING_DEPTH
 from hotcold.placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead

@@ -15,8 +15,7 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
-from hotcold.numba_kernels.measure.parts import dense_part, sparse_part
-from hotcold.numba_kernels.measure.plain_reads import read_listed, read_row
+from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE

@@ -108,7 +108,7 @@ def _disk(path: Path) -> dict[str, list[float]]:
     from rich.markup import escape
     from rich.progress import BarColumn, TextColumn
 
-    from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+    from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
     from hotcold.numba_kernels.storage.io_ring import has_rings
     from hotcold.placement.machine.measure_disk import measure_disk
 

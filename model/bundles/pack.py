@@ -22,7 +22,7 @@ from hotcold.model.files.whole_file import sync_folder
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
 _WRITTEN_BYTES = 16 << 20  # at once
@@ -151,7 +151,7 @@ def _write_layers(
             for first in range(0, geometry.num_neurons, rows):
                 last = min(first + rows, geometry.num_neurons)
                 bundles = _bundles(geometry, weights, first, last)
-                bundle_sums(bundles, geometry.gate_bytes, sums[first:last])
+                bundle_checksums(bundles, geometry.gate_bytes, sums[first:last])
                 _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
                 written += bundles.nbytes
                 on_bytes(written, total)

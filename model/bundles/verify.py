@@ -11,7 +11,7 @@ from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
 _READ_BYTES = 16 << 20
 _NORM_ERROR = 1e-5  # of a CPU that rounds otherwise
@@ -36,7 +36,7 @@ def damaged_bundles(
                 begin += first * geometry.bundle_bytes
                 _fill(stream.fileno(), bundles, begin)
                 sums = np.empty((last - first, 2), np.uint32)
-                bundle_sums(bundles, geometry.gate_bytes, sums)
+                bundle_checksums(bundles, geometry.gate_bytes, sums)
                 wrong = (sums != file.sums[layer, first:last]).any(axis=1)
                 norms = row_lengths(_down_rows(geometry, bundles))
                 wrong |= ~np.isclose(norms, file.norms[layer, first:last], _NORM_ERROR, 0)

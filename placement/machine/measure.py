@@ -9,7 +9,6 @@ from datetime import date
 from pathlib import Path
 from time import perf_counter
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure_exchange import measure_exchange_us

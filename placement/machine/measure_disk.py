@@ -12,8 +12,8 @@ import numpy as np
 
 from hotcold.model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
-from hotcold.numba_kernels.storage.disk_reads import read_places, read_places_by_ring
+from hotcold.numba_kernels.measure import read_places, read_places_by_ring
+from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,

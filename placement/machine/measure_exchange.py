@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.measure.exchange import NOT_ANSWERED, ask_in_turn, work_until_stopped
+from hotcold.numba_kernels.measure import NOT_ANSWERED, ask_in_turn, work_until_stopped
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,

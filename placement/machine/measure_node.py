@@ -18,7 +18,7 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.measure.passes import gather_passes, read_passes, rows_passes
+from hotcold.numba_kernels.measure import gather_passes, read_passes, rows_passes
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE

@@ -15,7 +15,7 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.vectors import empty_vectors
 from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
-from hotcold.numba_kernels.measure.gates import gates_of, lowrank_of, signs_of
+from hotcold.numba_kernels.measure import gates_of, lowrank_of, signs_of
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.sign import SignLayer
 

@@ -50,7 +50,7 @@ from hotcold.numba_kernels.serve.predict_team import bit_rows
 from hotcold.numba_kernels.storage import io_ring
 from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
 from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
-from hotcold.numba_kernels.storage.read_queue import NOW, num_left
+from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors, write_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
@@ -314,7 +314,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
         found = pool.submit(stored.logits, "exact", IDS[:2], [1])
         service = stored.services[1]
         assert isinstance(service, OffloadedCpuService)
-        while not num_left(service.store.stored.queue, NOW):
+        while not num_pending(service.store.stored.queue, NOW):
             time.sleep(0.001)
         assert not found.done()
         begin[0]()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.cli import main
 from hotcold.jobs.support.doctor_checks import check_measured
 from hotcold.placement.machine.description import CpuNode, Machine, read_machine

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu, list_gpus
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.support.doctor_checks import Finding, check_machine, check_model
 from hotcold.model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
 from hotcold.placement.machine.measure_node import measure_read_bandwidth

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.numba_kernels.decode.activations import Activation
 
 
@@ -21,7 +21,7 @@ class Device(Protocol):
     """One GPU, used by one thread of the service."""
 
     name: str
-    kernels: DeviceKernels
+    kernels: CudaKernels
     xp: Any  # NumPy's functions for arrays on the device
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -15,7 +15,7 @@ from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.model import CudaModel, Norms
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -36,7 +36,7 @@ def whole_length(length: int, most: int) -> int:
 
 
 def norm_queries_and_keys(
-    kernels: DeviceKernels, shape: AttentionShape, norms: Norms, qkv: Any
+    kernels: CudaKernels, shape: AttentionShape, norms: Norms, qkv: Any
 ) -> None:
     """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
     queries = shape.num_heads * shape.head_dim

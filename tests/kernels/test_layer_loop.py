@@ -1,4 +1,4 @@
-"""The driver's way through the layers, beside services whose answers are plain arithmetic."""
+"""The layer loop, with services that compute plain arithmetic."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 
 LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
 LONG = 120_000_000_000
-NUM_HOT = np.array([0, 4, 0])  # the GPU service holds neurons of layer 1
+NUM_HOT = np.array([0, 4, 0])  # the attention service holds neurons of layer 1
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
 
 
-def new_wires() -> SharedBuffers:
+def new_buffers() -> SharedBuffers:
     layout = ArenaLayout(SERVICES, TOKENS, WIDTH, 30, 4, 1, 1, 1)
     return layout.buffers(layout.new_arena())
 
@@ -67,8 +67,8 @@ class Model:
     """Services that scale: layer l's attention by attention[l], service s's FFN by ffn[s, l]."""
 
     norm: bool = False
-    buffers: SharedBuffers = field(default_factory=new_wires)
-    asked: list[tuple[int, int, int]] = field(default_factory=list)  # service, operation, layer
+    buffers: SharedBuffers = field(default_factory=new_buffers)
+    sent: list[tuple[int, int, int]] = field(default_factory=list)  # service, operation, layer
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(3)
@@ -87,18 +87,15 @@ class Model:
         self.buffers.hidden[:] = self.first
         begin_layers(self.layer_state, range(LAYERS), TOKENS, predicts, own_ffn)
 
-    def go_on(self, request_state: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
+    def run(self, request_state: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
         return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, team))
 
     def answer(self, service: int) -> None:
-        """What a service does, by its request words."""
-        buffers, request, reply = (
-            self.buffers,
-            self.buffers.requests[service],
-            self.buffers.replies[service],
-        )
+        """Reply as a service does, by its request words."""
+        buffers = self.buffers
+        request, reply = buffers.requests[service], buffers.replies[service]
         operation, layer = int(request[OPERATION]), int(request[LAYER])
-        self.asked.append((service, operation, layer))
+        self.sent.append((service, operation, layer))
         assert request[NUM_TOKENS] == TOKENS
         assert decode_thresholds(request) == THRESHOLDS[layer]
         if operation == ATTENTION:
@@ -109,7 +106,7 @@ class Model:
             reply[NUM_COMPUTED], reply[NUM_UP] = 10 + service, 20 + service
         reply[BUSY_NS] = (1000, 3000, 2000)[service]
 
-    def answer_asked(self) -> None:
+    def answer_all(self) -> None:
         services = range(self.layer_state[layer_loop.FIRST], self.layer_state[layer_loop.END])
         for service in services:
             self.answer(service)
@@ -135,7 +132,7 @@ class Model:
 
 @contextmanager
 def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
-    """Threads that answer questions that come by doorbells."""
+    """Threads that serve requests by doorbells."""
     buffers = model.buffers
 
     def serve(service: int) -> None:
@@ -166,16 +163,16 @@ LAYER_1 = [(0, ATTENTION, 1), (0, FFN, 1), (1, FFN, 1), (2, FFN, 1)]  # which ha
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_python_is_told_whom_to_ask(norm: bool) -> None:
+def test_python_sends_the_requests(norm: bool) -> None:
     model = Model(norm)
     model.begin()
-    while reason := model.go_on(NO_DOORBELLS):
+    while reason := model.run(NO_DOORBELLS):
         assert reason == layer_loop.ASK
-        model.answer_asked()
+        model.answer_all()
     rtol = 1e-5 if norm else 0
     np.testing.assert_allclose(model.buffers.hidden, model.expected(), rtol)
     plain = [[(0, ATTENTION, at), (1, FFN, at), (2, FFN, at)] for at in (0, 2)]
-    assert model.asked == [*plain[0], *LAYER_1, *plain[1]]
+    assert model.sent == [*plain[0], *LAYER_1, *plain[1]]
     layer_state = model.layer_state
     assert layer_state[layer_loop.ATTENTION_BUSY_NS] == LAYERS * 1000
     assert layer_state[layer_loop.FFN_BUSY_NS] == LAYERS * 3000
@@ -189,9 +186,9 @@ def test_python_is_told_whom_to_ask(norm: bool) -> None:
     assert layer_state[layer_loop.SUM_GATES] == LAYERS * 30
 
 
-@pytest.mark.parametrize("patience_ns", [LONG, 0])
+@pytest.mark.parametrize("timeout_ns", [LONG, 0])
 def test_by_doorbells_the_same(timeout_ns: int) -> None:
-    """Without patience the walk comes back while services still work, and goes on later."""
+    """With a timeout of 0 the loop yields to Python while services still work, and resumes."""
     model, lock = Model(), threading.Lock()
     cells, request_state = model.buffers.cells, new_request_state(2**31 - 4, timeout_ns)
 
@@ -201,7 +198,7 @@ def test_by_doorbells_the_same(timeout_ns: int) -> None:
 
     with serving(model, answer):
         model.begin()
-        while reason := model.go_on(request_state):
+        while reason := model.run(request_state):
             assert reason == layer_loop.RESUME and not timeout_ns
             services = np.arange(
                 model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END]
@@ -210,36 +207,36 @@ def test_by_doorbells_the_same(timeout_ns: int) -> None:
             await_all(cells, services, request_state[NUM_DONE], request_state[NUMBER], LONG)
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
     assert model.layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
-    assert sorted(model.asked[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
+    assert sorted(model.sent[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
     assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
 
 
-def test_a_service_that_failed_is_told_at_once() -> None:
+def test_a_failed_service_is_reported_at_once() -> None:
     model = Model()
 
     def answer(service: int) -> None:
         model.answer(service)
-        if model.asked[-1] == (2, FFN, 1):
+        if model.sent[-1] == (2, FFN, 1):
             model.buffers.replies[service, STATUS] = FAILED
 
     with serving(model, answer):
         model.begin()
         request_state = new_request_state(2, LONG)
-        assert model.go_on(request_state) == layer_loop.RESUME
+        assert model.run(request_state) == layer_loop.RESUME
         assert request_state[NUM_DONE] == SERVICES
         assert model.layer_state[layer_loop.AT_LAYER] == 1
         model.buffers.replies[:, STATUS] = 0
-        assert model.go_on(request_state) == layer_loop.DONE
+        assert model.run(request_state) == layer_loop.DONE
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
 
 
-def test_a_predictor_is_asked_before_and_after_attention() -> None:
+def test_the_loop_yields_to_a_predictor_before_and_after_attention() -> None:
     model, reasons = Model(), []
     model.begin(predicts=layer_loop.IN_PYTHON)
-    while reason := model.go_on(NO_DOORBELLS):
+    while reason := model.run(NO_DOORBELLS):
         reasons.append(reason)
         if reason == layer_loop.ASK:
-            model.answer_asked()
+            model.answer_all()
         elif reason == layer_loop.CHOOSE:
             requests = model.buffers.requests[1:]
             assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
@@ -251,13 +248,13 @@ def test_a_predictor_is_asked_before_and_after_attention() -> None:
 
 
 def test_python_may_compute_the_ffn() -> None:
-    """Then it may say whose partial outputs are the sum, and counts by itself."""
+    """It also sets the services whose partial outputs are added, and counts by itself."""
     model, num_layers = Model(), 0
     model.begin(own_ffn=True)
-    while reason := model.go_on(NO_DOORBELLS):
+    while reason := model.run(NO_DOORBELLS):
         if reason == layer_loop.ASK:
             assert model.layer_state[layer_loop.END] == 1
-            model.answer_asked()
+            model.answer_all()
             continue
         assert reason == layer_loop.COMPUTE
         num_layers += 1
@@ -273,14 +270,14 @@ def test_python_may_compute_the_ffn() -> None:
 
 
 @pytest.mark.parametrize("name", ["ffn_input", "partials"])
-def test_what_is_not_finite_stops_the_walk(name: str) -> None:
+def test_what_is_not_finite_stops_the_loop(name: str) -> None:
     model = Model()
     model.begin()
-    while (reason := model.go_on(NO_DOORBELLS)) == layer_loop.ASK:
-        model.answer_asked()
-        if model.asked[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
+    while (reason := model.run(NO_DOORBELLS)) == layer_loop.ASK:
+        model.answer_all()
+        if model.sent[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
             getattr(model.buffers, name)[..., 1, 7] = np.nan
-        if name == "ffn_input":  # a gate that is NaN fires for nobody, so it shows nowhere else
+        if name == "ffn_input":  # a NaN gate does not fire, so it shows nowhere else
             np.nan_to_num(model.buffers.partials, copy=False)
     assert reason == layer_loop.NOT_FINITE
     assert model.layer_state[layer_loop.AT_LAYER] == 1

@@ -1,12 +1,12 @@
-// Products of a few rows with a few vectors by one warp: lanes lie along the columns.
+// Dot products of a few rows with a few vectors by one warp: lanes lie along the columns.
 //
-// Each product is added up in one order, whatever rows and vectors are computed beside it: a lane
+// Each is added up in the same order, whatever rows and vectors are computed beside it: a lane
 // takes its pieces in turn, then lanes are summed in a tree.
 #pragma once
 #include "formats.cuh"
 
-// The vectors of a step: x (T, width); for quantized rows instead values (T, width) int8 in the
-// order of rows, scales (T, width / 32) and the sums of groups, as quantize.cu makes them.
+// The vectors of a step: x (T, width); for quantized rows instead quantized activations: values
+// (T, width) int8 in the order of rows, scales (T, width / 32) and groups' sums (quantize.cu).
 struct Input {
     const float* x;
     const u8* values;
@@ -15,8 +15,8 @@ struct Input {
     int num_tokens;
     int width;
 
-    // The vector of a place in a tile of tokens; those beyond the last are the last.
-    DEVICE i64 token(int number) const { return least(number, num_tokens - 1); }
+    // A token's vector in a tile; tokens beyond the last repeat the last.
+    DEVICE i64 token(int number) const { return min_of(number, num_tokens - 1); }
 };
 
 DEVICE constexpr int rows_of(int format, int tokens) {
@@ -76,8 +76,8 @@ DEVICE void add_float_products(
     }
 }
 
-// Signed bytes of the low nibbles, and of the high ones: of Q4 16 times the nibbles less 8; the
-// nibbles where there are minima. `unit_scale` is what makes values of them.
+// Signed bytes of the low nibbles, and of the high ones: for Q4 16 * (nibble - 8); the nibbles
+// where there are minima. `unit_scale` converts them to values.
 template <int FORMAT>
 DEVICE int low_nibbles(u32 word) {
     if constexpr (has_min(FORMAT)) return static_cast<int>(word & 0x0f0f0f0fu);
@@ -114,7 +114,8 @@ DEVICE constexpr int words_of(int format) { return has_fifths(format) ? 5 : 4; }
 // Integer products of four steps of weights with a vector's words, a sum for each group.
 template <int FORMAT>
 DEVICE void add_words(
-    const uint4 (&weights)[words_of(FORMAT)], const uint4 (&values)[FORMAT == Q8 ? 4 : 8], int (&sums)[QUARTER]) {
+    const uint4 (&weights)[words_of(FORMAT)], const uint4 (&values)[FORMAT == Q8 ? 4 : 8],
+    int (&sums)[QUARTER]) {
 #pragma unroll
     for (int q = 0; q < QUARTER; ++q) {
 #pragma unroll
@@ -139,7 +140,7 @@ DEVICE void add_words(
     }
 }
 
-// A lane's unit is four groups of a chunk: of 4 bits all four steps, of Q8 the first or last four.
+// A lane's unit is four groups of a chunk: all four steps of 4 bits, the first or last four of Q8.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_quantized_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
@@ -150,7 +151,7 @@ DEVICE void add_quantized_products(
     for (int unit = lane; unit < num_units; unit += WARP) {
         int chunk = unit / UNITS, quarter = unit % QUARTER;
         int half = unit / QUARTER % (UNITS / QUARTER);
-        int size = chunk_size(chunk, groups), valid = least(QUARTER, size - QUARTER * quarter);
+        int size = chunk_size(chunk, groups), valid = min_of(QUARTER, size - QUARTER * quarter);
         if (valid <= 0) continue;
         int step_bytes = 4 * size, place = 16 * quarter + 4 * half * step_bytes;
         int group = chunk * CHUNK_GROUPS + quarter * QUARTER;
@@ -207,7 +208,7 @@ DEVICE void add_quantized_products(
     }
 }
 
-// The same of Q6: a lane's unit is four groups of a chunk, of which each half has a sum of its own.
+// `add_quantized_products` of Q6: a lane's unit is four groups of a chunk; each half has its sum.
 template <bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_six_bit_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
@@ -275,9 +276,9 @@ DEVICE void add_six_bit_products(
     }
 }
 
-// The product of row p / TOKENS with token p % TOKENS, in lane p of the warp.
+// The dot product of row p / TOKENS with token p % TOKENS, in lane p of the warp.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
-DEVICE float products(const Rows& rows, const Input& in, int first_token, int lane) {
+DEVICE float dot_products(const Rows& rows, const Input& in, int first_token, int lane) {
     float sums[ROWS][TOKENS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -304,8 +305,7 @@ DEVICE float products(const Rows& rows, const Input& in, int first_token, int la
     return own;
 }
 
-// Which rows and tokens a warp of a block takes: `tiles` warps share rows and have a tile of TOKENS
-// tokens each.
+// The rows and tokens of a warp: `tiles` warps share rows and have a tile of TOKENS tokens each.
 template <int ROWS, int TOKENS>
 struct WarpTile {
     int lane, tile, set, first_token;
@@ -321,7 +321,7 @@ struct WarpTile {
         num_rows = left >= ROWS ? ROWS : left > 0 ? static_cast<int>(left) : 0;
     }
 
-    // What lane p has of `products`.
+    // The row and the token of a lane's dot product.
     DEVICE int row() const { return lane / TOKENS; }
     DEVICE int token() const { return first_token + lane % TOKENS; }
     DEVICE bool is_valid(int num_tokens) const { return row() < num_rows && token() < num_tokens; }

@@ -1,4 +1,4 @@
-"""A walk whose predictor is compiled code: it lists neurons by itself, as Python would."""
+"""The layer loop with a predictor team: it lists neurons in compiled code, as Python would."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 from hotcold.numba_kernels.serve.predict_team import FFN_INPUT, MIXED
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.sign_team import SignTeam
-from tests.kernels.test_layer_walk import LAYERS, LONG, TOKENS, WIDTH, Model, serving
+from tests.kernels.test_layer_loop import LAYERS, LONG, TOKENS, WIDTH, Model, serving
 
 NEURONS, BOUNDS = 30, np.array([[0, 14, 30]] * LAYERS)
 Listed = dict[tuple[int, int], list[list[int]]]  # by layer and service: each token's neurons
@@ -44,7 +44,7 @@ def sign_layers() -> list[SignLayer | None]:
 
 
 class Listing:
-    """A model whose services note which neurons they are asked for, beside those they should be."""
+    """A model whose services record the requested neurons, beside the expected ones."""
 
     def __init__(self, read: int) -> None:
         self.model, self.layers = Model(), sign_layers()
@@ -59,12 +59,12 @@ class Listing:
             self.model.answer(service)
             if self.fails:
                 buffers.replies[service, STATUS], self.fails = FAILED, False
-            if self.model.asked[-1][1] != FFN or service == 0:
+            if self.model.sent[-1][1] != FFN or service == 0:
                 return
-            self.found[at, service] = self._asked(service)
+            self.found[at, service] = self._requested(service)
             self.expected[at, service] = self._chosen(buffers.ffn_input, buffers.mixed, at, service)
 
-    def _asked(self, service: int) -> list[list[int]]:
+    def _requested(self, service: int) -> list[list[int]]:
         buffers = self.model.buffers
         count = int(buffers.requests[service, NUM_IDS])
         if count == ALL_NEURONS:
@@ -88,8 +88,8 @@ class Listing:
 
 
 @contextmanager
-def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
-    """A team for the model's buffers, and services that answer."""
+def predicting(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
+    """A team for the model's buffers, and services that reply."""
     buffers = listing.model.buffers
     team = SignTeam(listing.layers, buffers, 0, num_threads, TOKENS, BOUNDS)
     with serving(listing.model, listing.answer):
@@ -101,14 +101,12 @@ def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("read", [FFN_INPUT, MIXED])
 def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
-    listing, request_state = (
-        Listing(read),
-        new_request_state(2**31 - 4, LONG),
-    )  # numbers begin anew meanwhile
-    with walking(listing, num_threads) as team:
+    listing = Listing(read)
+    request_state = new_request_state(2**31 - 4, LONG)  # sequence numbers wrap around meanwhile
+    with predicting(listing, num_threads) as team:
         layer_state = listing.model.layer_state
         begin_layers(layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
-        assert listing.model.go_on(request_state, team.compiled) == layer_loop.DONE
+        assert listing.model.run(request_state, team.compiled) == layer_loop.DONE
         assert layer_state[layer_loop.PREDICTOR_NS] > 0
     assert listing.found == listing.expected
     listed = [len(ids) for key in listing.found for ids in listing.found[key]]
@@ -116,14 +114,14 @@ def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
     np.testing.assert_array_equal(listing.model.buffers.hidden, listing.model.expected())
 
 
-def test_python_chooses_for_an_answer_of_another_number() -> None:
-    """The question was asked once more: what was written down for the first is not scored."""
+def test_python_chooses_for_a_reply_with_another_sequence_number() -> None:
+    """The request was sent again: the task written for the first one is not scored."""
     listing, request_state = Listing(FFN_INPUT), new_request_state(1, LONG)
     reasons, model = [], listing.model
     listing.fails = True
-    with walking(listing, 2) as team:
+    with predicting(listing, 2) as team:
         begin_layers(model.layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
-        while reason := model.go_on(request_state, team.compiled):
+        while reason := model.run(request_state, team.compiled):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
             if reason == layer_loop.CHOOSE:
                 model.buffers.requests[1:, NUM_IDS] = 0
@@ -139,10 +137,10 @@ def test_python_chooses_for_an_answer_of_another_number() -> None:
     }
 
 
-def test_where_python_asks_it_announces_and_chooses() -> None:
+def test_where_python_sends_requests_it_also_announces_and_chooses() -> None:
     listing = Listing(FFN_INPUT)
     model = listing.model
-    with walking(listing, 1) as team:
+    with predicting(listing, 1) as team:
         begin_layers(model.layer_state, range(1), TOKENS, layer_loop.IN_TEAM)
-        reasons = [model.go_on(NO_DOORBELLS, team.compiled) for _ in range(3)]
+        reasons = [model.run(NO_DOORBELLS, team.compiled) for _ in range(3)]
     assert reasons == [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE]
