@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import read_config
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.torch_activations import activated, activated_up
 from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
 from hotcold.model.weights.ffn import FfnWeights, load_ffn

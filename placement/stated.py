@@ -6,7 +6,7 @@ import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY, power_law_rates
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, power_law_rates
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.solver.cost import PredictorCost
 

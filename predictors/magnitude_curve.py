@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.torch_activations import activated, activated_up
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import row_lengths, to_float32

@@ -15,7 +15,7 @@ from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import has_down_outputs

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotcold.model.config.families import FAMILIES
 from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.gguf_values import gguf_values
+from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from hotcold.model.config.quantization import quantized_dtype

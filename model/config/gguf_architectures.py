@@ -1,28 +1,92 @@
-"""The architectures of GGUF files that are read: a new one is an entry here.
+"""The architectures of GGUF files that are read: tensor names, order of rows, metadata.
 
-What a file leaves out because llama.cpp has it in its source stands here too.
+A new architecture is an entry in ARCHITECTURES. What llama.cpp has in its source instead of the
+file stands here too.
 Source:  llama.cpp, gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/models/
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotcold.model.config.gguf_architecture import (
-    LLAMA_NAMES,
-    Architecture,
+import numpy as np
+
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.gguf_metadata import (
     Metadata,
-    Values,
     gated_values,
-    grouped_qkv_rows,
     head_dim,
     longrope_values,
-    named,
-    paired_rows,
     rope_values,
 )
 from hotcold.model.errors import ConfigError
+
+# From config.json's values: row i of a checkpoint's tensor is row order[i] of the file's tensor.
+RowOrder = Callable[[Mapping[str, Any]], np.ndarray]
+# From metadata: the keys of config.json beside those that all architectures have.
+Values = Callable[[Metadata], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of general.architecture: the model of Hugging Face that it is.
+
+    `names` are the file's, in the places that `model.config.families` gives their own names. A file
+    that has one of `variants`' tensors is of that architecture instead.
+    """
+
+    model_type: str
+    class_name: str
+    names: TensorNames
+    values: Values
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by a name of `names.layer`
+    adds_one_to_norms: bool = False  # to weights that a checkpoint has around zero
+    variants: tuple[tuple[str, Architecture], ...] = ()
+
+
+LLAMA_LAYER = LayerNames(
+    norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    out="attn_output",
+    ffn_norm="ffn_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+    predictor=(),
+)
+LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
+
+
+def named(**layer: Any) -> TensorNames:
+    """Return Llama's names with some of a layer's replaced."""
+    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
+
+
+def paired_rows(heads_key: str) -> RowOrder:
+    """Rows of q or k where a file has the two that rotate together side by side.
+
+    A checkpoint has them half a head apart. `heads_key`: of config.json, the number of their heads.
+    """
+
+    def order(values: Mapping[str, Any]) -> np.ndarray:
+        heads, size = values[heads_key], values["head_dim"]
+        rows = np.arange(heads * size).reshape(heads, size // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
+    return order
+
+
+def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
+    """Rows of Falcon's q, k and v, which a file has one after another, a checkpoint by KV head."""
+    heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
+    size = values["hidden_size"] // heads
+    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
+    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
+    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
+    return np.concatenate(groups, axis=1).reshape(-1)
+
 
 _PAIRED = {
     "attn_q": paired_rows("num_attention_heads"),

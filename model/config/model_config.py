@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, ActivationFn
 from hotcold.model.config.layer_order import (
     OUTPUT_NORM,
     PARALLEL,
@@ -14,11 +15,8 @@ from hotcold.model.config.layer_order import (
     PRE_NORM,
     LayerOrder,
 )
-from hotcold.model.config.rope_config import RopeConfig
+from hotcold.model.config.rope import RopeConfig
 
-ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
-# Exactly zero for some inputs: a neuron fires where it is not.
-SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
 WeightDtype = Literal[
     "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
 ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotcold.model.errors import CheckpointError
-from hotcold.model.file_state import file_state
+from hotcold.model.mapped_file import file_state
 from hotcold.numba_kernels.own_cache import own_folder
 
 if TYPE_CHECKING:

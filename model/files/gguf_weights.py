@@ -16,7 +16,7 @@ import numpy as np
 from hotcold.model.config.build import build_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
-from hotcold.model.config.gguf_values import architecture_of, gguf_values
+from hotcold.model.config.gguf_config import architecture_of, gguf_values
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.safetensors_file import TensorEntry

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.errors import CheckpointError, shown
-from hotcold.model.file_state import file_state
 from hotcold.model.gguf.header import ArrayValue, HeaderReader, TensorInfo
 from hotcold.model.gguf.names import PART, SUFFIX
-from hotcold.model.mapped_file import MappedFile, mapped
+from hotcold.model.mapped_file import MappedFile, file_state, mapped
 
 _KEPT_FILES = 4
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hotcold.model.sparsity import power_law_rates
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import power_law_rates
 
 LOW_RANK = 64
 LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise that no low-rank predictor sees

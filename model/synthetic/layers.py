@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families.tensor_names import LayerNames
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import MAX_DENSITY, hot_share
 from hotcold.model.synthetic.gate import make_gate_rows
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import MAX_DENSITY
-from hotcold.model.torch_activations import activated, activated_up
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.

@@ -20,9 +20,9 @@ from hotcold.model.config.families.tensor_names import TensorNames
 from hotcold.model.config.model_config import ModelConfig, WeightDtype
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hotcold.model.config.activations import ActivationFn
 from hotcold.model.config.families import FAMILIES
-from hotcold.model.config.model_config import ActivationFn, WeightDtype
+from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import UsageError
 
 DTYPES: dict[str, WeightDtype] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}

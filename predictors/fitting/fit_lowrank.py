@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import hot_share
 from hotcold.predictors.fitting.layer_data import LayerData
 from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
 from hotcold.predictors.lowrank import LowRankLayer

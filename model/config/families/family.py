@@ -8,21 +8,8 @@ from typing import Any
 
 from hotcold.model.config.families.tensor_names import TensorNames
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import ActivationFn, ModelConfig
-from hotcold.model.errors import shown
+from hotcold.model.config.model_config import ModelConfig
 
-# What config.json calls them. fatrelu comes with a threshold, which only some families have.
-ACTIVATION_FNS: dict[str, ActivationFn] = {
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "relu2": "relu2",
-}
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
@@ -42,33 +29,6 @@ class Family:
     tensor_names: Callable[[ModelConfig], TensorNames]
     reads: tuple[str, ...] = ()  # keys that others would have to refuse (`model.config.build`)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that all others must have
-
-
-def activation(reader: ConfigReader, key: str, default: str) -> dict[str, Any]:
-    """Return activation_fn and activation_threshold, which fatrelu has: hidden_act_param.
-
-    Errors:  ConfigError for an unknown function
-    """
-    if reader.text(key, default) != "fatrelu":
-        return {"activation_fn": activation_fn(reader, key, default)}
-    if not reader.has("hidden_act_param"):
-        raise reader.fail(key, "is fatrelu, but its threshold hidden_act_param is missing")
-    threshold = reader.number("hidden_act_param", low=0.0, high=1e6)
-    return {"activation_fn": "fatrelu", "activation_threshold": threshold}
-
-
-def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
-    """Return the FFN's function, which `key` names. Errors: ConfigError for an unknown one."""
-    name = reader.text(key, default)
-    if name not in ACTIVATION_FNS:
-        supported = ", ".join(sorted(set(ACTIVATION_FNS.values())))
-        raise reader.fail(key, f"is {shown(name)}, which is not supported; supported: {supported}")
-    for other in ("hidden_act", "activation_function", "activation"):
-        if reader.has(other) and reader.values[other] != reader.values.get(key, name):
-            raise reader.fail(
-                other, f"is {shown(reader.values[other])} but {key} is {shown(name)}; keep one"
-            )
-    return ACTIVATION_FNS[name]
 
 
 def max_positions(reader: ConfigReader) -> int:

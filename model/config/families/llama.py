@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hotcold.model.config.activations import activation
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
-    activation,
     grouped_kv_heads,
     head_sizes,
     max_positions,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import MAX_WIDTH, Family, activation_fn, head_sizes
+from hotcold.model.config.activations import activation_fn
+from hotcold.model.config.families.family import MAX_WIDTH, Family, head_sizes
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 

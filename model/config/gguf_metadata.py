@@ -1,23 +1,17 @@
-"""What an architecture of GGUF files is to the rest of the project, and what several have alike."""
+"""Typed access to a GGUF file's metadata, and the keys of config.json that follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.errors import CheckpointError
 from hotcold.model.gguf.file import GgufModel
 from hotcold.model.gguf.header import ArrayValue
 
-_MOST = 1 << 40
-
-# The order of rows in a file: row i of a checkpoint is row order[i] of the file's tensor.
-RowOrder = Callable[[Mapping[str, Any]], np.ndarray]
+_MAX_NUMBER = 1 << 40
 
 
 class Metadata:
@@ -37,7 +31,7 @@ class Metadata:
         full = self._full(key)
         if isinstance(self._reader.values.get(full), ArrayValue):
             return self._equal(full)
-        return self._reader.integer(full, default, low=0, high=_MOST)
+        return self._reader.integer(full, default, low=0, high=_MAX_NUMBER)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number."""
@@ -76,45 +70,6 @@ class Metadata:
         if numbers is None or numbers.dtype.kind not in "iu" or np.unique(numbers).size != 1:
             raise self._reader.fail(full, "differs from layer to layer, which is not supported")
         return int(numbers[0])
-
-
-# config.json made of metadata, beside the keys that all have.
-Values = Callable[[Metadata], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One value of general.architecture: the model of Hugging Face that it is.
-
-    `names` are the file's, in the places that `model.config.families` gives their own names. A file
-    that has one of `variants`' tensors is of that architecture instead.
-    """
-
-    model_type: str
-    class_name: str
-    names: TensorNames
-    values: Values
-    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by a name of `names.layer`
-    adds_one_to_norms: bool = False  # to weights that a checkpoint has around zero
-    variants: tuple[tuple[str, Architecture], ...] = ()
-
-
-LLAMA_LAYER = LayerNames(
-    norm="attn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    out="attn_output",
-    ffn_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-    predictor=(),
-)
-LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
-
-
-def named(**layer: Any) -> TensorNames:
-    """Return Llama's names with some of a layer's replaced."""
-    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
 
 
 def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:
@@ -214,27 +169,3 @@ def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, An
         f"{metadata.model.path}: tensor 'rope_freqs.weight' has factors of no known model, which "
         "are not supported"
     )
-
-
-def paired_rows(heads_key: str) -> RowOrder:
-    """Rows of q or k where a file has the two that rotate together side by side.
-
-    A checkpoint has them half a head apart. `heads_key`: of config.json, the number of their heads.
-    """
-
-    def order(values: Mapping[str, Any]) -> np.ndarray:
-        heads, size = values[heads_key], values["head_dim"]
-        rows = np.arange(heads * size).reshape(heads, size // 2, 2)
-        return rows.swapaxes(1, 2).reshape(-1)
-
-    return order
-
-
-def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
-    """Rows of Falcon's q, k and v, which a file has one after another, a checkpoint by KV head."""
-    heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
-    size = values["hidden_size"] // heads
-    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
-    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
-    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
-    return np.concatenate(groups, axis=1).reshape(-1)

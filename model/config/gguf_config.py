@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hotcold.model.config.gguf_architecture import Architecture, Metadata
-from hotcold.model.config.gguf_architectures import ARCHITECTURES
+from hotcold.model.config.gguf_architectures import ARCHITECTURES, Architecture
+from hotcold.model.config.gguf_metadata import Metadata
 from hotcold.model.errors import ConfigError, shown
 from hotcold.model.gguf.file import GgufModel, open_gguf
 
