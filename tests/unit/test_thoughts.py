@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hotcold.actors.driver.grammar import Grammars
 from hotcold.actors.protocol.messages import Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.text.chat_template import ChatTemplate
-from hotcold.model.text.thinking import Thinking, thinking_of
+from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.tools.deltas import delta, whole_message

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotcold.model.errors import ConfigError
-from hotcold.model.text.older_files import read_sentencepiece
+from hotcold.model.text.legacy_tokenizers import read_sentencepiece
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.unit.test_gguf_tokenizer import LINES, pieces_of, slow_ids
 from tests.unit.test_tokenizer import byte_level
