@@ -63,8 +63,8 @@ class MappedFile:
         if start < end and hasattr(mmap, "MADV_WILLNEED"):
             self._open().madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def read_apart(self, start: int, end: int) -> None:
-        """Turn the kernel's read-ahead off for these bytes (MADV_RANDOM): single rows are read."""
+    def advise_random(self, start: int, end: int) -> None:
+        """Read single rows of these bytes from now on: the kernel reads nothing ahead."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end and hasattr(mmap, "MADV_RANDOM"):
             self._open().madvise(mmap.MADV_RANDOM, start, end - start)

@@ -31,18 +31,18 @@ Values = Callable[[Metadata], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One value of general.architecture: the model of Hugging Face that it is.
+    """One value of general.architecture, and the Hugging Face model that it is.
 
-    `names` are the file's, in the places that `model.config.families` gives their own names. A file
-    that has one of `variants`' tensors is of that architecture instead.
+    `names` are the tensors' names in the file, with a field for each role. A file that has a tensor
+    of `variants` is of that architecture instead.
     """
 
     model_type: str
     class_name: str
     names: TensorNames
     values: Values
-    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by a name of `names.layer`
-    adds_one_to_norms: bool = False  # to weights that a checkpoint has around zero
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by name in `names.layer`
+    adds_one_to_norms: bool = False  # a checkpoint has these weights without the one
     variants: tuple[tuple[str, Architecture], ...] = ()
 
 
@@ -60,14 +60,14 @@ LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", h
 
 
 def named(**layer: Any) -> TensorNames:
-    """Return Llama's names with some of a layer's replaced."""
+    """Return Llama's tensor names with some of a layer's replaced."""
     return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
 
 
 def paired_rows(heads_key: str) -> RowOrder:
-    """Rows of q or k where a file has the two that rotate together side by side.
+    """Order of q's or k's rows: a file has the two that rotate together side by side.
 
-    A checkpoint has them half a head apart. `heads_key`: of config.json, the number of their heads.
+    A checkpoint has them half a head apart. `heads_key` is the number of heads in config.json.
     """
 
     def order(values: Mapping[str, Any]) -> np.ndarray:
@@ -79,7 +79,7 @@ def paired_rows(heads_key: str) -> RowOrder:
 
 
 def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
-    """Rows of Falcon's q, k and v, which a file has one after another, a checkpoint by KV head."""
+    """Order of Falcon's rows: all q, k, v in a file, by KV head in a checkpoint."""
     heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
     size = values["hidden_size"] // heads
     rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
@@ -98,7 +98,7 @@ _TWO_MATRICES = {"gate": "ffn_up", "up": ""}
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
-    """A window makes it a Mistral; llama.cpp leaves it out, and sees more than the model did."""
+    """A sliding window makes it a Mistral; llama.cpp ignores the window."""
     window = metadata.integer("attention.sliding_window", 0)
     windowed = {
         "model_type": "mistral",
@@ -120,7 +120,7 @@ def _qwen(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gemma(metadata: Metadata, blocks_of_27b: int) -> dict[str, Any]:
-    """The largest of each scales scores by its heads' share of the width."""
+    """Gemma 27B scales scores by hidden size / heads, smaller ones by the head's size."""
     scalar = head_dim(metadata)
     if metadata.integer("block_count") == blocks_of_27b:
         heads = metadata.integer("attention.head_count")
@@ -178,9 +178,9 @@ def _nemotron(metadata: Metadata) -> dict[str, Any]:
 
 
 def _minicpm(metadata: Metadata) -> dict[str, Any]:
-    """Older files leave out the scales, which all its models have alike.
+    """Older files lack the scales, which are the same for all its models.
 
-    MiniCPM-S computes fatrelu, of which a file says nothing: llama.cpp's own result is wrong.
+    MiniCPM-S computes fatrelu, whose threshold a file lacks: llama.cpp's result is wrong, too.
     """
     name = metadata.model.metadata.get("general.name")
     if isinstance(name, str) and "minicpm-s" in name.lower().replace("_", "-"):
@@ -199,7 +199,7 @@ def _minicpm(metadata: Metadata) -> dict[str, Any]:
 
 
 def _falcon(metadata: Metadata) -> dict[str, Any]:
-    """llama.cpp computes gelu in all of them."""
+    """llama.cpp computes gelu in every Falcon."""
     kv_heads = metadata.integer("attention.head_count_kv", 1)
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -231,15 +231,15 @@ def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
 
 _FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
 _TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-# PowerInfer's files have down by neurons, and predictors. What neurons compute is not in them: in
-# all of them ReLU, of gate and up in Bamboo. Its convert.py pairs rows of q and k of both, as
-# llama.cpp does (permute in convert_model_names), and its build_llama_variants rotates pairs.
+# PowerInfer's files have down transposed, and predictors, but no activation function: all are ReLU,
+# Bamboo's of gate and up. convert.py pairs rows of q and k as llama.cpp does (permute in
+# convert_model_names), and build_llama_variants rotates pairs.
 _DOWN_T = "blk.0.ffn_down_t.weight"
 _POWERINFER = {"down": "ffn_down_t", "predictor": ("fc1", "fc2")}
 
 
 def _falcon_of(values: Values, **layer: Any) -> Architecture:
-    """Either Falcon: the larger one norms for attention and for the FFN."""
+    """Both Falcons: the larger one has a norm for attention and one for the FFN."""
     large, small = {**_FALCON_LAYER, **_TWO_NORMS, **layer}, {**_FALCON_LAYER, **layer}
     rows = {"attn_qkv": grouped_qkv_rows}
     name = ("falcon", "FalconForCausalLM")

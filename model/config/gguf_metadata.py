@@ -15,7 +15,7 @@ _MAX_NUMBER = 1 << 40
 
 
 class Metadata:
-    """A file's keys that stand under its architecture. Errors: CheckpointError naming the key."""
+    """Reads the keys of a file's architecture, as llama.block_count. Errors: CheckpointError."""
 
     def __init__(self, model: GgufModel):
         self.model = model
@@ -23,22 +23,22 @@ class Metadata:
         self._reader = ConfigReader(dict(model.metadata), str(model.path), CheckpointError)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Whether the file has the key."""
         return self._reader.has(self._full(key))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; one a layer where all of them are equal."""
+        """Return a whole number, or the one that an array repeats for every layer."""
         full = self._full(key)
         if isinstance(self._reader.values.get(full), ArrayValue):
             return self._equal(full)
         return self._reader.integer(full, default, low=0, high=_MAX_NUMBER)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
+        """Return a float."""
         return self._reader.number(self._full(key), default, low=-1e30, high=1e30)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text."""
+        """Return a string."""
         return self._reader.text(self._full(key), default)
 
     def has_tensor(self, name: str) -> bool:
@@ -49,14 +49,15 @@ class Metadata:
         """Return the number of rows of a tensor. Errors: CheckpointError where it is missing."""
         if not self.has_tensor(name):
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is missing")
-        return self.model.info(name).shape[0]
+        return self.model.file_of(name).tensors[name].shape[0]
 
     def floats(self, name: str) -> np.ndarray:
         """Return a small float32 tensor. Errors: CheckpointError for another type."""
-        kind = self.model.info(name).type
+        file = self.model.file_of(name)
+        kind = file.tensors[name].type
         if kind.dtype != np.float32:
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is {kind.name}, not F32")
-        return np.asarray(self.model.array(name), np.float64).reshape(-1)
+        return np.asarray(file.array(name), np.float64).reshape(-1)
 
     def fail(self, key: str, problem: str) -> Exception:
         """Return (not raise) the error that a key has `problem`."""
@@ -73,7 +74,7 @@ class Metadata:
 
 
 def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:
-    """config.json of a decoder with rotary positions; of RMSNorms unless `epsilon` is given."""
+    """config.json's keys of a Llama-like decoder; `epsilon` where it has LayerNorms."""
     heads = metadata.integer("attention.head_count")
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -98,7 +99,7 @@ def head_dim(metadata: Metadata) -> int:
 
 
 def rope_values(metadata: Metadata) -> dict[str, Any]:
-    """rope_theta, rope_scaling and partial_rotary_factor, as config.json has them."""
+    """config.json's rope_theta, rope_scaling and partial_rotary_factor."""
     values: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0)}
     size = head_dim(metadata)
     rotated = metadata.integer("rope.dimension_count", size)
@@ -128,7 +129,7 @@ def rope_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def longrope_values(metadata: Metadata) -> dict[str, Any]:
-    """rope_scaling of Phi-3, whose factors are tensors; nothing where there are none."""
+    """Phi-3's rope_scaling, whose factors are tensors; no keys without them."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if not any(metadata.has_tensor(name) for name in names.values()):
         return {}
@@ -145,9 +146,10 @@ def longrope_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
-    """What Llama 3's rope_scaling was, of which a file has the resulting factors alone.
+    """Llama 3's rope_scaling, from the factors: the file has nothing else of it.
 
-    All of Llama 3.1 to 3.3 have the same frequencies, between which factors go from 1 to `factor`.
+    Llama 3.1 to 3.3 have the same low and high frequencies, between which factors go from 1 to
+    `factor`.
     """
     factors = metadata.floats("rope_freqs.weight")
     factor, low, high, positions = float(factors.max(initial=1.0)), 1.0, 4.0, 8192

@@ -42,7 +42,37 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsFile:
+class MappedTensors:
+    """Tensors in mapped files, by name."""
+
+    entries: dict[str, TensorEntry]
+
+    def mapped_file(self, name: str) -> MappedFile:
+        """Return the file that holds the tensor."""
+        raise NotImplementedError
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the tensor's bytes as the file has them, whatever its format: uint8."""
+        return self.mapped_file(name).view(*self._span(name))
+
+    def read_ahead(self, name: str) -> None:
+        """Have the kernel read all of the tensor now."""
+        self.mapped_file(name).read_ahead(*self._span(name))
+
+    def release(self, name: str) -> None:
+        """Unload the tensor's pages; reading maps them again."""
+        self.mapped_file(name).release(*self._span(name))
+
+    def advise_random(self, name: str) -> None:
+        """Read single rows of the tensor from now on: the kernel reads nothing ahead."""
+        self.mapped_file(name).advise_random(*self._span(name))
+
+    def _span(self, name: str) -> tuple[int, int]:
+        entry = self.entries[name]
+        return entry.start, entry.end
+
+
+class SafetensorsFile(MappedTensors):
     """The tensors of one file, mapped on first use.
 
     Errors:  CheckpointError naming file and tensor, on construction, for anything mis-declared
@@ -65,25 +95,9 @@ class SafetensorsFile:
         bits = self._file.view(entry.start, entry.end).view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
 
-    def stored_bytes(self, name: str) -> np.ndarray:
-        """Return the tensor's bytes, whatever its format: uint8."""
-        entry = self.entries[name]
-        return self._file.view(entry.start, entry.end)
-
-    def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        entry = self.entries[name]
-        self._file.read_ahead(entry.start, entry.end)
-
-    def release(self, name: str) -> None:
-        """Give up the tensor's pages; they are mapped again if read."""
-        entry = self.entries[name]
-        self._file.release(entry.start, entry.end)
-
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on."""
-        entry = self.entries[name]
-        self._file.read_apart(entry.start, entry.end)
+    def mapped_file(self, name: str) -> MappedFile:
+        """Return the file that holds the tensor."""
+        return self._file
 
 
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:

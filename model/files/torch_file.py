@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
+from hotcold.model.errors import CheckpointError, first_line, refuse_pointer_file
 from hotcold.model.files.safetensors_file import TensorEntry
 
 _FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
@@ -50,13 +50,13 @@ class TorchFile:
         return items
 
     def read_ahead(self, name: str) -> None:
-        """Nothing changes: torch reads the file."""
+        """Do nothing: torch reads the file."""
 
     def release(self, name: str) -> None:
-        """Nothing can be let go of: torch keeps the file."""
+        """Do nothing: torch keeps the file mapped."""
 
-    def read_apart(self, name: str) -> None:
-        """Nothing changes: torch keeps the file."""
+    def advise_random(self, name: str) -> None:
+        """Do nothing: torch keeps the file mapped."""
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -68,9 +68,8 @@ def _load(path: Path) -> dict[str, Any]:
         except RuntimeError:  # files of torch before 1.6 are not zip archives and cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # a damaged pickle fails in any way
-        with path.open("rb") as file:
-            refuse_pointer(path, file.read(LONGEST_POINTER), CheckpointError)
-        reason = shown(str(problem).split("\n")[0], 80)
+        refuse_pointer_file(path, CheckpointError)
+        reason = first_line(problem, 80)
         raise CheckpointError(
             f"{path}: torch cannot load it ({reason}); download it again"
         ) from None

@@ -1,7 +1,7 @@
 """The formats before tokenizer.json: tokenizer.model, or vocab.json and merges.txt.
 
-tokenizer.model is SentencePiece's ModelProto, read in part: pieces (1) of text (1), score
-(2) and type (3); the kind of model in trainer_spec (2.3); add_dummy_prefix in normalizer_spec (3.3).
+tokenizer.model is SentencePiece's ModelProto, read in part: pieces (1) of text (1), score (2) and
+type (3); the kind of model in trainer_spec (2.3); add_dummy_prefix in normalizer_spec (3.3).
 Source:  sentencepiece_model.proto; protobuf's encoding
 """
 

@@ -90,7 +90,7 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
     name, checkpoint, release = f"{names.tokens}.weight", reader.checkpoint, None
     tokens = reader.mapped(name, (config.vocab_size, embed))
     if not checkpoint.keeps_pages:
-        checkpoint.read_apart(name)
+        checkpoint.advise_random(name)
         release = partial(checkpoint.release, name)
     if not config.ropes:
         num_rows = config.max_positions + config.position_offset

@@ -74,7 +74,7 @@ class TensorReader:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self.checkpoint.forget()
+        self.checkpoint.drop_page_cache()
 
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the dtype that a matrix is loaded in.
