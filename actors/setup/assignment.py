@@ -7,7 +7,7 @@ import numpy as np
 
 from hotcold.actors.setup.hot_neurons import Layers
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.weights.down_outputs import UNIT
+from hotcold.model.weights.ffn import UNIT
 
 
 def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:

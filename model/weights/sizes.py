@@ -1,6 +1,6 @@
-"""Bytes that weights and KV cache will take, and take in files, known before any loading.
+"""Bytes of weights and KV cache, in memory and in files, computed before loading.
 
-Matrices are counted in the config's dtypes; `stored_config` makes them those they are loaded in.
+Matrices count in the config's dtypes; `stored_config` returns a config with those of loading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD, _PREDICTOR = "lm_head", ".predictor."
 
 
 def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
-    """Return the weights of all tensors; a head that is the token embedding counts once."""
+    """Return the number of weights; a tied head counts once."""
     names = [name for name in checkpoint.names() if _PREDICTOR not in name]
     if config.tied_embeddings:
         names = [name for name in names if _HEAD not in name]

@@ -20,7 +20,7 @@ import torch
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.protocol import DeviceKernels
-from hotcold.model import torch_activations
+from hotcold.model.config import activations
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
@@ -55,7 +55,7 @@ def from_half_bits(cache: np.ndarray) -> np.ndarray:
 def activated(function, x: np.ndarray) -> np.ndarray:
     """The function of an FFN, by torch."""
     name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
-    return torch_activations.activated(name, tensor, float(function.threshold)).numpy()
+    return activations.activated(name, tensor, float(function.threshold)).numpy()
 
 
 def activated_up(function, x: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError, CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
-from hotcold.model.weights.down_outputs import has_down_outputs, read_down_outputs
+from hotcold.model.weights.ffn import has_down_outputs, read_down_outputs
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
