@@ -1,8 +1,8 @@
 """Feed-forward layers: any subset of each layer's neurons, each neuron one row.
 
 `FfnWeights` has down transposed, a row a neuron. `read_down_outputs` keeps a GGUF file's rows, one
-an output: ggml's blocks lie along them, so transposing quantizes again, in more bits. It is for
-`dense`, which skips no neuron.
+an output, where no predictor chooses neurons: ggml's blocks lie along these rows, so to transpose
+them is to quantize again, in more bits.
 """
 
 from __future__ import annotations
