@@ -22,7 +22,7 @@ from hotcold.model.weights.ffn import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
-from hotcold.predictors.in_checkpoint import has_predictors
+from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
 _KV_BYTES = 2  # float16

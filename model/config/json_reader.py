@@ -1,4 +1,4 @@
-"""Typed access to a JSON object that a user wrote, each error naming the file and the key."""
+"""Typed access to a JSON object from a file; every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def parse_json(text: str | bytes, source: str, error: type[HotcoldError] = ConfigError) -> Any:
-    """Parse JSON that may be hostile. Errors: `error` for bad syntax, depth or a repeated key."""
+    """Parse untrusted JSON. Errors: `error` for bad syntax, depth or a repeated key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class ConfigReader:
         return tuple(ids)
 
     def refuse(self, key: str, accepted: Callable[[Any], bool], reason: str) -> None:
-        """Raise where `key` holds a value that would change the result and is not supported."""
+        """Raise where `key` has a value that `accepted` rejects."""
         if self.has(key) and not accepted(self.values[key]):
             raise self.fail(key, f"is {shown(self.values[key], 60)}; {reason}")
 

@@ -25,10 +25,10 @@ _MAX_FACTORS = 4096
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base period and how frequencies are scaled.
+    """The base period, and how frequencies are scaled.
 
-    `share` of a head's dimensions are rotated, the first ones. longrope divides frequencies by one
-    of two lists of factors. Cosines and sines are multiplied with `table_scale`.
+    The first `share` of a head's dimensions are rotated. longrope divides frequencies by one of two
+    lists of factors. Cosines and sines are multiplied with `table_scale`.
     """
 
     theta: float
@@ -50,7 +50,7 @@ class RopeConfig:
         return int(head_dim * self.share)
 
     def is_long(self, num_positions: int) -> bool:
-        """Whether sequences of up to so many positions take longrope's long factors."""
+        """Whether sequences of so many positions use longrope's long factors."""
         return self.kind == "longrope" and num_positions > self.original_max_positions
 
     def inv_freq(self, head_dim: int, is_long: bool = False) -> np.ndarray:
@@ -65,7 +65,7 @@ class RopeConfig:
         Dtypes:  float32, computed by torch operation for operation as transformers computes it
         Source:  transformers/modeling_rope_utils.py
         """
-        import torch  # here, as only services and tests compute it: reading a config stays fast
+        import torch  # here, so that commands that read a config start fast
 
         size = self.rotary_dim(head_dim)
         exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float) / size
@@ -99,8 +99,8 @@ class RopeConfig:
         import torch
 
         def dimension(turns: float) -> float:
-            transposed = math.log(self.original_max_positions / (turns * 2 * math.pi))
-            return (size * transposed) / (2 * math.log(self.theta))
+            log_ratio = math.log(self.original_max_positions / (turns * 2 * math.pi))
+            return (size * log_ratio) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.truncates:
@@ -120,7 +120,7 @@ def read_rope(
     share: float | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> RopeConfig:
-    """Read both spellings; where both are given they must agree. Errors: ConfigError.
+    """Read rope settings in both spellings, which must agree. Errors: ConfigError.
 
     `theta` and `share` are the family's defaults; without `share` all dimensions are rotated, and
     another partial_rotary_factor is refused.
@@ -146,7 +146,7 @@ def read_rope_object(
     share: float | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> RopeConfig:
-    """Read one object of rope settings, the value of `key`. Errors: ConfigError."""
+    """Read the object of rope settings under `key`. Errors: ConfigError."""
     values = reader.values[key]
     if not isinstance(values, dict):
         raise reader.fail(key, f"is {shown(values, 60)}; give an object")
@@ -184,7 +184,7 @@ def read_rope_object(
 def _longrope(
     reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
 ) -> RopeConfig:
-    """Phi-3's; the scale of its table follows from how far the context was extended."""
+    """Read Phi-3's rope; table_scale follows from the factor by which its context was extended."""
     original = _original_positions(reader, rope, max_positions)
     factor = rope.number("factor", max_positions / original, low=1e-6, high=_MAX)
     scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
@@ -202,7 +202,7 @@ def _longrope(
 def _yarn(
     reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
 ) -> RopeConfig:
-    """Cosines and sines are scaled by 0.1 ln(factor) + 1, or as mscale and mscale_all_dim say."""
+    """Read yarn; table_scale is 0.1 ln(factor) + 1, or follows mscale and mscale_all_dim."""
     factor = rope.number("factor", low=1e-6, high=_MAX)
     if theta <= 1:
         raise rope.fail("rope_theta", f"is {theta:g}; yarn needs more than 1")
@@ -232,7 +232,7 @@ def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
 
 
 def _share(reader: ConfigReader, rope: ConfigReader | None, share: float | None) -> float:
-    """The share of a head's dimensions that is rotated; all where the family rotates all."""
+    """Return the share of a head's dimensions that is rotated; without `share` all are."""
     key = "partial_rotary_factor"
     found = [r for r in (rope, reader) if r is not None and r.has(key)]
     if share is None:

@@ -1,4 +1,4 @@
-"""Which layers' attention is windowed: layer_types, or the older keys that it followed from."""
+"""Sliding-window attention: which layers have a window, and its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_WINDOW = 1 << 26
 def sliding_layers(
     reader: ConfigReader, is_sliding: Callable[[int], bool], num_layers: int
 ) -> tuple[bool, ...]:
-    """Whether each layer is windowed: as `layer_types` says, or `is_sliding` without it.
+    """Return which layers have a window: by `layer_types`, or by `is_sliding` without that key.
 
     Errors:  ConfigError for other kinds of layers, or another number of them
     """
@@ -34,9 +34,9 @@ def sliding_layers(
 def windows(
     reader: ConfigReader, sliding: tuple[bool, ...], default: int | None = None
 ) -> tuple[int, ...]:
-    """The window of each layer, 0 where it is not windowed; () where none is.
+    """Return the window of each layer, 0 for none; () where no layer has one.
 
-    Errors:  ConfigError where a layer is windowed and there is no sliding_window
+    Errors:  ConfigError where a layer has one and config.json has no size
     """
     if not any(sliding):
         return ()

@@ -34,7 +34,7 @@ _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json
 
 @dataclass(frozen=True)
 class SyntheticReport:
-    """What was written, and how the neurons of each layer fire on tokens that were not fitted."""
+    """Sizes, and how each layer's neurons fire on tokens that were not fitted."""
 
     num_bytes: int
     num_parameters: int
@@ -42,7 +42,7 @@ class SyntheticReport:
 
     @property
     def density(self) -> float:
-        """Fraction of all neurons that fires for a token."""
+        """Share of all neurons that fires for a token."""
         return sum(layer.density for layer in self.layers) / len(self.layers)
 
 
@@ -58,11 +58,11 @@ def make_model(
 ) -> SyntheticReport:
     """Write a Hugging Face directory with random weights to `out`.
 
-    `on_bytes` is told how many bytes of how many are written. config.json comes last, so a
-    directory that was left half-way is not taken for a model.
+    `on_bytes` gets the bytes written and their total. config.json is written last, so an incomplete
+    directory is no model.
     Units:   needs about twice the largest tensor's float32 bytes of memory
     Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
-             disk has too little space. Whatever ends it early, no file of the new model is left
+             disk has too little space. After any error no file of the new model is left
     """
     if not MIN_DENSITY <= density <= MAX_DENSITY:
         raise UsageError(
@@ -116,8 +116,8 @@ def _embed(
 ) -> torch.Tensor:
     """Write the embeddings and return those of random tokens, (NUM_TOKENS, D).
 
-    RMSNorm has no bias, so there the embeddings carry the direction that gates use: half of their
-    energy. A head tied to them would then favour some tokens always; Llama's is not tied.
+    RMSNorm has no bias, so embeddings get a common direction for gates, half of their energy. A
+    tied head would then always favour some tokens; Llama's is not tied.
     """
     embedding = source.normal((config.vocab_size, config.hidden_size))
     if not config.norm_bias:
@@ -140,11 +140,11 @@ def _write_head(
     source: NormalSource,
     writer: SafetensorsWriter,
 ) -> None:
-    """Write the final norm and the head, such that greedy text does not stick to a few tokens.
+    """Write final norm and head, such that greedy decoding does not repeat a few tokens.
 
-    Untied: the head is orthogonal to the mean of what it is applied to. Tied: the norm's bias takes
-    that mean away, and its weight turns the sign of random components, so that a token's own
-    embedding is not what its logits favour.
+    Untied: the head is orthogonal to the mean of its inputs. Tied: the norm's bias subtracts that
+    mean, and its weight flips the sign of random components, so that a token's logits do not favour
+    that token.
     """
     hidden = config.hidden_size
     scale = _LOGITS_RMS * hidden**-0.5
@@ -183,7 +183,7 @@ def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
 
 
 def _old_files(out: Path) -> list[Path]:
-    """What an earlier run has written there."""
+    """Files that an earlier run wrote there."""
     return [path for pattern in _OUR_FILES for path in out.glob(pattern)]
 
 

@@ -1,4 +1,4 @@
-"""What a family of models is to the rest of the project, and what several families read alike."""
+"""`Family`: how a family's config.json and tensors are read; readers that families share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family: how its config.json and its checkpoints are read. Defaults are transformers'."""
+    """One family of models. Defaults of keys are transformers'."""
 
     name: str  # model_type in config.json
-    architectures: tuple[str, ...]  # any of them in config.json; errors name the first
-    prefixes: tuple[str, ...]  # of tensors' names, but the head's; new checkpoints have the first
-    bos_id: int | None
-    eos_id: int | None
-    tied_embeddings: bool
-    read_fields: Callable[[ConfigReader], dict[str, Any]]  # those that not all families share
+    architectures: tuple[str, ...]  # accepted in config.json; errors name the first
+    # Of tensors' names, but for the head's; new checkpoints have the first.
+    prefixes: tuple[str, ...] = ("model.",)
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tied_embeddings: bool = False
+    read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
     tensor_names: Callable[[ModelConfig], TensorNames]
-    reads: tuple[str, ...] = ()  # keys that others would have to refuse (`model.config.build`)
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that all others must have
+    reads: tuple[str, ...] = ()  # keys that `model.config.build` refuses for other families
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of keys that are required for other families
 
 
 def max_positions(reader: ConfigReader) -> int:
@@ -42,7 +45,7 @@ def num_layers(reader: ConfigReader) -> int:
 
 
 def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, int]:
-    """Return hidden_size, num_heads and head_dim, which is hidden / heads unless it is free."""
+    """Return hidden_size, num_heads and head_dim: hidden / heads, unless `free_head_dim`."""
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
     if hidden % heads and not (reader.has("head_dim") and free_head_dim):
@@ -56,7 +59,7 @@ def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, i
 
 
 def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
-    """Return the number of KV heads, each of which as many query heads share."""
+    """Return the number of KV heads, which divides the number of query heads."""
     kv_heads = reader.integer(key, heads, high=heads)
     if heads % kv_heads:
         raise reader.fail(key, f"is {kv_heads}, which does not divide num_attention_heads {heads}")

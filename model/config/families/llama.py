@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary positions, an FFN with a gate. Many families are it, with changes."""
+"""Llama: RMSNorm, rotary positions, a gated FFN. Many families are Llama with changes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def llama_fields(
     norm_eps: float = 1e-6,
     ropes: tuple[RopeConfig, ...] = (),
 ) -> dict[str, Any]:
-    """Read what Llama's config.json has; other families give their defaults, and change some of it.
+    """Read Llama's keys; other families pass their defaults and change some fields.
 
-    `ropes` are read by whoever has several.
+    Families with other ropes pass `ropes`.
     """
     sizes = head_sizes(reader, free_head_dim=True)
     bias = reader.boolean("attention_bias", False)
@@ -66,10 +66,8 @@ LLAMA_NAMES = TensorNames(
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=2,
-    tied_embeddings=False,
     read_fields=llama_fields,
     tensor_names=lambda config: LLAMA_NAMES,
 )

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window over the positions that attention sees. Bamboo: it with dReLU."""
+"""Mistral: Llama with sliding-window attention. Bamboo: Mistral with dReLU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotcold.model.config.windows import windows
 
 
 def mistral_fields(reader: ConfigReader) -> dict[str, Any]:
-    """Llama's; a window that config.json leaves out is 4096, and null is none."""
+    """Llama's fields, and a window: 4096 without the key, none for null."""
     has_window = reader.values.get("sliding_window", 0) is not None
     sliding = (has_window,) * num_layers(reader)
     return {**llama_fields(reader), "windows": windows(reader, sliding, 4096)}
@@ -21,10 +21,8 @@ def mistral_fields(reader: ConfigReader) -> dict[str, Any]:
 MISTRAL = Family(
     name="mistral",
     architectures=("MistralForCausalLM", "MistralModel"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=2,
-    tied_embeddings=False,
     read_fields=mistral_fields,
     tensor_names=lambda config: LLAMA_NAMES,
     reads=("sliding_window",),
@@ -33,14 +31,14 @@ MISTRAL = Family(
 
 
 def _bamboo_fields(reader: ConfigReader) -> dict[str, Any]:
-    """The gate's function, relu, is up's too."""
+    """Mistral's fields; the gate's relu is applied to up, too."""
     fields = mistral_fields(reader)
     if fields["activation_fn"] != "relu":
         raise reader.fail("hidden_act", f"is {fields['activation_fn']}; Bamboo's is relu")
     return {**fields, "activation_fn": "drelu"}
 
 
-# Bamboo and TurboSparse-Mistral, whose predictors in the checkpoint --mode lowrank reads.
+# Bamboo and TurboSparse-Mistral, with predictors in the checkpoint for --mode lowrank.
 BAMBOO = replace(
     MISTRAL,
     name="bamboo",

@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what attention and FFN add, none before them; q and k normed as a whole."""
+"""OLMo 2: norms after attention and FFN, none before; q and k normed over all heads."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ _NAMES = replace(
 OLMO2 = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM", "Olmo2Model"),
-    prefixes=("model.",),
-    bos_id=None,
     eos_id=50279,
-    tied_embeddings=False,
     read_fields=_read_fields,
     tensor_names=lambda config: _NAMES,
 )

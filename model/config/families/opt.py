@@ -1,4 +1,4 @@
-"""OPT: LayerNorm, learned positions, an FFN of two matrices; opt-350m norms after its sums."""
+"""OPT: LayerNorm, learned positions, an FFN of two matrices; opt-350m has post-norm."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _READS = ("sliding_window", "layer_types")
 
 
 def _windows(reader: ConfigReader) -> tuple[int, ...]:
-    """Windows are off unless use_sliding_window, then in the layers from max_window_layers on."""
+    """Read windows: with use_sliding_window, in the layers from max_window_layers on."""
     layers = num_layers(reader)
     uses = reader.boolean("use_sliding_window", False)
     first = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
@@ -41,10 +41,6 @@ def _qwen3_fields(reader: ConfigReader) -> dict[str, Any]:
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-    prefixes=("model.",),
-    bos_id=None,
-    eos_id=None,
-    tied_embeddings=False,
     read_fields=_qwen2_fields,
     tensor_names=lambda config: LLAMA_NAMES,
     reads=_READS,
@@ -53,10 +49,6 @@ _QWEN3_LAYER = replace(LLAMA_NAMES.layer, q_norm="self_attn.q_norm", k_norm="sel
 QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-    prefixes=("model.",),
-    bos_id=None,
-    eos_id=None,
-    tied_embeddings=False,
     read_fields=_qwen3_fields,
     tensor_names=lambda config: replace(LLAMA_NAMES, layer=_QWEN3_LAYER),
     reads=_READS,

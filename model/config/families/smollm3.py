@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer does not rotate its heads."""
+"""SmolLM3: Llama without rope in every fourth layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _THETA = 2_000_000.0
 
 
 def _rotates(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Whether each layer rotates: no_rope_layers, whose ones say that it does, or an interval."""
+    """Whether each layer has rope: where no_rope_layers is 1, or by an interval."""
     if not reader.has("no_rope_layers"):
         interval = reader.integer("no_rope_layer_interval", 4, high=1 << 20)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
@@ -42,7 +42,6 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
 SMOLLM3 = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
-    prefixes=("model.",),
     bos_id=128000,
     eos_id=128001,
     tied_embeddings=True,

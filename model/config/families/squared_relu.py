@@ -17,7 +17,7 @@ def _arcee_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _nemotron_fields(reader: ConfigReader) -> dict[str, Any]:
-    """LayerNorms of weights 1 + w; half of a head's dimensions are rotated."""
+    """LayerNorms with weights 1 + w; half of a head's dimensions are rotated."""
     rope = read_rope(reader, max_positions(reader), share=0.5)
     return {
         **llama_fields(reader, activation_default="relu2", ropes=(rope,)),
@@ -32,10 +32,8 @@ _NAMES = replace(LLAMA_NAMES, layer=replace(LLAMA_NAMES.layer, gate="mlp.up_proj
 ARCEE = Family(
     name="arcee",
     architectures=("ArceeForCausalLM", "ArceeModel"),
-    prefixes=("model.",),
     bos_id=128000,
     eos_id=128001,
-    tied_embeddings=False,
     read_fields=_arcee_fields,
     tensor_names=lambda config: _NAMES,
 )

@@ -1,4 +1,4 @@
-"""What a model's tensors are called; each family fills these in, and all else looks here."""
+"""Names of a checkpoint's tensors, by role; each family fills them in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class LayerNames:
     out: str
     ffn_norm: str
     gate: str
-    up: str  # of gate and up in one module the same name
+    up: str  # gate's name where one module holds both
     down: str
-    attention_norm: str = ""  # of what attention adds
+    attention_norm: str = ""  # of attention's output
     ffn_output_norm: str = ""
     q_norm: str = ""
     k_norm: str = ""
-    # Of checkpoints that bring PowerInfer's predictors, which are not part of the model itself.
+    # PowerInfer's predictors, in checkpoints that have them.
     predictor: tuple[str, ...] = ("mlp.predictor.fc1", "mlp.predictor.fc2")
 
     def below(self, prefix: str) -> LayerNames:
@@ -40,7 +40,7 @@ class TensorNames:
     """Modules of the whole model, without a checkpoint's prefix; "" where there is none."""
 
     tokens: str
-    layers: str  # before the names of layer {}
+    layers: str  # prefix of layer {}
     layer: LayerNames
     final_norm: str
     positions: str = ""
