@@ -22,7 +22,12 @@ from hotcold.model.config.quantization import quantized_dtype
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.gguf_weights import GgufWeights
-from hotcold.model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
+from hotcold.model.files.safetensors_file import (
+    BIT_DTYPES,
+    SafetensorsFile,
+    TensorEntry,
+    WeightFile,
+)
 from hotcold.model.files.torch_file import TorchFile
 from hotcold.model.files.unsupported_formats import refuse_folder
 from hotcold.model.gguf.names import is_gguf
@@ -30,7 +35,6 @@ from hotcold.model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
 from hotcold.model.mapped_file import forget_pages
 from hotcold.numba_kernels.formats import is_quantized
 
-WeightFile = SafetensorsFile | TorchFile | GgufWeights
 # Checkpoints of one family use any of these for the same tensor.
 PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
@@ -92,25 +96,20 @@ class Checkpoint:
 
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the dtype that a matrix is loaded in without --dtype."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
         stored = self.dtype(name)  # refuses unsupported formats
-        return file.loaded_dtype(full_name) if isinstance(file, GgufWeights) else stored
+        file, full_name = self._located(name)
+        return file.loaded_dtype(full_name) or stored
 
     def own_dtype(self, name: str) -> np.dtype:
         """Return the dtype that suits the tensor alone, whatever other layers have."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
         stored = self.dtype(name)
-        return file.own_dtype(full_name) if isinstance(file, GgufWeights) else stored
+        file, full_name = self._located(name)
+        return file.own_dtype(full_name) or stored
 
     def is_by_neurons(self, name: str) -> bool:
-        """Whether a down projection's rows are neurons in the file too: it is stored transposed."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
-        if isinstance(file, GgufWeights) and file.is_by_neurons(full_name):
-            return True
-        return is_quantized(self.dtype(name))  # by `hotcold quantize`
+        """Whether a down projection is stored transposed: `hotcold quantize` does so, too."""
+        file, full_name = self._located(name)
+        return file.is_by_neurons(full_name) or is_quantized(self.dtype(name))
 
     def format_name(self, name: str) -> str:
         """Return the tensor's format as safetensors or GGUF names it, supported or not."""
@@ -138,8 +137,8 @@ class Checkpoint:
     def array(self, name: str) -> np.ndarray:
         """Return the tensor's bits as a view of the file: read-only, maybe unaligned."""
         dtype = self.dtype(name)
-        full_name = self.full_name(name)
-        bits = self._files[full_name].array(full_name)
+        file, full_name = self._located(name)
+        bits = file.array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
     def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
@@ -148,8 +147,7 @@ class Checkpoint:
         Kinds of matrices in `by_layer` have their `own_dtype`, the others their `loaded_dtype`.
         """
         files = {id(file): file for file in self._files.values()}.values()
-        lines = [file.read_otherwise(by_layer) for file in files if isinstance(file, GgufWeights)]
-        return "; ".join(filter(None, lines))
+        return "; ".join(filter(None, (file.read_otherwise(by_layer) for file in files)))
 
     def files(self) -> list[Path]:
         """Return config.json, index and weight files, sorted."""
@@ -159,18 +157,18 @@ class Checkpoint:
 
     def stored_bytes(self, name: str) -> np.ndarray:
         """Return the tensor's bytes as the file has them, whatever its format: uint8."""
-        full_name = self.full_name(name)
-        return self._files[full_name].stored_bytes(full_name)
+        file, full_name = self._located(name)
+        return file.stored_bytes(full_name)
 
     def read_ahead(self, name: str) -> None:
         """Have the kernel read all of the tensor now."""
-        full_name = self.full_name(name)
-        self._files[full_name].read_ahead(full_name)
+        file, full_name = self._located(name)
+        file.read_ahead(full_name)
 
     def release(self, name: str) -> None:
         """Unload the tensor's pages; reading maps them again."""
-        full_name = self.full_name(name)
-        self._files[full_name].release(full_name)
+        file, full_name = self._located(name)
+        file.release(full_name)
         self.drop_page_cache()
 
     def drop_page_cache(self) -> None:
@@ -184,8 +182,8 @@ class Checkpoint:
 
     def advise_random(self, name: str) -> None:
         """Read single rows of the tensor from now on: the kernel reads nothing ahead."""
-        full_name = self.full_name(name)
-        self._files[full_name].advise_random(full_name)
+        file, full_name = self._located(name)
+        file.advise_random(full_name)
 
     def full_name(self, name: str) -> str:
         """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""
@@ -200,11 +198,15 @@ class Checkpoint:
     def shown_name(self, name: str) -> str:
         """Return the tensor's name in the file, for an error text."""
         file = next(iter(self._files.values()), None)
-        return shown(file.own_name(name) if isinstance(file, GgufWeights) else name)
+        return shown(name if file is None else file.own_name(name))
+
+    def _located(self, name: str) -> tuple[WeightFile, str]:
+        full_name = self.full_name(name)
+        return self._files[full_name], full_name
 
     def _entry(self, name: str) -> TensorEntry:
-        full_name = self.full_name(name)
-        return self._files[full_name].entries[full_name]
+        file, full_name = self._located(name)
+        return file.entries[full_name]
 
     def _known_dtype(self, name: str) -> np.dtype | None:
         found = self._entry(name).format_name

@@ -18,7 +18,7 @@ from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.gguf_config import architecture_of, gguf_values
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, shown
-from hotcold.model.files.safetensors_file import MappedTensors, TensorEntry
+from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
 from hotcold.model.gguf.file import open_gguf
 from hotcold.model.gguf.header import TensorInfo
 from hotcold.model.gguf.tensor_types import TensorType
@@ -63,7 +63,7 @@ class _Place:
     role: str  # a field of LayerNames or TensorNames
 
 
-class GgufWeights(MappedTensors):
+class GgufWeights(WeightFile):
     """All tensors of the model.
 
     Errors:  CheckpointError, ConfigError for a file that is damaged, of an unknown architecture, or

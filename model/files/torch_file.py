@@ -1,4 +1,4 @@
-"""One pytorch_model*.bin file, behind the interface of SafetensorsFile."""
+"""One pytorch_model*.bin file, with the interface of SafetensorsFile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.errors import CheckpointError, first_line, refuse_pointer_file
-from hotcold.model.files.safetensors_file import TensorEntry
+from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
 
 _FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
-class TorchFile:
+class TorchFile(WeightFile):
     """The tensors of a file written by torch.save; nothing in it is executed.
 
     Errors:  CheckpointError where it is damaged or holds anything but tensors
@@ -48,15 +48,6 @@ class TorchFile:
 
         items: np.ndarray = self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy()
         return items
-
-    def read_ahead(self, name: str) -> None:
-        """Do nothing: torch reads the file."""
-
-    def release(self, name: str) -> None:
-        """Do nothing: torch keeps the file mapped."""
-
-    def advise_random(self, name: str) -> None:
-        """Do nothing: torch keeps the file mapped."""
 
 
 def _load(path: Path) -> dict[str, Any]:

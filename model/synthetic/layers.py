@@ -105,7 +105,7 @@ class LayerMaker:
         return self._linear(names.out, mixed, config.hidden_size, has_bias, self._update_rms)
 
     def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which neurons fire (NUM_TOKENS, N), as with relu, and the update (NUM_TOKENS, D)."""
+        """Return firing neurons (NUM_TOKENS, N), those of relu, and the update (NUM_TOKENS, D)."""
         num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
         bias = self._bias(num_neurons) if has_bias else None
         is_drelu = self._config.activation_fn == "drelu"  # half of up . x is negative

@@ -29,9 +29,8 @@ class Family:
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
     tensor_names: Callable[[ModelConfig], TensorNames]
     reads: tuple[str, ...] = ()  # keys that `model.config.build` refuses for other families
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of keys that are required for other families
+    # Of keys that are required for other families.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def max_positions(reader: ConfigReader) -> int:
