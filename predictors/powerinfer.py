@@ -69,8 +69,8 @@ def import_powerinfer(folder: Path, config: ModelConfig) -> Predictors:
     beyond = folder / f"model_{config.num_layers}.pt"
     if beyond.exists():
         raise ArtifactError(
-            f"{beyond}: is for a layer that this model of {config.num_layers} layers has not; "
-            "the predictors belong to another model"
+            f"{beyond}: is for a layer beyond the {config.num_layers} of this model; the predictors "
+            "belong to another model"
         )
     return Predictors(layers, "residual")
 

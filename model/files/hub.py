@@ -167,8 +167,8 @@ def require_room(download: Download) -> None:
     free = shutil.disk_usage(place).free
     if download.missing_bytes > free:
         raise UsageError(
-            f"{download.missing_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for "
-            f"{free / 1e9:.2f} GB; remove a model (hotcold rm), or set HF_HOME to another disk"
+            f"the download takes {download.missing_bytes / 1e9:.2f} GB, and {place} has "
+            f"{free / 1e9:.2f} GB free; remove a model (hotcold rm), or set HF_HOME to another disk"
         )
 
 
@@ -196,13 +196,13 @@ def removal_of(name: str) -> Removal:
     revisions. Blobs that other files share stay.
     Errors:  UsageError where the cache has no such model
     """
-    asked = REPOSITORY.fullmatch(name)
-    repos = [repo for repo in _scan() if asked and repo.repo_id == asked["repo"]]
+    parsed = REPOSITORY.fullmatch(name)
+    repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
     models = [model for model in kept_models() if model.name == name]
-    if not repos or (asked and asked["name"] and not models):
+    if not repos or (parsed and parsed["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
     repo = repos[0]
-    if not (asked and asked["name"]):
+    if not (parsed and parsed["name"]):
         return Removal((repo.repo_path,), int(repo.size_on_disk), len(repo.revisions))
     links = {path for model in models for path in model.files}
     files = [file for revision in repo.revisions for file in revision.files]
@@ -292,10 +292,10 @@ def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
             "(hotcold rm), or set HF_HOME to another disk"
         )
     if _status(problem) in (401, 403, 404):
-        why = "has no such model, or wants HF_TOKEN for it"
+        why = "has no such model, or needs HF_TOKEN for it"
     else:
         lines = str(problem).strip().splitlines()
-        why = f"cannot be asked: {shown(lines[0], 120) if lines else type(problem).__name__}"
+        why = f"cannot be reached: {shown(lines[0], 120) if lines else type(problem).__name__}"
     return UsageError(
         f"{repo_id} is no directory here, and Hugging Face {why}; check the name and the network, "
         "or give a directory (`hotcold list` shows what is here, `hotcold pull` fetches a model)"

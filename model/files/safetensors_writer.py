@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,13 @@ import numpy as np
 import torch
 
 from hotcold.model.config.model_config import WeightDtype
+from hotcold.model.errors import HotcoldError
 
 _FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _BLOCK_ITEMS = 1 << 23
 _HEADER_ALIGNMENT = 8
+_SPARE_DISK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,20 @@ class SafetensorsWriter:
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         path = self._directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def require_disk_space(folder: Path, num_bytes: int, remedy: str, freed_bytes: int = 0) -> None:
+    """Raise HotcoldError, ending in `remedy`, where the disk of `folder` is too full.
+
+    The folder may not exist yet. `freed_bytes` are those of files that will be removed first.
+    """
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free_bytes = shutil.disk_usage(place).free + freed_bytes
+    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
+        raise HotcoldError(
+            f"the model takes {num_bytes / 1e9:.2f} GB and leaves {_SPARE_DISK_BYTES / 1e9:.2f} GB "
+            f"spare, but {folder} has {free_bytes / 1e9:.2f} GB free; {remedy}"
+        )
 
 
 def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[_Shard]:

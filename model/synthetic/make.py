@@ -6,7 +6,6 @@ Its neurons fire at rates that follow a power law with a chosen mean; see gate.p
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from hotcold.model.config.build import build_config
 from hotcold.model.config.families.tensor_names import TensorNames
 from hotcold.model.config.model_config import ModelConfig, WeightDtype
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.model.files.safetensors_writer import SafetensorsWriter
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, require_disk_space
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
@@ -28,7 +27,6 @@ from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
 
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
-_SPARE_DISK_BYTES = 64 << 20
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
 
 
@@ -167,14 +165,8 @@ def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a directory")
     old = _old_files(out)
-    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    free_bytes = shutil.disk_usage(place).free + sum(path.lstat().st_size for path in old)
-    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
-        raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
-            f"spare, and {out} has {free_bytes / 1e9:.2f} GB free; give fewer --layers or another "
-            "disk"
-        )
+    freed_bytes = sum(path.lstat().st_size for path in old)
+    require_disk_space(out, num_bytes, "give fewer --layers or another disk", freed_bytes)
     _remove(old)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -253,7 +253,7 @@ def _kill(process: subprocess.Popen[bytes], own: socket.socket) -> None:
 
 def _raise_if(cancelled: threading.Event | None) -> None:
     if cancelled is not None and cancelled.is_set():
-        raise FailedError("nobody waits for it any more")
+        raise FailedError("the request was cancelled")
 
 
 def _received(own: socket.socket, size: int, poll: Callable[[], None] = lambda: None) -> bytes:

@@ -24,7 +24,11 @@ from hotcold.model.config.quantization import KEY, quantization_config
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from hotcold.model.files.safetensors_writer import (
+    SafetensorsWriter,
+    TensorSpec,
+    require_disk_space,
+)
 from hotcold.model.files.whole_file import part_of, sync_folder
 from hotcold.model.gguf.names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
@@ -32,7 +36,6 @@ from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_items
 
-_SPARE_DISK_BYTES = 64 << 20
 _MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (
     ".safetensors",
@@ -151,7 +154,8 @@ def _write_tensors(
         SafetensorsWriter(part, specs, "float32", on_bytes=count) as writer,
         TensorReader(checkpoint, dtype=requested_dtype(dtype)) as reader,
     ):
-        _require_space(part, writer.num_bytes)
+        remedy = "name a directory on another disk"
+        require_disk_space(part.parent, writer.num_bytes, remedy)
         for tensor in plan:
             writer.write_bits(tensor.spec.name, _bits(reader, tensor))
     num_quantized = sum(tensor.width > 0 for tensor in plan)
@@ -197,16 +201,6 @@ def _finish(part: Path, out: Path) -> None:
     sync_folder(part)
     part.rename(out)
     sync_folder(out.parent)
-
-
-def _require_space(directory: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(directory).free
-    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
-        raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
-            f"spare, and {directory.parent} has {free_bytes / 1e9:.2f} GB free; name a directory "
-            "on another disk"
-        )
 
 
 def _copy_small_files(path: Path, part: Path) -> None:
