@@ -69,7 +69,7 @@ def import_powerinfer(folder: Path, config: ModelConfig) -> Predictors:
     beyond = folder / f"model_{config.num_layers}.pt"
     if beyond.exists():
         raise ArtifactError(
-            f"{beyond}: is for a layer beyond the {config.num_layers} of this model; the predictors "
+            f"{beyond}: is for a layer beyond this model's {config.num_layers}; the predictors "
             "belong to another model"
         )
     return Predictors(layers, "residual")
