@@ -47,6 +47,7 @@ class WeightFile:
     """A model's tensors in one kind of files, by name: the interface, and defaults."""
 
     entries: dict[str, TensorEntry]
+    path: Path
     paths: tuple[Path, ...]
 
     def array(self, name: str) -> np.ndarray:

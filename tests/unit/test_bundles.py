@@ -136,7 +136,7 @@ def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:
 
 
 def test_a_wrong_norm_is_found(model: Model) -> None:
-    """Of whoever has written the tables' sum over it."""
+    """The header of a program that has updated the tables' checksum."""
     geometry, content = model.geometry, bytearray(model.write())
     layer, place = 1, 5
     at = geometry.norms_start + 4 * (layer * geometry.num_neurons + place)

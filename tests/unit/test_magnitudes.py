@@ -1,4 +1,4 @@
-"""Thresholds dealt to layers: what they leave out, counted beside brute force."""
+"""Thresholds allocated to layers: what they leave out, compared with brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model thinks: told apart from its answer, by every route, however it comes."""
+"""A model's reasoning, separated from its answer: on every route, in any pieces."""
 
 from __future__ import annotations
 

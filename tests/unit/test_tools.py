@@ -1,4 +1,4 @@
-"""Tools: told to models by their templates or in words, held to schemas, read from answers."""
+"""Tools: described by templates or the system prompt, held to schemas, read from answers."""
 
 from __future__ import annotations
 
