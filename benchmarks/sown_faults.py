@@ -910,14 +910,14 @@ _MODEL = [
     ),
     Fault(
         "neurons-of-powerinfer-as-outputs",
-        "model", "down_outputs", _CHECK,
+        "model", "ffn", _CHECK,
         "is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name)",
         "is_blocks(checkpoint.dtype(name))",
         ("test_quantized_rows_by_neurons_keep_their_numbers",),
     ),
     Fault(
         "squares-for-lengths-of-down-rows",
-        "model", "down_outputs", _VALUE,
+        "model", "ffn", _VALUE,
         "lengths.append(np.sqrt(squares))", "lengths.append(squares)",
         ("test_thresholds_beside_rows_of_outputs",),
     ),
@@ -1033,7 +1033,7 @@ _PREDICTORS = [
     ),
     Fault(
         "recall-is-precision",
-        "predictors", "quality", _INDEX,
+        "predictors", "predictor_file", _INDEX,
         "recall=both / num_fires if", "recall=both / num_computed if",
         ("test_quality_by_hand",),
     ),
