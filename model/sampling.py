@@ -14,6 +14,24 @@ if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
 
 GENERATION_CONFIG = "generation_config.json"
+# The options by type, with their ranges.
+_INTEGERS = {
+    "max_tokens": (1, 1 << 31),
+    "top_k": (0, 1 << 31),
+    "seed": (0, (1 << 63) - 1),
+    "repeat_last_n": (-1, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+}
+_OPTIONAL = ("max_tokens", "seed")  # may be None
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repeat_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_BOOLEANS = ("ignore_eos", "penalize_prompt", "include_stop_str_in_output")
 
 
 @dataclass(frozen=True)
@@ -50,34 +68,23 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        for name, (low, high) in _INTEGERS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _require_int(name, getattr(self, name), low, high)
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_int("top_k", self.top_k, 0, 1 << 31)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _require_int("seed", self.seed, 0, (1 << 63) - 1)
+            _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name, (low, high) in _NUMBERS.items():
+            _require_number(name, getattr(self, name), low, high)
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise _out_of_range(name, getattr(self, name), "true or false")
         is_tuple = isinstance(self.stop, tuple)
         if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
             raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
-        _require_bool("ignore_eos", self.ignore_eos)
-        _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
-        _require_bool("penalize_prompt", self.penalize_prompt)
         if not isinstance(self.stop_token_ids, tuple):
             raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
-        _require_int(
-            "min_tokens",
-            self.min_tokens,
-            0,
-            (1 << 31) if self.max_tokens is None else self.max_tokens,
-        )
-        _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         if not isinstance(self.logit_bias, tuple):
             raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
         for token_id, bias in self.logit_bias:
@@ -101,12 +108,12 @@ class SamplingParams:
             base = cls(temperature=1.0, top_k=50, top_p=1.0, min_p=0.0)
             if not reader.boolean("do_sample", True):
                 return cls(temperature=0.0)
-        return cls(
-            temperature=reader.number("temperature", base.temperature, low=0.0, high=100.0),
-            top_k=reader.integer("top_k", base.top_k, low=0, high=1 << 31),
-            top_p=reader.number("top_p", base.top_p, low=0.0, high=1.0),
-            min_p=reader.number("min_p", base.min_p, low=0.0, high=1.0),
-        )
+        values = {
+            name: reader.number(name, getattr(base, name), low=low, high=high)
+            for name, (low, high) in _NUMBERS.items()
+            if name in ("temperature", "top_p", "min_p")
+        }
+        return cls(top_k=reader.integer("top_k", base.top_k, low=0, high=1 << 31), **values)
 
     @classmethod
     def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -147,11 +154,6 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
     return int(key)
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise _out_of_range(name, value, "true or false")
 
 
 def _require_int(name: str, value: Any, low: int, high: int) -> None:

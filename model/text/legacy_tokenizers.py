@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.config.json_reader import read_bounded, read_json_object
 from hotcold.model.errors import ConfigError, first_line_of_any
 from hotcold.model.text.bpe import (
     GPT2,
@@ -66,7 +66,7 @@ def _of_merges(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     ids = read_json_object(vocab)
     if any(type(token_id) is not int or token_id < 0 for token_id in ids.values()):
         raise ConfigError(f"{vocab}: holds other things than token ids; download it again")
-    lines = _content(merges).decode().splitlines()
+    lines = read_bounded(merges, MAX_BYTES, ConfigError, "download it again").decode().splitlines()
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError(f"{merges}: has a line that is no pair; download it again")
@@ -100,7 +100,8 @@ def read_sentencepiece(file: Path) -> tuple[Pieces, int, bool]:
     texts, kinds, scores = [], [], []
     model_kind, add_prefix = 1, True
     try:
-        for number, value in _fields(_content(file)):
+        content = read_bounded(file, MAX_BYTES, ConfigError, "download it again")
+        for number, value in _fields(content):
             if number == 1 and isinstance(value, bytes):
                 own = dict(_fields(value))
                 texts.append(own.get(1, b"").decode())
@@ -116,15 +117,6 @@ def read_sentencepiece(file: Path) -> tuple[Pieces, int, bool]:
     if not texts:
         raise ConfigError(f"{file}: holds no pieces; download it again")
     return Pieces(texts, kinds, scores), model_kind, add_prefix
-
-
-def _content(file: Path) -> bytes:
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_BYTES >> 20} MiB; download it again")
-        return file.read_bytes()
-    except OSError as problem:
-        raise ConfigError(f"{file}: cannot be read ({problem.strerror})") from None
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
