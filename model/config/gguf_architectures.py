@@ -57,11 +57,7 @@ LLAMA_LAYER = LayerNames(
     predictor=(),
 )
 LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
-
-
-def named(**layer: Any) -> TensorNames:
-    """Return Llama's tensor names with some of a layer's replaced."""
-    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
+_named = LLAMA_NAMES.with_layer
 
 
 def paired_rows(heads_key: str) -> RowOrder:
@@ -243,9 +239,9 @@ def _falcon_of(values: Values, **layer: Any) -> Architecture:
     large, small = {**_FALCON_LAYER, **_TWO_NORMS, **layer}, {**_FALCON_LAYER, **layer}
     rows = {"attn_qkv": grouped_qkv_rows}
     name = ("falcon", "FalconForCausalLM")
-    both = Architecture(*name, named(**large), values, rows)
+    both = Architecture(*name, _named(**large), values, rows)
     return Architecture(
-        *name, named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
+        *name, _named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
     )
 
 
@@ -260,13 +256,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             (
                 _DOWN_T,
                 Architecture(
-                    "llama", "LlamaForCausalLM", named(**_POWERINFER), _llama_relu, _PAIRED
+                    "llama", "LlamaForCausalLM", _named(**_POWERINFER), _llama_relu, _PAIRED
                 ),
             ),
         ),
     ),
     "minicpm": Architecture("minicpm", "MiniCPMForCausalLM", LLAMA_NAMES, _minicpm, _PAIRED),
-    "bamboo": Architecture("bamboo", "BambooForCausalLM", named(**_POWERINFER), _bamboo, _PAIRED),
+    "bamboo": Architecture("bamboo", "BambooForCausalLM", _named(**_POWERINFER), _bamboo, _PAIRED),
     "falcon": replace(
         _falcon_of(_falcon),
         variants=(
@@ -275,32 +271,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES, _qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", named(**_QK_NORMS), _qwen),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _named(**_QK_NORMS), _qwen),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
+        "gemma2", "Gemma2ForCausalLM", _named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
     ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        named(**_OUTPUT_NORMS, **_QK_NORMS),
+        _named(**_OUTPUT_NORMS, **_QK_NORMS),
         _gemma3,
         adds_one_to_norms=True,
     ),
     "phi3": Architecture(
-        "phi3", "Phi3ForCausalLM", named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
+        "phi3", "Phi3ForCausalLM", _named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
     ),
     "olmo2": Architecture(
         "olmo2",
         "Olmo2ForCausalLM",
-        named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
+        _named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
         _olmo2,
     ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, _smollm3, _PAIRED),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", named(**_TWO_MATRICES), _arcee, _PAIRED),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", _named(**_TWO_MATRICES), _arcee, _PAIRED),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
-        named(**_TWO_MATRICES),
+        _named(**_TWO_MATRICES),
         _nemotron,
         adds_one_to_norms=True,
     ),

@@ -28,4 +28,5 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 def tensor_names(config: ModelConfig) -> TensorNames:
     """Return the names of the model's tensors in a checkpoint, without the family's prefix."""
-    return FAMILIES[config.family].tensor_names(config)
+    names = FAMILIES[config.family].tensor_names
+    return names(config) if callable(names) else names

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ModelConfig
 
@@ -27,7 +27,7 @@ class Family:
     eos_id: int | None = None
     tied_embeddings: bool = False
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
-    tensor_names: Callable[[ModelConfig], TensorNames]
+    tensor_names: TensorNames | Callable[[ModelConfig], TensorNames] = LLAMA_NAMES
     reads: tuple[str, ...] = ()  # keys that `model.config.build` refuses for other families
     # Of keys that are required for other families.
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -5,11 +5,11 @@ Gemma 2 caps scores and logits; Gemma 3 norms q and k, and its windowed layers h
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope, read_rope_object
@@ -100,16 +100,10 @@ def _gemma3_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     return read_rope(reader, positions, theta=_THETA), RopeConfig(theta=theta)
 
 
-_LAYER = replace(
-    LLAMA_NAMES.layer,
+_GEMMA2_NAMES = LLAMA_NAMES.with_layer(
     attention_norm="post_attention_layernorm",
     ffn_norm="pre_feedforward_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
-)
-_GEMMA2_NAMES = replace(LLAMA_NAMES, layer=_LAYER)
-_GEMMA3_NAMES = replace(
-    LLAMA_NAMES,
-    layer=replace(_LAYER, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
 )
 _DEFAULTS = {
     "head_dim": 256,
@@ -124,7 +118,7 @@ GEMMA2 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma2_fields,
-    tensor_names=lambda config: _GEMMA2_NAMES,
+    tensor_names=_GEMMA2_NAMES,
     reads=_READS,
     defaults=_DEFAULTS,
 )
@@ -136,7 +130,7 @@ GEMMA3 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma3_fields,
-    tensor_names=lambda config: _GEMMA3_NAMES,
+    tensor_names=_GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
 )

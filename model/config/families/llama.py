@@ -13,7 +13,6 @@ from hotcold.model.config.families.family import (
     head_sizes,
     max_positions,
 )
-from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope
@@ -48,28 +47,12 @@ def llama_fields(
     }
 
 
-LLAMA_NAMES = TensorNames(
-    tokens="embed_tokens",
-    layers="layers.{}.",
-    layer=LayerNames(
-        norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out="self_attn.o_proj",
-        ffn_norm="post_attention_layernorm",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-    ),
-    final_norm="norm",
-)
-
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     bos_id=1,
     eos_id=2,
     read_fields=llama_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
 )
 # ProSparse-Llama-2: its activation is fatrelu.
 SPARSE_LLAMA = replace(

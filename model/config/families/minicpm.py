@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hotcold.model.config.families.family import MAX_WIDTH, Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 
 _LOW, _HIGH = 1e-6, 1e6
@@ -31,6 +31,5 @@ MINICPM = Family(
     eos_id=2,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("scale_emb", "scale_depth", "dim_model_base"),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.windows import windows
 
@@ -24,7 +24,6 @@ MISTRAL = Family(
     bos_id=1,
     eos_id=2,
     read_fields=mistral_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("sliding_window",),
     defaults={"num_key_value_heads": 8},
 )

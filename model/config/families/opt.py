@@ -59,5 +59,5 @@ OPT = Family(
     eos_id=2,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=_NAMES,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.windows import sliding_layers, windows
 
@@ -42,15 +42,13 @@ QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     read_fields=_qwen2_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=_READS,
 )
-_QWEN3_LAYER = replace(LLAMA_NAMES.layer, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     read_fields=_qwen3_fields,
-    tensor_names=lambda config: replace(LLAMA_NAMES, layer=_QWEN3_LAYER),
+    tensor_names=LLAMA_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={"head_dim": 128},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
 from hotcold.model.config.windows import sliding_layers, windows
@@ -46,7 +46,6 @@ SMOLLM3 = Family(
     eos_id=128001,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("sliding_window", "layer_types", "no_rope_layers"),
     defaults={"num_key_value_heads": 4},
 )

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family, max_positions
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
 
@@ -28,14 +29,13 @@ def _nemotron_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-_NAMES = replace(LLAMA_NAMES, layer=replace(LLAMA_NAMES.layer, gate="mlp.up_proj", up=""))
 ARCEE = Family(
     name="arcee",
     architectures=("ArceeForCausalLM", "ArceeModel"),
     bos_id=128000,
     eos_id=128001,
     read_fields=_arcee_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=LLAMA_NAMES.with_layer(gate="mlp.up_proj", up=""),
 )
 NEMOTRON = replace(
     ARCEE,

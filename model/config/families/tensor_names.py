@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -51,3 +51,23 @@ class TensorNames:
     def of_layer(self, layer_id: int) -> LayerNames:
         """Return the names of layer `layer_id`."""
         return self.layer.below(self.layers.format(layer_id))
+
+    def with_layer(self, **changes: Any) -> TensorNames:
+        """Return the names with some of a layer's replaced."""
+        return replace(self, layer=replace(self.layer, **changes))
+
+
+LLAMA_NAMES = TensorNames(
+    tokens="embed_tokens",
+    layers="layers.{}.",
+    layer=LayerNames(
+        norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.o_proj",
+        ffn_norm="post_attention_layernorm",
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+    ),
+    final_norm="norm",
+)
