@@ -112,7 +112,8 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
         raise ArtifactError(
             f"{path}: is not whole, {size} of {geometry.file_bytes} bytes; {_MAKE_AGAIN}"
         )
-    tables = _tables(stream, geometry)
+    stream.seek(geometry.order_start)
+    tables = stream.read(geometry.done_start - geometry.order_start)
     if zlib.crc32(tables) != facts["tables_crc"]:
         raise ArtifactError(f"{path}: its tables are damaged; {_MAKE_AGAIN}")
     shape = geometry.num_layers, geometry.num_neurons
@@ -124,11 +125,6 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
         raise ArtifactError(f"{path}: does not hold each neuron once; {_MAKE_AGAIN}")
     name = str(facts["order_name"])
     return BundleFile(path, geometry, order, checksums, norms.reshape(shape), name)
-
-
-def _tables(stream: Any, geometry: BundleGeometry) -> bytes:
-    stream.seek(geometry.order_start)
-    return bytes(stream.read(geometry.done_start - geometry.order_start))
 
 
 def tables_crc(descriptor: int, geometry: BundleGeometry) -> int:

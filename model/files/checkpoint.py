@@ -88,9 +88,11 @@ class Checkpoint:
         """Return the dtype of the tensor's bits: a float's, quantized rows' (U8), or blocks'."""
         found = self._known_dtype(name)
         if found is None:
+            floats = "float32, float16 and bfloat16"
+            supported = ", ".join(READ_NAMES) if is_gguf(self.path) else floats
             raise CheckpointError(
                 f"{self.path}: tensor {self.shown_name(name)} is {self.format_name(name)}; "
-                f"{self._readable_formats()} are supported, so convert the model"
+                f"{supported} are supported, so convert the model"
             )
         return found
 
@@ -214,11 +216,6 @@ class Checkpoint:
             return self.quantized_dtype
         kind = TYPE_OF_NAME.get(found)
         return BIT_DTYPES.get(found) if kind is None else kind.dtype
-
-    def _readable_formats(self) -> str:
-        if is_gguf(self.path):
-            return ", ".join(READ_NAMES)
-        return "float32, float16 and bfloat16"
 
     def _find(self, name: str) -> str | None:
         return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)

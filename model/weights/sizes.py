@@ -21,12 +21,11 @@ def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
     names = [name for name in checkpoint.names() if _PREDICTOR not in name]
     if config.tied_embeddings:
         names = [name for name in names if _HEAD not in name]
-    return sum(_num_weights(checkpoint, name) for name in names)
-
-
-def _num_weights(checkpoint: Checkpoint, name: str) -> int:
-    shape = checkpoint.shape(name)
-    return math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+    shapes = {name: checkpoint.shape(name) for name in names}
+    return sum(
+        math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+        for name, shape in shapes.items()
+    )
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -20,13 +20,9 @@ def _windows(reader: ConfigReader) -> tuple[int, ...]:
     first = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
     has_size = reader.values.get("sliding_window", 0) is not None
     sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first, layers)
-    return windows(reader, sliding, 4096) if uses else _no_windows(reader, sliding)
-
-
-def _no_windows(reader: ConfigReader, sliding: tuple[bool, ...]) -> tuple[int, ...]:
-    if any(sliding):
+    if any(sliding) and not uses:
         raise reader.fail("layer_types", "has windows, which use_sliding_window turns off")
-    return ()
+    return windows(reader, sliding, 4096)
 
 
 def _qwen2_fields(reader: ConfigReader) -> dict[str, Any]:
