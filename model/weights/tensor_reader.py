@@ -33,7 +33,7 @@ from hotcold.numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
 from hotcold.numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
-# Gets new matrices (R, C) before they are written to; see `placement.machine.first_touch`.
+# Takes new matrices (R, C) before anything is written to them: `memory_pages.FirstTouch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
 # Names of a layer's tensors whose rows follow each other, and their numbers of rows.
 Tensors = Sequence[tuple[str, int]]
