@@ -9,10 +9,13 @@ from typing import Any
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import shown
 
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_MAX_WINDOW = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +66,37 @@ def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
     if heads % kv_heads:
         raise reader.fail(key, f"is {kv_heads}, which does not divide num_attention_heads {heads}")
     return kv_heads
+
+
+def sliding_layers(
+    reader: ConfigReader, is_sliding: Callable[[int], bool], num_layers: int
+) -> tuple[bool, ...]:
+    """Return which layers have a window: by `layer_types`, or by `is_sliding` without that key.
+
+    Errors:  ConfigError for other kinds of layers, or another number of them
+    """
+    if not reader.has("layer_types"):
+        return tuple(is_sliding(layer) for layer in range(num_layers))
+    kinds = reader.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise reader.fail("layer_types", f"is {shown(kinds, 60)}; give one for each layer")
+    for kind in kinds:
+        if kind not in _LAYER_KINDS:
+            raise reader.fail(
+                "layer_types",
+                f"has {shown(kind)}, which is not supported; {' or '.join(_LAYER_KINDS)}",
+            )
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def windows(
+    reader: ConfigReader, sliding: tuple[bool, ...], default: int | None = None
+) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none; () where no layer has one.
+
+    Errors:  ConfigError where a layer has one and config.json has no size
+    """
+    if not any(sliding):
+        return ()
+    size = reader.integer("sliding_window", default, high=_MAX_WINDOW)
+    return tuple(size if is_windowed else 0 for is_windowed in sliding)

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.family import (
+    Family,
+    max_positions,
+    num_layers,
+    sliding_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope, read_rope_object
-from hotcold.model.config.windows import sliding_layers, windows
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
 _READS = (

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, num_layers
+from hotcold.model.config.families.family import Family, num_layers, windows
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.windows import windows
 
 
 def mistral_fields(reader: ConfigReader) -> dict[str, Any]:

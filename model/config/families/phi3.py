@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.family import Family, max_positions, num_layers, windows
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
-from hotcold.model.config.windows import windows
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:

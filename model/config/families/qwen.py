@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, num_layers
+from hotcold.model.config.families.family import Family, num_layers, sliding_layers, windows
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.windows import sliding_layers, windows
 
 _READS = ("sliding_window", "layer_types")
 

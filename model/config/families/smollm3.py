@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.family import (
+    Family,
+    max_positions,
+    num_layers,
+    sliding_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
-from hotcold.model.config.windows import sliding_layers, windows
 from hotcold.model.errors import shown
 
 _THETA = 2_000_000.0
