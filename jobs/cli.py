@@ -26,7 +26,7 @@ from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.until_stopped import interrupt_again
 from hotcold.model.errors import HotcoldError
-from hotcold.model.files import content
+from hotcold.model.files import weights_digest
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -134,7 +134,7 @@ def main(
 ) -> int:
     """Run a command line and return the exit status. Raises nothing but SystemExit."""
     invocation = Invocation()
-    content.progress = progress_bar
+    weights_digest.progress = progress_bar
     try:
         status = command.main(
             args=None if arguments is None else list(arguments),

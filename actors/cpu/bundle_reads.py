@@ -80,7 +80,7 @@ class BundleReads:
             geometry.up_down_bytes,
             piece_bytes,
         ]
-        return NeuronFile(facts, layers, places, file.sums[layers, places])
+        return NeuronFile(facts, layers, places, file.checksums[layers, places])
 
     def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
         """Let threads read into `rows`; what came is noted in `gates` and `up_downs`.

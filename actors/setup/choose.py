@@ -26,7 +26,7 @@ from hotcold.model.limits import num_cpus
 from hotcold.placement.machine.numa import nodes_with_memory
 from hotcold.placement.machine.survey import usable_cores
 from hotcold.placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
-from hotcold.predictors.in_checkpoint import checkpoint_predictors, has_predictors
+from hotcold.predictors.powerinfer import checkpoint_predictors, has_predictors
 from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
 # The folder of proc and sys, where tests have fake NUMA nodes.

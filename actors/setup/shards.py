@@ -31,7 +31,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.down_outputs import has_down_outputs, num_units
+from hotcold.model.weights.ffn import has_down_outputs, num_units
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
 from hotcold.placement.machine.pinning import HostShare, not_pinned_because
 from hotcold.placement.machine.survey import usable_cores

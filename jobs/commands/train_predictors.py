@@ -16,8 +16,7 @@ from hotcold.jobs.support.options import QUANTIZED
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
     from hotcold.model.files.artifact import ModelIdentity
-    from hotcold.predictors.predictor_file import AnyLayer, Predictors
-    from hotcold.predictors.quality import Quality
+    from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality
 
 KINDS = ("lowrank", "sign", "best")
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.model.file_state import file_state
 from hotcold.model.files import hub
 from hotcold.model.files.hub import REPOSITORY
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 from hotcold.model.gguf.names import are_parts
+from hotcold.model.mapped_file import file_state
 
 _CODE = Path(__file__).resolve().parents[2]
 _BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans

@@ -25,8 +25,13 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.solver.cost import RowBytes
-from hotcold.predictors.magnitude_allocation import Choice, alike, allocate
-from hotcold.predictors.magnitude_curve import LayerCurve, layer_magnitudes
+from hotcold.predictors.fitting.magnitudes import (
+    Choice,
+    LayerCurve,
+    alike,
+    allocate,
+    layer_magnitudes,
+)
 from hotcold.predictors.magnitude_thresholds import Calibrated, LayerThresholds
 
 WINDOW = 256  # positions, an opening token included

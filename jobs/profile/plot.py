@@ -11,7 +11,7 @@ import numpy as np
 from hotcold.jobs.support.stored_model import OffloadPlan
 from hotcold.model.errors import UsageError
 from hotcold.model.files.whole_file import write_whole
-from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
 _MAX_POINTS = 1000

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.ffn import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
-from hotcold.predictors.in_checkpoint import has_predictors
+from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
 _KV_BYTES = 2  # float16

@@ -16,7 +16,7 @@ from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.locate import locate_model
-from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.sparsity import published_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile

@@ -54,7 +54,7 @@ def from_half_bits(cache: np.ndarray) -> np.ndarray:
 def activated(function, x: np.ndarray) -> np.ndarray:
     """The function of an FFN, by torch."""
     name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
-    return torch_activations.activated(name, tensor, float(function.threshold)).numpy()
+    return activations.activated(name, tensor, float(function.threshold)).numpy()
 
 
 def activated_up(function, x: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import hot_share
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
 from hotcold.predictors.fitting.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference

@@ -19,10 +19,10 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import (
     AnyLayer,
     Predictors,
+    Quality,
     read_predictors,
     write_predictors,
 )
-from hotcold.predictors.quality import Quality
 from hotcold.predictors.sign import SignLayer
 from tests.kernels.reference import narrowed
 from tests.tiny_models import make_tiny

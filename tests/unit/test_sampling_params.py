@@ -116,7 +116,7 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError) as caught:
             locate_model(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match=r"nothing-at-all is .* Hugging Face cannot be asked"):
+    with pytest.raises(UsageError, match=r"nothing-at-all is .* Hugging Face cannot be reached"):
         locate_model("nobody/nothing-at-all")
     assert DEMO_DIRECTORY.name == "demo"
     (tmp_path / "config.json").touch()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hotcold.actors.protocol.messages import Grammar
-from hotcold.model.text.thinking import Thinking
+from hotcold.model.text.chat_template import Thinking
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.tools.reader import CallReader, Part, Said, Thought

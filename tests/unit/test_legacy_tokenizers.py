@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotcold.model.errors import ConfigError
-from hotcold.model.text.older_files import read_sentencepiece
+from hotcold.model.text.legacy_tokenizers import read_sentencepiece
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.unit.test_gguf_tokenizer import LINES, pieces_of, slow_ids
 from tests.unit.test_tokenizer import byte_level
@@ -73,8 +73,8 @@ def test_merges_are_those_of_transformers(tmp_path: Path) -> None:
     own, other = Tokenizer.from_model(tmp_path), GPT2Tokenizer.from_pretrained(tmp_path)
     assert own is not None
     for line in LINES:
-        wanted = other(line, add_special_tokens=False)["input_ids"]
-        assert own.encode(line) == [0, *wanted]
+        expected = other(line, add_special_tokens=False)["input_ids"]
+        assert own.encode(line) == [0, *expected]
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match="no pair"):
         Tokenizer.from_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Files and folders that people take for a model: what each is, and what to give instead."""
+"""Files and folders that look like a model: what each is, and what to give instead."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from pathlib import Path
 
 from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import (
-    LONGEST_POINTER,
     CheckpointError,
     ConfigError,
     UsageError,
-    refuse_pointer,
+    refuse_pointer_file,
     shown,
 )
 
 _BEFORE_GGUF = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 _ADAPTER = "adapter_config.json"
 _PROPER = "give the folder in Hugging Face's form, with config.json and model.safetensors"
-# By a file that is there, the first that fits: what such a folder is, and what to do.
+# By a file in it, the first that matches: what such a folder is, and what to do.
 _FOLDERS = (
     ("model_index.json", "is a pipeline of diffusers, which makes pictures; give a language model"),
     ("consolidated.*", f"holds weights in their makers' own form; {_PROPER}"),
@@ -40,11 +39,11 @@ _WITHOUT_CONFIG = (
 
 
 def refuse_file(path: Path, text: str) -> UsageError:
-    """The error of a file that is no model. Errors: CheckpointError for a pointer of Git LFS."""
+    """Return the error of a file that is no model. Errors: CheckpointError for a pointer."""
+    refuse_pointer_file(path, CheckpointError)
     with path.open("rb") as file:
-        head = file.read(LONGEST_POINTER)
-    refuse_pointer(path, head, CheckpointError)
-    if head[:4] in _BEFORE_GGUF:
+        magic = file.read(4)
+    if magic in _BEFORE_GGUF:
         return UsageError(f"{shown(text)} is in llama.cpp's format before GGUF; give a GGUF file")
     folder = "the directory that holds config.json"
     if (path.parent / "config.json").exists():

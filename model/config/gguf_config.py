@@ -1,20 +1,20 @@
-"""A GGUF file's metadata as the content of config.json: all later steps are shared."""
+"""A GGUF file's metadata as the content of config.json, BOS and EOS among it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from hotcold.model.config.gguf_architecture import Architecture, Metadata
-from hotcold.model.config.gguf_architectures import ARCHITECTURES
+from hotcold.model.config.gguf_architectures import ARCHITECTURES, Architecture
+from hotcold.model.config.gguf_metadata import Metadata
 from hotcold.model.errors import ConfigError, shown
 from hotcold.model.gguf.file import GgufModel, open_gguf
 
-# Tokens that end an answer, beside the one that the metadata names so.
+# Tokens that end an answer, by their key in the metadata or their text.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 _CONTROL = 3
-# What else is in GGUF files, by general.type.
+# By general.type: GGUF files that hold no model.
 _NO_MODELS = {
     "adapter": "is an adapter (LoRA), and no model; merge it into its model, and give that file",
     "mmproj": "reads pictures for a model; give the model's own file, which is mostly beside it",
@@ -42,7 +42,7 @@ def architecture_of(model: GgufModel) -> Architecture:
     found = ARCHITECTURES[name]
     while True:
         names = set(model.names)
-        variant = next((own for tensor, own in found.variants if tensor in names), None)
+        variant = next((one for tensor, one in found.variants if tensor in names), None)
         if variant is None:
             return found
         found = variant
@@ -69,7 +69,7 @@ def gguf_values(path: str | Path) -> dict[str, Any]:
 
 
 def _end_ids(model: GgufModel) -> list[Any]:
-    """The ids of the tokens that end a text, those that end a turn of a conversation too."""
+    """The ids of tokens that end a text, or a turn of a conversation."""
     ids = [model.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
     found = [token_id for token_id in ids if token_id is not None]
     texts = model.first.strings("tokenizer.ggml.tokens") or []

@@ -1,8 +1,7 @@
-"""Tokenizers of directories without tokenizer.json: tokenizer.model, vocab.json and merges.txt.
+"""The formats before tokenizer.json: tokenizer.model, or vocab.json and merges.txt.
 
-tokenizer.model is SentencePiece's ModelProto, of which a few fields are read: pieces (1) of text
-(1), score (2) and type (3); the kind of model in trainer_spec (2.3); add_dummy_prefix in
-normalizer_spec (3.3).
+tokenizer.model is SentencePiece's ModelProto, read in part: pieces (1) of text (1), score (2) and
+type (3); the kind of model in trainer_spec (2.3); add_dummy_prefix in normalizer_spec (3.3).
 Source:  sentencepiece_model.proto; protobuf's encoding
 """
 
@@ -15,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from hotcold.model.config.json_reader import read_json_object
-from hotcold.model.errors import ConfigError, shown
+from hotcold.model.config.json_reader import read_bounded, read_json_object
+from hotcold.model.errors import ConfigError, first_line_of_any
 from hotcold.model.text.bpe import (
     GPT2,
     NORMAL,
@@ -33,7 +32,7 @@ _BPE = 2  # trainer_spec.model_type
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def older_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
+def legacy_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
     """Return the directory's tokenizer; None where it has none of these files.
 
     Errors:  ConfigError naming the file that is damaged or not supported
@@ -46,10 +45,8 @@ def older_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
             return _of_merges(vocab, directory / "merges.txt")
     except ConfigError:
         raise
-    except BaseException as problem:  # the library raises Exception, its core PanicException
-        if isinstance(problem, KeyboardInterrupt | SystemExit):
-            raise
-        reason = shown(str(problem).split("\n")[0])
+    except BaseException as problem:
+        reason = first_line_of_any(problem)
         raise ConfigError(f"{directory}: no tokenizer ({reason}); download it again") from None
     return None
 
@@ -69,7 +66,7 @@ def _of_merges(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     ids = read_json_object(vocab)
     if any(type(token_id) is not int or token_id < 0 for token_id in ids.values()):
         raise ConfigError(f"{vocab}: holds other things than token ids; download it again")
-    lines = _content(merges).decode().splitlines()
+    lines = read_bounded(merges, MAX_BYTES, ConfigError, "download it again").decode().splitlines()
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError(f"{merges}: has a line that is no pair; download it again")
@@ -80,7 +77,7 @@ def _of_merges(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
 def _finished(
     tokenizer: tokenizers.Tokenizer, directory: Path, adds_bos: bool
 ) -> tokenizers.Tokenizer:
-    """Add the special tokens that files beside it name, and what texts begin and end with."""
+    """Add the special tokens of tokenizer_config.json, and BOS and EOS where it asks for them."""
     names = special_tokens(directory)
     known = [text for text in names.values() if tokenizer.token_to_id(text) is not None]
     add_tokens(tokenizer, list(dict.fromkeys(known)), [])
@@ -103,7 +100,8 @@ def read_sentencepiece(file: Path) -> tuple[Pieces, int, bool]:
     texts, kinds, scores = [], [], []
     model_kind, add_prefix = 1, True
     try:
-        for number, value in _fields(_content(file)):
+        content = read_bounded(file, MAX_BYTES, ConfigError, "download it again")
+        for number, value in _fields(content):
             if number == 1 and isinstance(value, bytes):
                 own = dict(_fields(value))
                 texts.append(own.get(1, b"").decode())
@@ -119,15 +117,6 @@ def read_sentencepiece(file: Path) -> tuple[Pieces, int, bool]:
     if not texts:
         raise ConfigError(f"{file}: holds no pieces; download it again")
     return Pieces(texts, kinds, scores), model_kind, add_prefix
-
-
-def _content(file: Path) -> bytes:
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_BYTES >> 20} MiB; download it again")
-        return file.read_bytes()
-    except OSError as problem:
-        raise ConfigError(f"{file}: cannot be read ({problem.strerror})") from None
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

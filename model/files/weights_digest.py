@@ -1,8 +1,8 @@
-"""Whether a model's weights are the same, to the last bit: a digest of all of them.
+"""A digest of all of a model's weights, equal only where they are the same to the last bit.
 
-To make it takes as long as reading the model. So it is kept in this user's cache together with the
-state of the model's files, and made again only once that is another. A copy has the same digest,
-on any host. Imports little at once: every command says how a digest that is made is shown.
+It takes as long as reading the model, so it is cached for this user with the state of the model's
+files, and computed again when that changes. A copy has the same digest, on any host. Imports
+little: every command sets `progress`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotcold.model.errors import CheckpointError
-from hotcold.model.file_state import file_state
+from hotcold.model.mapped_file import file_state
 from hotcold.numba_kernels.own_cache import own_folder
 
 if TYPE_CHECKING:
@@ -28,26 +28,25 @@ if TYPE_CHECKING:
 OnBytes = Callable[[int, int], None]
 _PIECE_BYTES = 4 << 20  # hashed by one thread; another number makes other digests
 _MAX_THREADS = 8
-_SHOWN_BYTES = 1 << 30  # of a model for which a bar is shown
-# The kernel's clock for files ticks at least so often: a later write has another time than the last
-# one that was seen.
+_SHOWN_BYTES = 1 << 30  # from this size on a progress bar is shown
+# The kernel's clock for files ticks at least so often: a write so long after the last one that was
+# seen has another time.
 _SETTLED_NS = 20_000_000
-_known: dict[Path, tuple[str, str]] = {}  # of this process: the files' state, the digest
+_known: dict[Path, tuple[str, str]] = {}  # in this process: state of the files, digest
 
 
 def show_nothing(text: str) -> AbstractContextManager[OnBytes]:
-    """As a bar with the description `text`, in a process that nobody looks at."""
+    """Show no progress bar."""
     return nullcontext(lambda done, total: None)
 
 
-progress: Callable[[str], AbstractContextManager[OnBytes]] = (
-    show_nothing  # what shows a bar; commands set it
-)
+# Shows a progress bar with a description; commands replace it.
+progress: Callable[[str], AbstractContextManager[OnBytes]] = show_nothing
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model as they were looked at: name, then `file_state`, of each in order."""
+    """The files of a model and their states: of each its name, then its `file_state`."""
 
     model: Path
     paths: tuple[Path, ...]
@@ -55,12 +54,12 @@ class ModelFiles:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelFiles:
-        """As they are now. Errors: CheckpointError where one is gone."""
+        """Read the states now. Errors: CheckpointError where a file is gone."""
         paths = tuple(checkpoint.files())
         return cls(checkpoint.path, paths, _states(paths))
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError where the files are no longer as they were looked at."""
+        """Raise CheckpointError where a file has changed since."""
         if _states(self.paths) != self.states:
             raise CheckpointError(
                 f"{self.model}: its files have changed meanwhile; try again once nobody writes them"
@@ -68,7 +67,7 @@ class ModelFiles:
 
     @property
     def digest(self) -> str:
-        """Equal for as long as nobody has touched them; another for any copy."""
+        """Equal while the files are untouched; another for any copy."""
         return hashlib.sha256(json.dumps(self.states).encode()).hexdigest()
 
     @property
@@ -86,17 +85,17 @@ def _states(paths: tuple[Path, ...]) -> tuple[tuple[str | int, ...], ...]:
 
 
 def weights_digest(files: ModelFiles) -> str:
-    """Of the bytes of all tensors, by their names: 64 hexadecimal digits; kept.
+    """Return the digest of all tensors' bytes, in order of their names: 64 hexadecimal digits.
 
-    Errors:  CheckpointError where the files are others than `files` says, or cannot be read
+    Errors:  CheckpointError where the files are not in the states of `files`, or unreadable
     """
     place, state = files.model.resolve(), files.digest
     found = _known.get(place, ("", ""))
     if found[0] != state:
-        with _kept(place) as kept:
-            if kept.read()[0] != state:
-                kept.write(state, _hashed(files))
-            found = kept.read()
+        with _cached(place) as cached:
+            if cached.read()[0] != state:
+                cached.write(state, _hashed(files))
+            found = cached.read()
         _known[place] = found
     files.require_unchanged()
     return found[1]
@@ -141,15 +140,15 @@ def _sha256(piece: memoryview) -> bytes:
     return hashlib.sha256(piece).digest()
 
 
-class _Kept:
-    """What is known of a model: in a file that is locked, or without one for this process alone."""
+class _Cached:
+    """A model's digest in a locked file, or without one in this process alone."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._own = "", ""
 
     def read(self) -> tuple[str, str]:
-        """The state of the files, and their digest; empty where that is not known."""
+        """Return the state of the files and their digest, or empty strings."""
         if self._descriptor is not None and not self._own[0]:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 found = json.loads(os.pread(self._descriptor, 4096, 0))
@@ -157,7 +156,7 @@ class _Kept:
         return self._own
 
     def write(self, state: str, digest: str) -> None:
-        """Keep it. A write that was cut short is no JSON, and as good as none."""
+        """Store it. A file that was cut short is no JSON, and is ignored."""
         self._own = state, digest
         if self._descriptor is not None:
             content = json.dumps({"files": state, "weights": digest}).encode()
@@ -167,18 +166,18 @@ class _Kept:
 
 
 @contextmanager
-def _kept(place: Path) -> Iterator[_Kept]:
-    """One process at a time makes a model's digest, and the others find it."""
+def _cached(place: Path) -> Iterator[_Cached]:
+    """One process at a time computes a model's digest; the others wait and read it."""
     try:
         name = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
         file = own_folder("weights") / f"{name}.json"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        yield _Kept(None)
+        yield _Cached(None)
         return
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield _Kept(descriptor)
+        yield _Cached(descriptor)
     finally:
         os.close(descriptor)

@@ -1,27 +1,21 @@
-"""What an architecture of GGUF files is to the rest of the project, and what several have alike."""
+"""Typed access to a GGUF file's metadata, and the keys of config.json that follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.errors import CheckpointError
 from hotcold.model.gguf.file import GgufModel
 from hotcold.model.gguf.header import ArrayValue
 
-_MOST = 1 << 40
-
-# The order of rows in a file: row i of a checkpoint is row order[i] of the file's tensor.
-RowOrder = Callable[[Mapping[str, Any]], np.ndarray]
+_MAX_NUMBER = 1 << 40
 
 
 class Metadata:
-    """A file's keys that stand under its architecture. Errors: CheckpointError naming the key."""
+    """Reads the keys of a file's architecture, as llama.block_count. Errors: CheckpointError."""
 
     def __init__(self, model: GgufModel):
         self.model = model
@@ -29,22 +23,22 @@ class Metadata:
         self._reader = ConfigReader(dict(model.metadata), str(model.path), CheckpointError)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Whether the file has the key."""
         return self._reader.has(self._full(key))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; one a layer where all of them are equal."""
+        """Return a whole number, or the one that an array repeats for every layer."""
         full = self._full(key)
         if isinstance(self._reader.values.get(full), ArrayValue):
             return self._equal(full)
-        return self._reader.integer(full, default, low=0, high=_MOST)
+        return self._reader.integer(full, default, low=0, high=_MAX_NUMBER)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
+        """Return a float."""
         return self._reader.number(self._full(key), default, low=-1e30, high=1e30)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text."""
+        """Return a string."""
         return self._reader.text(self._full(key), default)
 
     def has_tensor(self, name: str) -> bool:
@@ -55,14 +49,15 @@ class Metadata:
         """Return the number of rows of a tensor. Errors: CheckpointError where it is missing."""
         if not self.has_tensor(name):
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is missing")
-        return self.model.info(name).shape[0]
+        return self.model.file_of(name).tensors[name].shape[0]
 
     def floats(self, name: str) -> np.ndarray:
         """Return a small float32 tensor. Errors: CheckpointError for another type."""
-        kind = self.model.info(name).type
+        file = self.model.file_of(name)
+        kind = file.tensors[name].type
         if kind.dtype != np.float32:
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is {kind.name}, not F32")
-        return np.asarray(self.model.array(name), np.float64).reshape(-1)
+        return np.asarray(file.array(name), np.float64).reshape(-1)
 
     def fail(self, key: str, problem: str) -> Exception:
         """Return (not raise) the error that a key has `problem`."""
@@ -78,47 +73,8 @@ class Metadata:
         return int(numbers[0])
 
 
-# config.json made of metadata, beside the keys that all have.
-Values = Callable[[Metadata], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One value of general.architecture: the model of Hugging Face that it is.
-
-    `names` are the file's, in the places that `model.config.families` gives their own names. A file
-    that has one of `variants`' tensors is of that architecture instead.
-    """
-
-    model_type: str
-    class_name: str
-    names: TensorNames
-    values: Values
-    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by a name of `names.layer`
-    adds_one_to_norms: bool = False  # to weights that a checkpoint has around zero
-    variants: tuple[tuple[str, Architecture], ...] = ()
-
-
-LLAMA_LAYER = LayerNames(
-    norm="attn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    out="attn_output",
-    ffn_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-    predictor=(),
-)
-LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
-
-
-def named(**layer: Any) -> TensorNames:
-    """Return Llama's names with some of a layer's replaced."""
-    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
-
-
 def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:
-    """config.json of a decoder with rotary positions; of RMSNorms unless `epsilon` is given."""
+    """config.json's keys of a Llama-like decoder; `epsilon` where it has LayerNorms."""
     heads = metadata.integer("attention.head_count")
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -143,7 +99,7 @@ def head_dim(metadata: Metadata) -> int:
 
 
 def rope_values(metadata: Metadata) -> dict[str, Any]:
-    """rope_theta, rope_scaling and partial_rotary_factor, as config.json has them."""
+    """config.json's rope_theta, rope_scaling and partial_rotary_factor."""
     values: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0)}
     size = head_dim(metadata)
     rotated = metadata.integer("rope.dimension_count", size)
@@ -173,7 +129,7 @@ def rope_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def longrope_values(metadata: Metadata) -> dict[str, Any]:
-    """rope_scaling of Phi-3, whose factors are tensors; nothing where there are none."""
+    """Phi-3's rope_scaling, whose factors are tensors; no keys without them."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if not any(metadata.has_tensor(name) for name in names.values()):
         return {}
@@ -190,9 +146,10 @@ def longrope_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
-    """What Llama 3's rope_scaling was, of which a file has the resulting factors alone.
+    """Llama 3's rope_scaling, from the factors: the file has nothing else of it.
 
-    All of Llama 3.1 to 3.3 have the same frequencies, between which factors go from 1 to `factor`.
+    Llama 3.1 to 3.3 have the same low and high frequencies, between which factors go from 1 to
+    `factor`.
     """
     factors = metadata.floats("rope_freqs.weight")
     factor, low, high, positions = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
@@ -214,27 +171,3 @@ def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, An
         f"{metadata.model.path}: tensor 'rope_freqs.weight' has factors of no known model, which "
         "are not supported"
     )
-
-
-def paired_rows(heads_key: str) -> RowOrder:
-    """Rows of q or k where a file has the two that rotate together side by side.
-
-    A checkpoint has them half a head apart. `heads_key`: of config.json, the number of their heads.
-    """
-
-    def order(values: Mapping[str, Any]) -> np.ndarray:
-        heads, size = values[heads_key], values["head_dim"]
-        rows = np.arange(heads * size).reshape(heads, size // 2, 2)
-        return rows.swapaxes(1, 2).reshape(-1)
-
-    return order
-
-
-def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
-    """Rows of Falcon's q, k and v, which a file has one after another, a checkpoint by KV head."""
-    heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
-    size = values["hidden_size"] // heads
-    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
-    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
-    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
-    return np.concatenate(groups, axis=1).reshape(-1)
