@@ -22,8 +22,8 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
+from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.strict import StrictModel
 from hotcold.ui.telemetry import telemetry_json
 
 _PREFIX = "/own/"

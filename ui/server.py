@@ -14,8 +14,7 @@ from hotcold.ui.api import sse
 from hotcold.ui.api import text as api_text
 from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
-from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
-from hotcold.ui.api.embeddings import EmbeddingsRoute
+from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.ollama import routes as ollama
 from hotcold.ui.api.responses.route import ResponsesRoute

@@ -18,7 +18,7 @@ from hotcold.actors.system import System
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model

@@ -19,7 +19,7 @@ from hotcold.jobs.bench.kernel_timing import (
     is_summed,
 )
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
-from hotcold.jobs.support.shared_option import shared_option
+from hotcold.jobs.support.settings import shared_option
 from hotcold.placement.machine.survey import usable_cores
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from hotcold.jobs.support.settings import (
+    SHARED_OPTIONS,
     Setting,
     let_settings_decide,
     read_settings,
     settings_of,
     settings_path,
 )
-from hotcold.jobs.support.shared_option import SHARED_OPTIONS
 
 _SECRET = {"api-key"}
 _TOP = {"model"}.union(*SHARED_OPTIONS.values())

@@ -11,7 +11,7 @@ import click
 
 from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
 from hotcold.jobs.support.options import dtype_option
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

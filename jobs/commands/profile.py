@@ -13,7 +13,7 @@ from hotcold.actors.protocol.messages import EXCHANGES
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import json_option, print_json
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 

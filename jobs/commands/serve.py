@@ -14,7 +14,7 @@ import click
 
 from hotcold.jobs.support.listening import listen, require_server_packages, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand, ModelsArgument
+from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.until_stopped import Signals
 from hotcold.model.errors import ServiceError, UsageError
 
@@ -104,8 +104,7 @@ def serve(
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
     require_server_packages("serve")
     from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.support.served_plans import model_plans
-    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.jobs.support.system_starter import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits

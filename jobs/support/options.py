@@ -10,7 +10,7 @@ import click
 
 from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
 from hotcold.actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
-from hotcold.jobs.support.shared_option import shared_option as _option
+from hotcold.jobs.support.settings import shared_option as _option
 from hotcold.model.errors import shown
 from hotcold.model.sampling import SamplingParams
 

@@ -11,12 +11,12 @@ import pytest
 
 from hotcold.jobs.cli import COMMANDS, cli, main
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
-from hotcold.jobs.support.settings import settings_of
-from hotcold.jobs.support.shared_option import (
+from hotcold.jobs.support.settings import (
     SHARED_OPTIONS,
     GroupedCommand,
     ModelsArgument,
     SharedOption,
+    settings_of,
     shared_option,
 )
 

@@ -18,8 +18,7 @@ from hotcold.actors.system import System
 from hotcold.jobs.kept import records
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of
-from hotcold.jobs.support.served_plans import ModelPlan
-from hotcold.jobs.support.system_starter import SystemStarter
+from hotcold.jobs.support.system_starter import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings

@@ -22,7 +22,7 @@ from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.thinking import Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.tools.deltas import delta, whole_message
+from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
 

@@ -4,16 +4,41 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, field_validator
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import PromptError, ServiceError
 from hotcold.ui.api.answer import collect
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
 from hotcold.ui.api.errors import as_api_error
+from hotcold.ui.api.fields import Request
+from hotcold.ui.api.schemas import Prompt, prompts_of
+
+
+class EmbeddingsRequest(Request):
+    """POST /v1/embeddings: a text, or token ids, or several of them."""
+
+    input: Prompt = Field(union_mode="left_to_right")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+    @field_validator("dimensions", mode="before")
+    @classmethod
+    def _not_chosen(cls, given: Any) -> None:
+        if given is not None:
+            raise ValueError(
+                "a vector has as many numbers as the model's hidden states; leave it out"
+            )
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each input, a text or token ids."""
+        return prompts_of(self.input)
+
 
 POOLING = "mean of the hidden states after the last layer and its norm"
 

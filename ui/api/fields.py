@@ -7,10 +7,16 @@ read over.
 
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.strict import StrictModel
+
+
+class StrictModel(BaseModel):
+    """Types are strict: a number is no text. Fields that are not named are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
 
 # Each with the values that do nothing, beside null, empty texts, lists and objects, which never do.
 CHANGING: dict[str, tuple[Any, ...]] = {

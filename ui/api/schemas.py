@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
-from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
-from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.errors import ApiError, refusal
+from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.shapes import Shaped, Wanted, any_object, json_grammar
 from hotcold.ui.api.tools.schemas import (
     Callable,
@@ -25,7 +24,6 @@ from hotcold.ui.api.tools.schemas import (
     Tools,
     callable_functions,
 )
-from hotcold.ui.strict import StrictModel
 
 _MAX_CHOICES = 128
 _MAX_TOP = 20

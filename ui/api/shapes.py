@@ -10,8 +10,7 @@ from pydantic_core import from_json, to_json
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import Request, StrictModel
 
 _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]

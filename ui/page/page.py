@@ -9,13 +9,14 @@ from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.files import asset, favicon, head
-from hotcold.ui.page.live import live_panel
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
+from hotcold.ui.telemetry import telemetry_json
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
@@ -83,3 +84,22 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app
+
+
+def live_panel(backend: Backend) -> gr.HTML:
+    """The panel. It asks only while the page can be seen and something runs."""
+
+    def telemetry(_: Any = None) -> dict[str, Any]:
+        try:
+            return telemetry_json(backend.call("telemetry"))
+        except HotcoldError as error:
+            return {"error": str(error)}
+
+    return gr.HTML(
+        "",
+        html_template=asset("live.html"),
+        js_on_load=asset("live.js"),
+        server_functions=[telemetry],
+        elem_id="live",
+        apply_default_css=False,
+    )

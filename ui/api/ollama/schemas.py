@@ -8,9 +8,8 @@ from pydantic import Field, field_validator
 
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
+from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
-from hotcold.ui.strict import StrictModel
 
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
 _MAX_MESSAGES = 10_000

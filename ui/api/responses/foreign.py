@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import StrictModel
 
 Message = dict[str, Any]
 

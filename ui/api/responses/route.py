@@ -14,8 +14,7 @@ from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import as_api_error
-from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.errors import as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ResponsesRequest

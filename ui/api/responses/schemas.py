@@ -5,11 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
+from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
 from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
-from hotcold.ui.strict import StrictModel
 
 _MAX_ITEMS = 10_000
 _MAX_TOOLS = 128

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import StrictModel
 
 _MAX_TOOLS = 128
 _MAX_CALLS = 128
