@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import click
 
+import hotcold
 from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
@@ -117,7 +118,7 @@ COMMANDS = {
     lazy_commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(package_name="hotcold")
+@click.version_option(hotcold.__version__)
 def cli() -> None:
     """Large language models on one ordinary computer.
 

@@ -22,8 +22,8 @@ from hotcold.actors.exchange.watch import Pulse
 from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.cli import run
-from hotcold.jobs.kept.records import Claim, Record, start_of
-from hotcold.jobs.support.listening import require_server_packages
+from hotcold.jobs.kept.registry import Claim, Record, start_of
+from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.until_stopped import Signals
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
@@ -70,11 +70,11 @@ def _hold(
     stack: ExitStack,
 ) -> None:
     """Load, answer, and return at a signal or when the time is over; what runs is answered then."""
-    require_server_packages("--keep")
-    from hotcold.jobs.kept.holder import Holder
+    require_extra("ui", "--keep")
+    from hotcold.jobs.kept.endpoint import Holder
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.serving import LoadingGate, ServerThread
+    from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     settings = ServerSettings(claim.record.name, max_tokens=1 << 31, request_timeout_s=_FOREVER_S)
     gate = LoadingGate(settings.model_name)
@@ -87,8 +87,8 @@ def _hold(
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
     from hotcold.model.files.locate import locate_model
+    from hotcold.ui.app import create_app
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.server import create_app
 
     system, _ = prepare_system(locate_model(model), options)
     running = stack.enter_context(running_system(system, on_progress=holder.show))

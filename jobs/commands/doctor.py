@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+import hotcold
 from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
 from hotcold.jobs.support.options import dtype_option
 from hotcold.jobs.support.settings import GroupedCommand, shared_option
@@ -150,6 +151,7 @@ def _print_json(
     read_gb_per_s = None if measured is None else measured.read_gb_per_s
     print_json(
         {
+            "version": hotcold.__version__,
             "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
             "measured": None if measured is None else measured.as_json(),
             "findings": [asdict(finding) for finding in findings],

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.jobs.support.listening import listen, require_server_packages, url_of
+from hotcold.jobs.support.extras import require_extra
+from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.until_stopped import Signals
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
-    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.jobs.support.served_systems import SystemStarter
     from hotcold.ui.api.backend import Backend
     from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.serving import ServerThread
+    from hotcold.ui.server_thread import ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
@@ -102,16 +103,16 @@ def serve(
     least recently used one gives way.
     """
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
-    require_server_packages("serve")
+    require_extra("ui", "serve")
     from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.support.system_starter import SystemStarter, model_plans
+    from hotcold.jobs.support.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.serving import LoadingGate, ServerThread
+    from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
     options = split_system_options(values)
@@ -165,7 +166,7 @@ def _serve(
     Errors:  ServiceError where the only system ends by itself, or all can: then there is nothing
              left to serve
     """
-    from hotcold.ui.server import create_app
+    from hotcold.ui.app import create_app
 
     pages = {} if no_page else _pages(models)
     server.use(create_app(models, pages.pop("/", None), pages))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from hotcold.jobs.kept.records import Record, socket_path
+from hotcold.jobs.kept.registry import Record, socket_path
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
 GONE = "it has just ended, so this command starts its own"  # said where one falls back

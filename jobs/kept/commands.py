@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, own_folder, systems_folder
 from hotcold.jobs.support.console import json_option, print_json
@@ -70,15 +70,15 @@ def stop(name: str | None) -> None:
         click.echo("no system is kept")
 
 
-def running_systems() -> list[tuple[Path, records.Record]]:
+def running_systems() -> list[tuple[Path, registry.Record]]:
     """The systems of this user. Errors: UsageError for a folder that is not this user's alone."""
     if systems_folder().is_symlink() or systems_folder().exists():
         own_folder()
     folder = found_folder()
-    return [] if folder is None else [(folder, one) for one in records.running(folder)]
+    return [] if folder is None else [(folder, one) for one in registry.running(folder)]
 
 
-def _state(folder: Path, record: records.Record) -> dict[str, Any]:
+def _state(folder: Path, record: registry.Record) -> dict[str, Any]:
     """What a system says of itself, or that it does not."""
     known = {
         "name": record.name,
@@ -113,7 +113,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _begun(folder: Path, record: records.Record) -> records.Record:
+def _begun(folder: Path, record: registry.Record) -> registry.Record:
     """The same with the process that holds the system, which is not known at once.
 
     Without it where the system has ended. Errors: ServiceError
@@ -123,7 +123,7 @@ def _begun(folder: Path, record: records.Record) -> records.Record:
         if record.pid:
             return record
         time.sleep(_POLL_S)
-        same = [one for one in records.running(folder) if one.name == record.name]
+        same = [one for one in registry.running(folder) if one.name == record.name]
         if not same:
             return record
         record = same[0]
@@ -133,7 +133,7 @@ def _begun(folder: Path, record: records.Record) -> records.Record:
 class _Holder:
     """The process that holds a system. Signals reach it, and none that has its number later."""
 
-    def __init__(self, folder: Path, record: records.Record) -> None:
+    def __init__(self, folder: Path, record: registry.Record) -> None:
         """Errors: ServiceError where the system runs, and its process cannot be seen from here."""
         self.name, self._folder, self._pid = record.name, folder, record.pid
         self._descriptor: int | None = None
@@ -141,7 +141,7 @@ class _Holder:
             return
         try:
             self._descriptor = os.pidfd_open(record.pid)
-            is_same = record.started in (0, records.start_of(record.pid))
+            is_same = record.started in (0, registry.start_of(record.pid))
         except (ProcessLookupError, FileNotFoundError):
             is_same = False
         except OSError as problem:
@@ -150,7 +150,7 @@ class _Holder:
                 f"its process, {record.pid}"
             ) from None
         # Who holds a system locks its record: then the process was there when it was opened.
-        if not records.is_running(folder, record):
+        if not registry.is_running(folder, record):
             self.close()
             self._descriptor = None
         elif not is_same:
@@ -173,7 +173,7 @@ class _Holder:
             (_ENDING_S, 0),
         ):
             if self._descriptor is None or _has_ended(self._descriptor, timeout_s):
-                records.running(self._folder)  # removes what one that was killed has left
+                registry.running(self._folder)  # removes what one that was killed has left
                 return
             self.signal(number)
         raise ServiceError(f"the system {self.name!r} (process {self._pid}) does not end")

@@ -18,11 +18,11 @@ from typing import IO, Any
 import click
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, may_be_running, own_folder
 from hotcold.jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.model.current_folder import environment_of_python
 from hotcold.model.errors import ServiceError
 
@@ -61,7 +61,7 @@ def _found(asked: Identity) -> tuple[Path, Record] | None:
     folder = found_folder()
     if folder is None:
         return None
-    for record in records.running(folder):
+    for record in registry.running(folder):
         if is_same(asked, record.identity, record.resolved):
             return folder, record
     return None
@@ -74,7 +74,7 @@ def _ready(found: tuple[Path, Record], keep_s: float, keeper: _Keeper | None) ->
     state = _state(system, keeper)
     if state["status"] != "ready":
         _await(system, keeper)
-    record = next(one for one in [*records.running(folder), record] if one.name == record.name)
+    record = next(one for one in [*registry.running(folder), record] if one.name == record.name)
     system.record = record  # with what is known since it has loaded
     if keeper is not None:
         stay = "until `hotcold stop`" if keep_s < 0 else f"for {keep_s:g} s after its last answer"
@@ -97,7 +97,7 @@ def _state(system: KeptSystem, keeper: _Keeper | None) -> dict[str, Any]:
 def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
     """Wait until it has loaded, and show how far it is. Errors: as above."""
     from hotcold.actors.protocol.messages import LoadProgress
-    from hotcold.jobs.support.loading_bar import loading_bar
+    from hotcold.jobs.support.console import loading_bar
 
     with loading_bar() as show:
         num_silent = 0
@@ -138,13 +138,13 @@ class _Keeper:
         """
         folder = own_folder()
         with tempfile.TemporaryFile() as log:
-            with records.alone(folder):
-                others = records.remove_dead(folder)
+            with registry.alone(folder):
+                others = registry.remove_dead(folder)
                 keeper = None
                 if not any(is_same(identity, one.identity, one.resolved) for one in others):
                     name = Path(model).stem if Path(model).is_file() else Path(model).name
                     record = Record(name, 0, True, model, "", identity)
-                    claimed = records.claim(folder, record)
+                    claimed = registry.claim(folder, record)
                     process = _spawn(claimed, model, options, keep_s, log)
                     keeper = _Keeper(process, log, (folder, claimed.record))
                     os.close(claimed.lock)
@@ -167,7 +167,7 @@ class _Keeper:
 
 
 def _spawn(
-    claimed: records.Claim, model: str, options: SystemOptions, keep_s: float, log: IO[bytes]
+    claimed: registry.Claim, model: str, options: SystemOptions, keep_s: float, log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Start the keeper of a claim, out of reach of this terminal. Errors: OSError."""
     handed = {

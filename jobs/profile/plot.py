@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.jobs.support.stored_model import OffloadPlan
+from hotcold.jobs.support.offload_plan import OffloadPlan
 from hotcold.model.errors import UsageError
 from hotcold.model.files.whole_file import write_whole
 from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share

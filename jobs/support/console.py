@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-    from hotcold.actors.protocol.messages import Generation
+    from hotcold.actors.protocol.messages import Generation, LoadProgress
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
@@ -119,3 +119,46 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     with transient_progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda written, total: progress.update(task, completed=written, total=total)
+
+
+def bytes_column() -> ProgressColumn:
+    """A column of a task's bytes, empty where its field `counts_bytes` is false."""
+    from rich.progress import DownloadColumn, Task
+    from rich.text import Text
+
+    class BytesColumn(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.fields["counts_bytes"] else Text()
+
+    return BytesColumn()
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
+    """Show a bar on standard error; gives the function to call with a system's loading progress.
+
+    Its notes stay, each on a line.
+    """
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    from hotcold.actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS
+
+    columns = (TextColumn("{task.description}"), BarColumn(), bytes_column(), TimeElapsedColumn())
+    with transient_progress(*columns) as bar:
+        task = bar.add_task("starting Ray", total=None, counts_bytes=False)
+        shown: set[str] = set()
+
+        def show(progress: LoadProgress) -> None:
+            for note in progress.notes:
+                if note not in shown:
+                    bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
+            shown.update(progress.notes)
+            bar.update(
+                task,
+                description=progress.stage,
+                completed=min(progress.loaded_bytes, progress.total_bytes),
+                total=progress.total_bytes,
+                counts_bytes=progress.stage in (LOADING_WEIGHTS, WRITING_NEURONS),
+            )
+
+        yield show

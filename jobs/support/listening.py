@@ -1,14 +1,12 @@
-"""A port to listen at, and who has it already; the packages that a server needs."""
+"""A port to listen at, and who has it already."""
 
 import http.client
-import importlib.util
 import json
 import socket
 
 from hotcold.model.errors import UsageError
 
 _ASK_S = 2.0
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -31,15 +29,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise _taken(host, port, problem) from None
     return listener
-
-
-def require_server_packages(what: str) -> None:
-    """Raise UsageError where one is missing; `what` needs them."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{what} needs {', '.join(missing)}, which is not installed; pip install 'hotcold[ui]'"
-        )
 
 
 def url_of(listener: socket.socket) -> str:

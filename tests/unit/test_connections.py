@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from hotcold.ui import connections
-from hotcold.ui import serving as serving_file
+from hotcold.ui import server_thread as serving_file
 from hotcold.ui.connections import Connection, ConnectionLimits, Connections
-from hotcold.ui.serving import LoadingGate, ServerThread
+from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 30.0
 _LONG_S = 3600.0

@@ -27,12 +27,12 @@ from hotcold.jobs.commands.chat import chat
 from hotcold.jobs.kept import commands as kept_commands
 from hotcold.jobs.kept import folder as folders
 from hotcold.jobs.kept import identity as identities
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.commands import ps, stop
 from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.kept.identity import identity_of, is_same, model_text, resolved_options
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.control_api import Stay, create_control_app
@@ -50,12 +50,12 @@ def record(name: str, **changes: Any) -> Record:
     return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
 
 
-def claimed(folder: Path, name: str, **changes: Any) -> records.Claim:
+def claimed(folder: Path, name: str, **changes: Any) -> registry.Claim:
     here = os.getcwd()
     os.chdir(folder)  # pytest's folders have names too long for a socket
     try:
-        with records.alone(folder):
-            return records.claim(Path(), replace(record(name), **changes))
+        with registry.alone(folder):
+            return registry.claim(Path(), replace(record(name), **changes))
     finally:
         os.chdir(here)
 
@@ -126,15 +126,15 @@ def test_a_runtime_folder_of_another_user_is_passed_over(
 def test_a_record_is_there_for_as_long_as_its_holder(base: Path) -> None:
     folder = folders.own_folder()
     first, second = claimed(folder, "a model!"), claimed(folder, "a model!")
-    assert [one.name for one in records.running(folder)] == ["a-model", "a-model-2"]
+    assert [one.name for one in registry.running(folder)] == ["a-model", "a-model-2"]
     assert (folder / "a-model.sock").stat().st_mode & 0o777 == 0o600
     os.chdir(folder)
     try:
         first.publish(pid=7, resolved={"mode": "exact"})
-        (found, _) = records.running(folder)
+        (found, _) = registry.running(folder)
         assert (found.pid, found.resolved) == (7, {"mode": "exact"})
         os.close(second.lock)  # as where its process is killed
-        assert [one.name for one in records.running(folder)] == ["a-model"]
+        assert [one.name for one in registry.running(folder)] == ["a-model"]
         assert {path.name for path in folder.iterdir()} == {"a-model.json", "a-model.sock"}
         first.leave()
         first.leave()
@@ -152,10 +152,10 @@ def test_a_record_outlives_who_has_handed_it_on(base: Path) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[claim.lock]) as holder:
         os.close(claim.lock)
         claim.listener.close()
-        assert [one.name for one in records.running(folder)] == ["model"]
+        assert [one.name for one in registry.running(folder)] == ["model"]
         holder.kill()
         holder.wait()
-        assert records.running(folder) == []
+        assert registry.running(folder) == []
 
 
 def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
@@ -173,7 +173,7 @@ def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
     monkeypatch.chdir(folder)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", replaced)
-        assert [one.name for one in records.running(folder)] == ["model"]
+        assert [one.name for one in registry.running(folder)] == ["model"]
     claim.leave()
     claim.listener.close()
 
@@ -181,11 +181,11 @@ def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
 def test_what_is_damaged_is_nobody(base: Path) -> None:
     folder = folders.own_folder()
     (folder / "x.json").write_text("{")
-    assert records.running(folder) == []
+    assert registry.running(folder) == []
     assert list(folder.iterdir()) == []
     claim = claimed(folder, "model")
     os.ftruncate(claim.lock, 3)
-    assert records.running(folder) == []
+    assert registry.running(folder) == []
     os.close(claim.lock)
     claim.listener.close()
 
@@ -217,7 +217,7 @@ def test_a_system_whose_process_is_not_to_be_seen_is_not_ended(
 ) -> None:
     """As that of a container with the same folder, where another process has the number here."""
     folder = folders.own_folder()
-    started = records.start_of(bystander.pid) + 1
+    started = registry.start_of(bystander.pid) + 1
     claim = claimed(folder, "model", pid=bystander.pid, started=started)
     refused = CliRunner().invoke(stop).exception
     assert isinstance(refused, ServiceError)
@@ -230,15 +230,15 @@ _HOLDS = """
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 os.chdir(sys.argv[1])
 folder, deaf = Path(), sys.argv[2:]
 pid = os.getpid()
-one = records.Record("model", pid, True, "m", "", {}, started=records.start_of(pid))
+one = registry.Record("model", pid, True, "m", "", {}, started=registry.start_of(pid))
 if deaf:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with records.alone(folder):
-    claim = records.claim(folder, one)
+with registry.alone(folder):
+    claim = registry.claim(folder, one)
 print("ready", flush=True)
 signal.pause()
 """

@@ -17,7 +17,7 @@ from hotcold.ui import connections
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
 from hotcold.ui.connections import ConnectionLimits
-from hotcold.ui.serving import LoadingGate, ServerThread
+from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 60.0
 PROGRAM = runpy.run_module("benchmarks.mixed_load")  # nothing imports it

@@ -20,7 +20,7 @@ from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Tel
 from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
 from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.jobs.support.top_picture import drawn, picture
 from hotcold.jobs.support.top_watch import watch
 from hotcold.model.errors import ServiceError

@@ -20,8 +20,8 @@ from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
-from hotcold.ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")

@@ -10,10 +10,10 @@ from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, collect, usage
 from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
-from hotcold.ui.api.tokens import chat_logprobs, content_tokens
 from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 

@@ -8,10 +8,10 @@ from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenL
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, collect, usage
 from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.logprobs import CompletionLogprobs, TokenTexts
 from hotcold.ui.api.requests import completion_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import CompletionRequest
-from hotcold.ui.api.tokens import CompletionLogprobs, TokenTexts
 
 
 class CompletionRoute(Route):

@@ -16,8 +16,8 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error
+from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.schemas import SamplingRequest
-from hotcold.ui.api.tokens import TokenTexts
 
 
 async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import Request, StrictModel
-from hotcold.ui.api.shapes import Shaped, Wanted, any_object, json_grammar
+from hotcold.ui.api.structured_output import Shaped, Wanted, any_object, json_grammar
 from hotcold.ui.api.tools.schemas import (
     Callable,
     CalledFunction,

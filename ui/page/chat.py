@@ -14,10 +14,10 @@ import gradio as gr
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.page import asset
 from hotcold.ui.page.chat_settings import ChatSettings, read_settings
 from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.files import asset
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1

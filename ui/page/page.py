@@ -11,12 +11,14 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.page import ASSETS, asset
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
-from hotcold.ui.page.files import asset, favicon, head
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
 from hotcold.ui.telemetry import telemetry_json
+
+_STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later ones win
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
@@ -72,8 +74,8 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         page,
         path,
         theme=gr.themes.Base(primary_hue="orange", neutral_hue="gray", **fonts),
-        head=head(),
-        favicon_path=str(favicon()) if path == "/" else None,
+        head=_styles(),
+        favicon_path=str(ASSETS / "favicon.svg") if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
         pwa=False,
@@ -103,3 +105,8 @@ def live_panel(backend: Backend) -> gr.HTML:
         elem_id="live",
         apply_default_css=False,
     )
+
+
+def _styles() -> str:
+    """The page's styles for its <head>, before any of Gradio's arrives."""
+    return "".join(f"<style>{asset(f'styles/{name}.css')}</style>" for name in _STYLES)

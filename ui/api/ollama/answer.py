@@ -19,11 +19,11 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error, refusal, timed_out
+from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.ollama.options import penalty_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tokens import chat_logprobs, content_tokens
 from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 

@@ -17,14 +17,13 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
-from hotcold.jobs.kept.holder import Holder
+from hotcold.jobs.kept.endpoint import Holder
 from hotcold.jobs.kept.identity import model_text
-from hotcold.jobs.support.loading import running_system
-from hotcold.jobs.support.stored_model import require_bundles
+from hotcold.jobs.support.loading import require_bundles, running_system
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError, shown
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.serving import OwnServer, ServerThread
+from hotcold.ui.server_thread import OwnServer, ServerThread
 
 _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from hotcold.ui.api import sse
-from hotcold.ui.api import text as api_text
+from hotcold.ui.api import tokenize as api_text
 from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
@@ -27,7 +27,7 @@ from hotcold.ui.api.schemas import (
     TokenizeRequest,
     parse,
 )
-from hotcold.ui.described import add_description, body_of
+from hotcold.ui.openapi import add_description, body_of
 from hotcold.ui.served_models import ServedModels
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked

@@ -9,19 +9,19 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of, resolved_options
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.control_api import ControlDoor, Stay, create_control_app
-from hotcold.ui.serving import LoadingGate
+from hotcold.ui.server_thread import LoadingGate
 
 
 class Holder:
     """A system's place in the register, for the process that holds the system."""
 
     def __init__(
-        self, claim: records.Claim, gate: LoadingGate, model: str, options: SystemOptions
+        self, claim: registry.Claim, gate: LoadingGate, model: str, options: SystemOptions
     ) -> None:
         """`gate` stands before the whole API; `model` is of `model_text`."""
         self.own: tuple[socket.socket, ControlDoor] = (
@@ -42,10 +42,10 @@ class Holder:
         """
         folder, identity = own_folder(), identity_of(model, options)
         pid = os.getpid()
-        started = records.start_of(pid)
-        record = records.Record(name, pid, False, name, url, identity, started=started)
-        with records.alone(folder):
-            return cls(records.claim(folder, record), gate, model, options)
+        started = registry.start_of(pid)
+        record = registry.Record(name, pid, False, name, url, identity, started=started)
+        with registry.alone(folder):
+            return cls(registry.claim(folder, record), gate, model, options)
 
     def show(self, progress: LoadProgress) -> None:
         """Tell who asks meanwhile how far loading is."""
