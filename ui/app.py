@@ -30,18 +30,15 @@ from hotcold.ui.api.schemas import (
 from hotcold.ui.openapi import add_description, body_of
 from hotcold.ui.served_models import ServedModels
 
-_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked
-_CLIENT_GONE = 499  # nobody reads it
+_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
+_CLIENT_GONE = 499  # no client reads it
 
 
 def create_app(
     models: ServedModels, page: Any = None, more_pages: Mapping[str, Any] | None = None
 ) -> FastAPI:
-    """The application for what is served; `page` is a gradio.Blocks, shown at "/".
-
-    `more_pages` are shown at the paths that they are given for.
-    """
-    # Its own pages about the routes fetch scripts from elsewhere: `add_description` has others.
+    """The application of some models; `page` is a gradio.Blocks at "/", `more_pages` by path."""
+    # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, models)
     _add_completions(app, models)
@@ -74,7 +71,7 @@ def create_app(
 
 
 def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
-    async def told(request: Request, error: Exception) -> Response:
+    async def as_answer(request: Request, error: Exception) -> Response:
         if isinstance(error, _GONE):
             return Response(status_code=_CLIENT_GONE)
         if isinstance(error, HTTPException):
@@ -85,7 +82,7 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
         return JSONResponse(body, answer.status, answer.headers)
 
     for kind in (ApiError, HTTPException, *_GONE, Exception):
-        app.add_exception_handler(kind, told)
+        app.add_exception_handler(kind, as_answer)
 
 
 def _add_completions(app: FastAPI, models: ServedModels) -> None:
@@ -140,7 +137,7 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """What is under /v1 and /api is never the page's."""
+    """Unknown paths below /v1 and /api are errors, never the page's."""
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
     @app.api_route("/v1/{rest:path}", methods=methods)
@@ -150,14 +147,14 @@ def _add_unknown(app: FastAPI) -> None:
 
 
 def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever there is GET: monitors ask so."""
+    """HEAD wherever there is GET: monitors use it."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
 
 
 def _add_root(app: FastAPI) -> None:
-    """What clients of Ollama look for where there is no page."""
+    """The line by which clients of Ollama recognise a server, where there is no page."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root() -> PlainTextResponse:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hotcold.ui.served_models import ServedModels
     from hotcold.ui.server_thread import ServerThread
 
-_LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
+_LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
 
@@ -99,10 +99,10 @@ def serve(
 ) -> None:
     """Serve MODELs (the embedded demo model without one) to browsers and OpenAI's clients.
 
-    The first is loaded at the start, others when they are asked for. Where memory is short, the
-    least recently used one gives way.
+    The first is loaded at the start, others with their first request. Where memory is short, the
+    least recently used one is unloaded.
     """
-    os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
+    os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
     require_extra("ui", "serve")
     from hotcold.actors.protocol.ray_memory import free_bytes
     from hotcold.jobs.support.served_systems import SystemStarter, model_plans
@@ -161,10 +161,9 @@ def _serve(
     no_page: bool,
     signals: Signals,
 ) -> None:
-    """Answer until a signal comes; then until all is answered, or another one comes.
+    """Answer until a signal comes; then finish running requests unless another one comes.
 
-    Errors:  ServiceError where the only system ends by itself, or all can: then there is nothing
-             left to serve
+    Errors:  ServiceError where the only system ends by itself, or Ray
     """
     from hotcold.ui.app import create_app
 
@@ -174,7 +173,7 @@ def _serve(
     click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
     sys.stdout.flush()
 
-    def look() -> None:
+    def poll() -> None:
         lost = starter.lost()
         if lost and len(models.backends) == 1:
             raise lost[0][1]
@@ -182,8 +181,8 @@ def _serve(
         for backend, problem in lost:
             server.begin(loader.drop(backend, str(problem)))
 
-    signals.wait(look)
-    starter.leave()  # before anybody is refused who has found it
+    signals.wait(poll)
+    starter.unregister_all()  # before a command that found it is refused
     server.refuse_new()
 
     def num_running() -> int:
@@ -202,9 +201,9 @@ def _serve(
 
 
 def _num_at(backend: Backend, is_only: bool) -> int:
-    """Requests that the driver has; one that has failed has none.
+    """Requests of a model's driver; 0 where it has failed.
 
-    Errors:  ServiceError of the only one there is
+    Errors:  ServiceError if it is the only model
     """
     try:
         load = backend.call("driver_load")
@@ -233,7 +232,7 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
 
 
 def _pages(models: ServedModels) -> dict[str, Any]:
-    """The chat pages by their paths, or none where what they need is not installed."""
+    """The chat pages by their paths; none where Gradio is not installed."""
     if (
         importlib.util.find_spec("hotcold.ui.page.page") is None
         or importlib.util.find_spec("gradio") is None

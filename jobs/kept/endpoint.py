@@ -1,4 +1,4 @@
-"""Where other commands find a running system and ask it: its record and its Unix socket."""
+"""A running system's record and Unix socket, by which other commands find it and send requests."""
 
 from __future__ import annotations
 
@@ -13,60 +13,66 @@ from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of, resolved_options
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.control_api import ControlDoor, Stay, create_control_app
+from hotcold.ui.control_api import ControlRouter, IdleTimer, create_control_app
 from hotcold.ui.server_thread import LoadingGate
 
 
-class Holder:
-    """A system's place in the register, for the process that holds the system."""
+class ControlEndpoint:
+    """The control socket of one system, for the process that holds it."""
 
     def __init__(
-        self, claim: registry.Claim, gate: LoadingGate, model: str, options: SystemOptions
+        self,
+        registration: registry.Registration,
+        gate: LoadingGate,
+        model: str,
+        options: SystemOptions,
     ) -> None:
-        """`gate` stands before the whole API; `model` is of `model_text`."""
-        self.own: tuple[socket.socket, ControlDoor] = (
-            claim.listener,
-            ControlDoor(gate, self._state),
-        )
-        self._claim, self._gate = claim, gate
+        """`gate` answers the whole API; `model` is of `model_text`."""
+        self._router = ControlRouter(gate, self._state)
+        self._registration, self._gate = registration, gate
         self._model, self._options = model, options
         self._progress: LoadProgress | None = None
 
     @classmethod
     def of_server(
         cls, gate: LoadingGate, name: str, url: str, model: str, options: SystemOptions
-    ) -> Holder:
+    ) -> ControlEndpoint:
         """Of `hotcold serve` at `url`.
 
-        Errors:  UsageError, OSError where there is no folder for it
+        Errors:  UsageError, OSError where the registry's folder cannot be used
         """
         folder, identity = own_folder(), identity_of(model, options)
         pid = os.getpid()
         started = registry.start_of(pid)
         record = registry.Record(name, pid, False, name, url, identity, started=started)
-        with registry.alone(folder):
-            return cls(registry.claim(folder, record), gate, model, options)
+        with registry.locked(folder):
+            return cls(registry.register(folder, record), gate, model, options)
+
+    @property
+    def socket_app(self) -> tuple[socket.socket, ControlRouter]:
+        """The listening socket, and the application that answers there."""
+        return self._registration.listener, self._router
 
     def show(self, progress: LoadProgress) -> None:
-        """Tell who asks meanwhile how far loading is."""
+        """Answer requests for the state with this progress."""
         self._gate.stage = progress.stage
         self._progress = progress
 
-    def open(self, backend: Backend, system: SystemConfig, keep_s: float | None) -> Stay:
-        """Answer; `system` is as it runs. `keep_s` is `Stay`'s. Errors: OSError."""
-        record, stay = self._claim.record, Stay(backend, keep_s)
+    def open(self, backend: Backend, system: SystemConfig, keep_s: float | None) -> IdleTimer:
+        """Answer all requests from now on; `system` is as it runs. Errors: OSError."""
+        record, timer = self._registration.record, IdleTimer(backend, keep_s)
         facts = {"model": record.model, "mode": system.mode, "device": system.device}
-        self.own[1].use(create_control_app(backend, stay, facts))
+        self._router.use(create_control_app(backend, timer, facts))
         # Loading may have written files beside the model.
         identity = identity_of(self._model, self._options)
-        self._claim.publish(identity=identity, resolved=resolved_options(system))
-        return stay
+        self._registration.publish(identity=identity, resolved=resolved_options(system))
+        return timer
 
-    def leave(self) -> None:
-        """Be found no more; may be repeated."""
-        self._claim.leave()
+    def close(self) -> None:
+        """Remove it from the registry; may be repeated."""
+        self._registration.remove()
 
     def _state(self) -> dict[str, Any]:
-        """What is said before `open`."""
-        told = {"model": self._claim.record.model}
-        return told if self._progress is None else {**told, "progress": asdict(self._progress)}
+        """The answer to a request for the state before `open`."""
+        state = {"model": self._registration.record.model}
+        return state if self._progress is None else {**state, "progress": asdict(self._progress)}

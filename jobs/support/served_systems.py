@@ -1,4 +1,4 @@
-"""Starts and ends the systems of a server, all in one private Ray, and has commands find them."""
+"""The systems of `hotcold serve`: checked before a start, started and ended, found by commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
-from hotcold.jobs.kept.endpoint import Holder
+from hotcold.jobs.kept.endpoint import ControlEndpoint
 from hotcold.jobs.kept.identity import model_text
 from hotcold.jobs.support.loading import require_bundles, running_system
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError, shown
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.server_thread import OwnServer, ServerThread
+from hotcold.ui.server_thread import ServerThread, SocketServer
 
 _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
 
@@ -32,15 +32,15 @@ _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "pl
 class ModelPlan:
     """One model and the system that will hold it."""
 
-    name: str  # by which requests name it
+    name: str  # in requests
     model: str  # of `model_text`
     system: SystemConfig
     memory_bytes: int
-    shared_bytes: int = 0  # of these, in shared memory, where there is room for the largest at once
+    shared_bytes: int = 0  # of these, in shared memory, which the first start reserves for all
 
 
 def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
-    """Of each model, as it would be alone on this machine; of the demo model where none is named.
+    """A plan for each model, as if alone on this machine; for the demo model where none is named.
 
     Errors:  HotcoldError; UsageError for two of one name, and for options of one model alone
     """
@@ -82,20 +82,21 @@ _RAY = ("raylet", "gcs_server")
 
 
 class SystemStarter:
-    """Of one server; the first system brings Ray, with room for all, and ends with it.
+    """Starts and ends the systems of one server, all in the private Ray of the first.
 
-    `lost` and `start_first` are for the main thread, `start` and `end` for any other.
+    `lost` and `start_first` are called in the main thread, `start` and `end` in any other.
     """
 
     def __init__(
         self, server: ServerThread, url: str, plans: Sequence[ModelPlan], options: SystemOptions
     ) -> None:
-        """`server` answers at `url`; nothing has started."""
         self._server = server
         self._url = url
         self._plans = {plan.name: plan for plan in plans}
         self._options = options
-        self._doors: dict[str, tuple[Holder, OwnServer]] = {}  # by name, of what is found
+        self._endpoints: dict[
+            str, tuple[ControlEndpoint, SocketServer]
+        ] = {}  # by name, of what is found
         self._pulses: dict[Backend, Pulse] = {}
         self._is_closed = False
         self._working = threading.Lock()  # one starts or ends at a time
@@ -104,47 +105,47 @@ class SystemStarter:
     def start_first(
         self, backend: Backend, show: Callable[[LoadProgress], None], stack: ExitStack
     ) -> System:
-        """Start the first system, with a progress bar; it ends with `stack`, and Ray too.
+        """Start the first system, with a progress bar; it and Ray end with `stack`.
 
-        `show` is told how far it is. Errors: HotcoldError
+        `show` is called with its progress. Errors: HotcoldError
         """
         plan = self._plans[backend.name]
         others = [one.system for one in self._plans.values() if one is not plan]
         found = self._register(plan)
-        stack.callback(self.leave)
+        stack.callback(self.unregister_all)
 
-        def tell(progress: LoadProgress) -> None:
+        def show_both(progress: LoadProgress) -> None:
             show(progress)
             found(progress)
 
-        system = stack.enter_context(running_system(plan.system, tell, others))
-        stack.callback(self.leave)  # before the system ends
+        system = stack.enter_context(running_system(plan.system, show_both, others))
+        stack.callback(self.unregister_all)  # before the system ends
         children = psutil.Process().children()
         self._ray = [process for process in children if process.name() in _RAY]
         self._answer(backend, system)
         return system
 
     def start(self, backend: Backend) -> System:
-        """See `Starter`."""
+        """Start the system of a model. Errors: HotcoldError."""
         plan = self._plans[backend.name]
         with self._working, ExitStack() as undo:
             found = self._register(plan)
             undo.callback(self._unregister, plan.name)
 
-            def tell(progress: LoadProgress) -> None:
+            def show(progress: LoadProgress) -> None:
                 self._require_open()
                 found(progress)
 
             self._require_open()
             require_bundles(plan.system)
-            system = System.start(plan.system, on_progress=tell)
+            system = System.start(plan.system, on_progress=show)
             undo.callback(system.end)
             self._answer(backend, system)
             undo.pop_all()
             return system
 
     def end(self, backend: Backend, system: System) -> None:
-        """See `Starter`."""
+        """End a system, and wait until its processes have ended."""
         with self._working:
             self._pulses.pop(backend, None)
             self._unregister(backend.name)
@@ -157,13 +158,13 @@ class SystemStarter:
             psutil.wait_procs(processes, timeout=_ENDED_S)  # their memory is free then
 
     def lost(self) -> list[tuple[Backend, ServiceError]]:
-        """The loaded models whose systems have failed since the last look, and how."""
+        """The loaded models whose systems have failed since the last call, and how."""
         found = []
         for backend, pulse in list(self._pulses.items()):
             try:
                 pulse.look(_TIMEOUT_POLLS)
             except ServiceError as problem:
-                if backend.is_loaded:  # else it has just been given up
+                if backend.is_loaded:  # else it was just unloaded
                     found.append((backend, problem))
                     self._pulses.pop(backend, None)
         return found
@@ -172,15 +173,15 @@ class SystemStarter:
         """Raise ServiceError where no system can run or be started any more."""
         for process in self._ray:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise ServiceError("Ray has ended, so no model can run; start again")
+                raise ServiceError("Ray has ended, so no model can run; restart `hotcold serve`")
 
-    def leave(self) -> None:
-        """Have no command find a system here any more; may be repeated."""
-        for holder, _ in list(self._doors.values()):
-            holder.leave()
+    def unregister_all(self) -> None:
+        """Remove all systems from the registry, so that no command finds them; may be repeated."""
+        for endpoint, _ in list(self._endpoints.values()):
+            endpoint.close()
 
     def close(self) -> None:
-        """Start nothing more; returns once what starts or ends has ended. May be repeated."""
+        """Refuse new starts, and wait for those under way. May be repeated."""
         self._is_closed = True
         if self._working.acquire(timeout=_CLOSED_S):
             self._working.release()
@@ -190,27 +191,30 @@ class SystemStarter:
             raise ServiceError("the server is being stopped")
 
     def _register(self, plan: ModelPlan) -> Callable[[LoadProgress], None]:
-        """Let commands find a system that is about to start; returns what tells them how far it is.
+        """Register a system that is about to start; returns the function to call with its progress.
 
-        Where there is no folder for that, says so.
+        Where the registry's folder cannot be used, a line says so.
         """
         try:
             gate = self._server.loading_gate
-            holder = Holder.of_server(gate, plan.name, self._url, plan.model, self._options)
+            endpoint = ControlEndpoint.of_server(
+                gate, plan.name, self._url, plan.model, self._options
+            )
         except (UsageError, OSError) as problem:
             click.echo(f"other commands will not find this system: {problem}", err=True)
             return lambda progress: None
-        self._doors[plan.name] = holder, self._server.open_control_api(*holder.own)
-        return holder.show
+        server = self._server.open_control_api(*endpoint.socket_app)
+        self._endpoints[plan.name] = endpoint, server
+        return endpoint.show
 
     def _answer(self, backend: Backend, system: System) -> None:
-        """Let commands ask a system that has loaded."""
-        if backend.name in self._doors:
-            self._doors[backend.name][0].open(backend, system.call("describe"), None)
+        """Answer requests with a system that has loaded."""
+        if backend.name in self._endpoints:
+            self._endpoints[backend.name][0].open(backend, system.call("describe"), None)
         self._pulses[backend] = Pulse("driver", partial(system.begin, "driver_load"))
 
     def _unregister(self, name: str) -> None:
-        if name in self._doors:
-            holder, server = self._doors.pop(name)
-            holder.leave()
+        if name in self._endpoints:
+            endpoint, server = self._endpoints.pop(name)
+            endpoint.close()
             self._server.close_control_api(server)

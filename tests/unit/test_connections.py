@@ -230,9 +230,9 @@ def test_more_to_send_is_no_sign_that_a_client_reads(monkeypatch: pytest.MonkeyP
     sending.waits_for, sending.since, sending._mark = "send", 0.0, 100
     left = 200
     monkeypatch.setattr(sending, "_wait", lambda: ("send", left))
-    assert not sending.look(9.0) and sending.look(10.0)
+    assert not sending.is_late(9.0) and sending.is_late(10.0)
     left = 199
-    assert not sending.look(11.0) and not sending.look(20.9) and sending.look(21.0)
+    assert not sending.is_late(11.0) and not sending.is_late(20.9) and sending.is_late(21.0)
 
 
 def test_an_answer_that_nobody_reads_is_not_kept() -> None:

@@ -14,15 +14,15 @@ from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
-from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class Deltas:
-    """Of one answer: what is thought, said and called, as it comes."""
+    """The deltas of one answer: reasoning, content and tool calls."""
 
     def __init__(self, reader: AnswerReader, as_functions: bool = False) -> None:
-        """`as_functions`: a call is told in OpenAI's older way."""
+        """`as_functions`: calls as OpenAI's older `function_call`."""
         self._reader = reader
         self._as_functions = as_functions
 
@@ -40,17 +40,17 @@ class Deltas:
 
 
 def delta(part: Part) -> dict[str, Any]:
-    """One part of an answer, as a stream says it."""
+    """The delta of one part."""
     match part:
-        case Thought(text):
+        case ReasoningPart(text):
             return {"reasoning_content": text}
-        case Said(text):
+        case TextPart(text):
             return {"content": text}
-        case Called(index, call_id, name):
+        case CallPart(index, call_id, name):
             function = {"name": name, "arguments": ""}
             call = {"index": index, "id": call_id, "type": "function", "function": function}
             return {"tool_calls": [call]}
-        case Argued(index, text):
+        case ArgumentsPart(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
@@ -60,7 +60,7 @@ def _as_function(delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message of an answer, from all its deltas."""
+    """The message of an answer, joined from its deltas."""
     content, thought, calls = "", "", []
     function: dict[str, str] = {}
     for delta in deltas:
@@ -79,12 +79,12 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"content": content}
     if thought or calls or function:
         message["content"] = content or None
-    told = {"reasoning_content": thought, "tool_calls": calls, "function_call": function}
-    return message | {key: value for key, value in told.items() if value}
+    found = {"reasoning_content": thought, "tool_calls": calls, "function_call": function}
+    return message | {key: value for key, value in found.items() if value}
 
 
 class ChatRoute(Route):
-    """Answers conversations."""
+    """The answers of /v1/chat/completions."""
 
     async def whole(self, body: ChatRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
@@ -117,11 +117,11 @@ class ChatRoute(Route):
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             return empty | more
 
-        told = [self._deltas(body, started) for _ in range(body.n or 1)]
+        all_deltas = [self._deltas(body, started) for _ in range(body.n or 1)]
 
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
             logprobs = self._logprobs(body, event)
-            deltas = told[index].of(event)
+            deltas = all_deltas[index].of(event)
             if event.logprobs and not deltas:
                 deltas = [{"content": ""}]
             for delta in deltas:
@@ -129,7 +129,7 @@ class ChatRoute(Route):
                 logprobs = None
             if event.result is not None:
                 more = {"token_ids": event.result.ids} if body.return_token_ids else {}
-                reason = told[index].finish_reason(event.result.finish_reason)
+                reason = all_deltas[index].finish_reason(event.result.finish_reason)
                 yield choice(index, {}, finish_reason=reason, **more)
 
         return await self._chunks(
@@ -164,7 +164,7 @@ class ChatRoute(Route):
     def _message(
         self, body: ChatRequest, started: Answers, answer: Answer
     ) -> tuple[dict[str, Any], str]:
-        """What is thought, said and called, and why it ended."""
+        """The message and its finish reason."""
         deltas = self._deltas(body, started)
         message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
         return message, deltas.finish_reason(answer.finish_reason)

@@ -44,13 +44,13 @@ POOLING = "mean of the hidden states after the last layer and its norm"
 
 
 class EmbeddingsRoute:
-    """Makes vectors of texts."""
+    """The answers of /v1/embeddings."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     async def whole(self, body: EmbeddingsRequest) -> dict[str, Any]:
-        """All vectors. Errors: ApiError, HotcoldError."""
+        """The whole answer. Errors: ApiError, HotcoldError."""
         prompts = await prompts_to_embed(self._backend, body.inputs)
         vectors = await embeddings(self._backend, prompts)
         if body.encoding_format == "base64":
@@ -83,9 +83,9 @@ async def prompts_to_embed(
     try:
         return await backend.prompt_ids(asked)
     except PromptError as error:
-        told = as_api_error(error)
-        told.param = field
-        raise told from error
+        answer = as_api_error(error)
+        answer.param = field
+        raise answer from error
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
@@ -104,7 +104,7 @@ async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[lis
 
 
 def _request(backend: Backend) -> GenerateRequest:
-    """Without its prompt; one token is what every server allows."""
+    """A request without its prompt; every server allows its one token."""
     return GenerateRequest(replace(backend.defaults, max_tokens=1), wants_embedding=True)
 
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them, and Ollama's."""
+"""Errors as answers of OpenAI's and Ollama's APIs; what is wrong with a request's fields."""
 
 import logging
 from typing import Any
@@ -16,11 +16,11 @@ from hotcold.model.errors import (
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5
 OLLAMA_PATHS = "/api/"
-_MAX_CHARS = 1000  # of a message: what was asked may be in it
+_MAX_CHARS = 1000  # of a message, which may quote the request
 
 
 class ApiError(Exception):
-    """A request is answered with `status` and an error object."""
+    """An HTTP answer of `status` with an error object."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`param` names the field that is wrong, `code` what a program may look for."""
+        """`param`: the wrong field; `code`: for programs."""
         if len(message) > _MAX_CHARS:
             message = f"{message[:_MAX_CHARS]} …"
         super().__init__(message)
@@ -45,7 +45,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON, as OpenAI's API has it."""
+        """The answer's JSON in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -56,12 +56,12 @@ class ApiError(Exception):
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The answer's JSON on `path`: Ollama's clients want a text there."""
+        """The answer's JSON on `path`; Ollama's routes have another form."""
         return {"error": self.message} if path.startswith(OLLAMA_PATHS) else self.body
 
 
 def unavailable(message: str, code: str | None = None) -> ApiError:
-    """503: the server cannot answer now, and may later."""
+    """503: the server may answer later."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(503, message, "service_unavailable_error", code=code, headers=headers)
 
@@ -74,7 +74,7 @@ def timed_out(limit_s: float) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The answer to whatever went wrong; a defect of ours is logged, and not explained."""
+    """The answer to any error; a defect is logged, and not described."""
     match error:
         case ApiError():
             return error
@@ -121,9 +121,9 @@ _Problem = dict[str, Any]
 
 
 def refusal(error: ValidationError) -> ApiError:
-    """The first problem. Where a value fits no member of a union, that of the member it is nearest.
+    """400: the first problem. Of a union, that of the nearest member.
 
-    Members that it is equally near are told of together: "must be a text or a list".
+    Several nearest members are joined: "must be a text or a list".
     """
     problems: list[Any] = error.errors(include_url=False, include_input=False)
     first, *others = _nearest(problems, 0)
@@ -134,7 +134,7 @@ def refusal(error: ValidationError) -> ApiError:
 
 
 def _nearest(problems: list[_Problem], depth: int) -> list[_Problem]:
-    """Those to tell of `problems`, whose places are the same up to `depth` parts."""
+    """The problems to report, of those whose `loc` agree in `depth` parts."""
     place = problems[0]["loc"]
     while depth < len(place) and not _is_label(place[depth]):
         depth += 1
@@ -146,15 +146,15 @@ def _nearest(problems: list[_Problem], depth: int) -> list[_Problem]:
             members.setdefault(problem["loc"][depth], []).append(problem)
     ranks = [_nearness(of_member, depth + 1) for of_member in members.values()]
     return [
-        told
+        problem
         for of_member, rank in zip(members.values(), ranks, strict=True)
         if rank == max(ranks)
-        for told in _nearest(of_member, depth + 1)
+        for problem in _nearest(of_member, depth + 1)
     ]
 
 
 def _nearness(problems: list[_Problem], depth: int) -> tuple[Any, ...]:
-    """How near a value is to one member of a union: of its type, of its kind, right how far."""
+    """How near a value is to a member of a union: has its type, its kind, is right how far."""
     has_type = has_kind = True
     furthest: tuple[tuple[int, ...], bool] = ((), False)  # and whether the type is right there
     for problem in problems:
@@ -168,12 +168,12 @@ def _nearness(problems: list[_Problem], depth: int) -> tuple[Any, ...]:
 
 
 def _names(problem: _Problem) -> list[str | int]:
-    """The fields and indices that lead to it."""
+    """The fields and indices of its `loc`."""
     return [part for part in problem["loc"] if not _is_label(part)]
 
 
 def _is_label(part: str | int) -> bool:
-    """Whether a part of a problem's place is a member of a union, and no field or index."""
+    """Whether a part of a `loc` names a member of a union, and no field or index."""
     if isinstance(part, int):
         return False
     return not part.isidentifier() or part[:1].isupper() or part in _TYPE_NAMES
@@ -190,7 +190,7 @@ def _text(problem: _Problem) -> str:
 
 
 def _sentence(texts: list[str], param: str | None) -> str:
-    """What is wrong with one value, by each kind that it could have been of."""
+    """One sentence of the problems of one value."""
     text = texts[0]
     if all(one.startswith(_MUST_BE) for one in texts):
         *kinds, last = (one.removeprefix(_MUST_BE) for one in texts)

@@ -1,8 +1,7 @@
-"""Fields of requests that change answers: what is done about each, on every route.
+"""Fields of requests that change answers, of all APIs whose clients may send them.
 
-A route does what a field of its schema says. A field of `CHANGING` that its schema does not have is
-refused unless its value changes nothing. All others change no answer, or are not known, and are
-read over.
+A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. All
+other unknown fields are ignored.
 """
 
 from typing import Any, ClassVar
@@ -13,12 +12,12 @@ from hotcold.ui.api.errors import ApiError
 
 
 class StrictModel(BaseModel):
-    """Types are strict: a number is no text. Fields that are not named are ignored."""
+    """Types are strict: a number is no text. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
 
-# Each with the values that do nothing, beside null, empty texts, lists and objects, which never do.
+# Each with the values that change nothing, besides null and empty texts, lists and objects.
 CHANGING: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
@@ -128,7 +127,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "think": (),
 }  # fmt: skip
 
-# What to give in their place, where a route has that.
+# The field to give instead, where a route has it.
 INSTEAD = {
     "ebnf": "grammar",
     "format": "response_format",
@@ -146,11 +145,11 @@ INSTEAD = {
 
 
 class Request(StrictModel):
-    """A request's body. Of what its schema does not name, nothing that changes answers is taken."""
+    """A request's body, which refuses unknown fields of `CHANGING`."""
 
     model_config = ConfigDict(extra="allow")
 
-    # As in `CHANGING`, where a route's own way is another one.
+    # A route's own values in place of those in `CHANGING`.
     unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes, and logprobs in the two forms of OpenAI's API."""
+"""Tokens as text and bytes, and logprobs in the two forms of OpenAI's API."""
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class TokenTexts:
-    """What each token of a model stands for, as it stands within a text."""
+    """Text and bytes of each token of a model, within a text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer all texts are empty."""
@@ -19,7 +19,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes, maybe a part of a character; a special token's name."""
+        """A token's bytes, which may be part of a character; of a special token its name."""
         if self._tokenizer is None:
             return b""
         if token_id not in self._known:
@@ -41,7 +41,7 @@ class Scored(Protocol):
 
     @property
     def result(self) -> Generation | None:
-        """How it ended, if it has."""
+        """Its result, once it has ended."""
         ...
 
 
@@ -73,7 +73,7 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion, piece by piece; counts where in the text tokens begin."""
+    """The `logprobs` of a completion, piece by piece, with the tokens' offsets in the text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         """Offsets count characters from here on, the prompt's too where it is echoed."""

@@ -10,7 +10,12 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import Request, StrictModel
-from hotcold.ui.api.structured_output import Shaped, Wanted, any_object, json_grammar
+from hotcold.ui.api.structured_output import (
+    ConstrainedRequest,
+    Constraint,
+    any_object,
+    json_grammar,
+)
 from hotcold.ui.api.tools.schemas import (
     Callable,
     CalledFunction,
@@ -76,7 +81,7 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class SamplingRequest(Shaped):
+class SamplingRequest(ConstrainedRequest):
     """What both kinds of completion share. A missing value is the model's own default."""
 
     model: str | None = None
@@ -119,7 +124,7 @@ class SamplingRequest(Shaped):
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        names = [wanted.name for wanted in self.shapes()]
+        names = [wanted.name for wanted in self.constraints()]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
         if self.repetition_penalty is not None and self.repeat_penalty is not None:
@@ -127,24 +132,24 @@ class SamplingRequest(Shaped):
         return self
 
     @property
-    def has_strict_shape(self) -> bool | None:
+    def is_schema_strict(self) -> bool | None:
         """Whether all of the answer's schema is asked for; None where nothing is said."""
         wanted = self.response_format
         return wanted.json_schema.strict if wanted and wanted.json_schema else None
 
-    def shapes(self) -> list[Wanted]:
-        """See `Shaped`."""
-        given, wanted = super().shapes(), self.response_format
+    def constraints(self) -> list[Constraint]:
+        """See `ConstrainedRequest`."""
+        given, wanted = super().constraints(), self.response_format
         if wanted is None or wanted.type == "text":
             return given
         if wanted.json_schema is None:
-            return [Wanted("response_format", True, any_object), *given]
-        return [Wanted("response_format", wanted.json_schema.content, json_grammar), *given]
+            return [Constraint("response_format", True, any_object), *given]
+        return [Constraint("response_format", wanted.json_schema.content, json_grammar), *given]
 
     @property
-    def shape(self) -> Grammar | None:
+    def output_grammar(self) -> Grammar | None:
         """What an answer must be, if anything."""
-        return next((wanted.make(wanted.value) for wanted in self.shapes()), None)
+        return next((wanted.make(wanted.value) for wanted in self.constraints()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -281,7 +286,7 @@ class ChatRequest(SamplingRequest, Rendered):
     def _has_tools(self) -> "ChatRequest":
         if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
             raise ValueError("functions and tools were both given; leave functions out")
-        if self.callable is not None and not all(wanted.is_json for wanted in self.shapes()):
+        if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self
 

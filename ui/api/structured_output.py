@@ -29,7 +29,7 @@ class StructuredOutputs(StrictModel):
     structural_tag: Any = None
 
 
-class Wanted(NamedTuple):
+class Constraint(NamedTuple):
     """One shape: the field that gave it, its value, and what makes a grammar of that."""
 
     name: str
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
         return self.make in (json_grammar, any_object)
 
 
-class Shaped(Request):
+class ConstrainedRequest(Request):
     """A request whose answer may have to be of a shape."""
 
     grammar: _Text | None = None
@@ -53,7 +53,7 @@ class Shaped(Request):
     structured_outputs: StructuredOutputs | None = None
     json_schema: _Schema | None = None  # llama.cpp's
 
-    def shapes(self) -> list[Wanted]:
+    def constraints(self) -> list[Constraint]:
         """Each shape that is given. Errors: ValueError."""
         other = self.structured_outputs or StructuredOutputs()
         if other.structural_tag is not None:
@@ -71,7 +71,7 @@ class Shaped(Request):
             ("structured_outputs.grammar", other.grammar, _lark),
             ("structured_outputs.json_object", other.json_object or None, any_object),
         ]
-        return [Wanted(*one) for one in given if one[1] is not None]
+        return [Constraint(*one) for one in given if one[1] is not None]
 
 
 def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:

@@ -56,7 +56,7 @@ class PageRoutes:
         self._compressed = GZipMiddleware(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. Errors: ApiError 404."""
+        """Handle one ASGI request. Errors: ApiError 404."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as from where it is mounted
         if scope["type"] != "http" or not is_allowed(scope["method"], path):
             raise ApiError(404, "the page has nothing here", code="route_refused")

@@ -24,7 +24,7 @@ from hotcold.ui.api.ollama.options import penalty_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
@@ -203,14 +203,14 @@ class _WholeCalls:
     def _read(self, parts: Iterable[Part]) -> Iterator[_Piece]:
         for part in parts:
             match part:
-                case Argued(_, text):
+                case ArgumentsPart(_, text):
                     self._arguments += text
-                case Called(_, call_id, name):
+                case CallPart(_, call_id, name):
                     yield from self._close()
                     self._open, self._arguments = (call_id, name), ""
-                case Thought(text):
+                case ReasoningPart(text):
                     yield _Piece(thought=text)
-                case Said(text):
+                case TextPart(text):
                     yield from self._close()
                     yield _Piece(text)
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 
 Event = dict[str, Any]
 
@@ -22,20 +22,20 @@ class Output:
         """Take the next parts; the events that tell of them."""
         for part in parts:
             match part:
-                case Thought(text):
+                case ReasoningPart(text):
                     if not self._is_open or self._last["type"] != "reasoning":
                         yield from self._begin_thoughts()
                     self._last["content"][0]["text"] += text
                     yield self._event("response.reasoning_text.delta", delta=text)
-                case Said(text):
+                case TextPart(text):
                     if not self._is_open or self._last["type"] != "message":
                         yield from self._begin_message()
                     self._last["content"][0]["text"] += text
                     yield self._event("response.output_text.delta", delta=text, logprobs=[])
-                case Called(_, call_id, name):
+                case CallPart(_, call_id, name):
                     call = {"call_id": call_id, "name": name, "arguments": ""}
                     yield from self._begin("function_call", "fc", call)
-                case Argued(_, text):
+                case ArgumentsPart(_, text):
                     self._last["arguments"] += text
                     yield self._event("response.function_call_arguments.delta", delta=text)
 

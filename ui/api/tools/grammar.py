@@ -18,7 +18,7 @@ _SHAPE_BLANKS = r"(?: |\n {0,24})"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
-def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
+def schema_grammar(shape: Grammar | None, strict: bool | None) -> Grammar | None:
     """A shape as answers can be held to it; to all of it, unless `strict` is said to be false.
 
     A `format` that is not known counts only where `strict` is true: in JSON Schema it is a note.

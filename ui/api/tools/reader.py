@@ -10,19 +10,19 @@ from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.tools.schemas import NAME_CHARACTERS
 
 
-class Said(NamedTuple):
+class TextPart(NamedTuple):
     """Text beside calls."""
 
     text: str
 
 
-class Thought(NamedTuple):
+class ReasoningPart(NamedTuple):
     """What the model thinks before it answers."""
 
     text: str
 
 
-class Called(NamedTuple):
+class CallPart(NamedTuple):
     """A call begins, the `number`-th of the answer."""
 
     number: int
@@ -30,14 +30,14 @@ class Called(NamedTuple):
     name: str
 
 
-class Argued(NamedTuple):
+class ArgumentsPart(NamedTuple):
     """More of a call's arguments, as JSON text."""
 
     number: int
     text: str
 
 
-Part = Thought | Said | Called | Argued
+Part = ReasoningPart | TextPart | CallPart | ArgumentsPart
 _NAME = f"({NAME_CHARACTERS}+)"
 
 
@@ -100,14 +100,14 @@ class CallReader:
         if self._is_first and self.num_calls:
             text = text.lstrip()
         self._is_first = self._is_first and not text
-        return [Said(text)] if text else []
+        return [TextPart(text)] if text else []
 
     def _read_name(self, is_last: bool) -> list[Part]:
         if match := self._opening.match(self._text):
             self._text = self._text[match.end() :]
             self._read, self._object = self._read_arguments, _Object()
             self.num_calls += 1
-            return [Called(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", match[1])]
+            return [CallPart(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", match[1])]
         if is_last:
             self._text = ""
         return []
@@ -117,7 +117,7 @@ class CallReader:
         text, self._text = self._text[:length], self._text[length:]
         if self._object.has_ended:
             self._read = self._read_closing
-        return [Argued(self.num_calls - 1, text)] if text else []
+        return [ArgumentsPart(self.num_calls - 1, text)] if text else []
 
     def _read_closing(self, is_last: bool) -> list[Part]:
         if self._text.startswith(self._syntax.closing):

@@ -12,7 +12,7 @@ from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.text.thinking import Thinking
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.reader import CallReader, Part, Said, Thought
+from hotcold.ui.api.tools.reader import CallReader, Part, ReasoningPart, TextPart
 
 _TAIL_TOKENS = 32  # of a prompt, in which thoughts may have been begun or ended
 
@@ -122,7 +122,7 @@ class AnswerReader:
             thought = self._text[: len(self._text) - held].rstrip()
             self._text = self._text[len(thought) :]
         self._is_first &= not thought
-        return [Thought(thought)] if thought else []
+        return [ReasoningPart(thought)] if thought else []
 
     def _read_blanks(self, is_last: bool) -> list[Part]:
         self._text = self._text.lstrip()
@@ -134,4 +134,4 @@ class AnswerReader:
         text, self._text = self._text, ""
         if self._calls is not None:
             return self._calls.push(text, is_last)
-        return [Said(text)] if text else []
+        return [TextPart(text)] if text else []
