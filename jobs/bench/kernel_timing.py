@@ -78,7 +78,7 @@ class KernelBench:
         self.ffn, self.num_threads = rows // memory.layers, num_threads
         self.x = np.full((most_tokens, width), 0.01, np.float32)
         self.out = np.zeros((most_tokens, rows), np.float32)
-        self.room: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
+        self.workspace: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
             offsets=np.arange(memory.layers + 1) * self.ffn,
@@ -99,9 +99,9 @@ class KernelBench:
             work()
 
     def _fresh_ids(self) -> np.ndarray:
-        """Ids for each layer. A cache that holds those of the last time would be measured else.
+        """New ids for each layer: rows of the last ones may be in a cache.
 
-        Read-only, as services have them: other ids would be another FFN to compile.
+        Read-only, as in services: else another variant would be compiled.
         """
         count = max(1, round(self.ffn * self.density))
         chosen = [self.rng.choice(self.ffn, count, replace=False) for _ in range(self.layers)]
@@ -126,7 +126,9 @@ class KernelBench:
         rows = self.gate.shape[0]
         parts = [split_range(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
         x, out = self.x[: self.num_tokens], self.out[: self.num_tokens]
-        seconds = self._parallel(lambda i: dense_part(self.gate, x, self.room, i, out, *parts[i]))
+        seconds = self._parallel(
+            lambda i: dense_part(self.gate, x, self.workspace, i, out, *parts[i])
+        )
         return seconds, self.gate.nbytes
 
     def read_listed(self) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from hotcold.jobs.kept.commands import running_systems
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import UsageError
 
-_COUNT_S = 1.0  # in which services answer and count, for a picture that comes alone
+_COUNT_S = 1.0  # for services to answer and count before a single picture
 
 
 @click.command()
@@ -49,7 +49,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
 
 
 def _is_first(found: dict[str, Any]) -> bool:
-    """Whether nobody has looked before: services have not answered, and count from now on."""
+    """Whether this is the first poll: services have not answered, and count from now on."""
     is_unknown = any(one["state"] == "alive" and not one["pid"] for one in found["actors"])
     return is_unknown or (found["running"] and not found["map"]["steps"])
 
@@ -62,8 +62,8 @@ def _chosen(name: str | None) -> KeptSystem:
         return KeptSystem(*chosen[0])
     names = ", ".join(record.name for _, record in running)
     if name is not None:
-        told = f"these do: {names}" if names else "none does"
-        raise UsageError(f"no system named {name!r} is running; {told}")
+        others = f"these do: {names}" if names else "none does"
+        raise UsageError(f"no system named {name!r} is running; {others}")
     if running:
         raise UsageError(f"several systems run: {names}; say which")
     raise UsageError("no system is running; `hotcold serve` or --keep starts one")

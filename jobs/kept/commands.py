@@ -56,8 +56,8 @@ def stop(name: str | None) -> None:
         chosen = [one for one in running if one[1].name == name]
         if not chosen:
             names = ", ".join(record.name for _, record in running)
-            told = f"these do: {names}" if names else "none does"
-            raise UsageError(f"no system named {name!r} is running; {told}")
+            others = f"these do: {names}" if names else "none does"
+            raise UsageError(f"no system named {name!r} is running; {others}")
     with ExitStack() as stack:
         processes = [_Process(folder, _with_pid(folder, record)) for folder, record in chosen]
         for process in processes:

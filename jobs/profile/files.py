@@ -1,4 +1,4 @@
-"""Which files `hotcold profile` writes, checked before hours of work go into them."""
+"""The files that `hotcold profile` writes, checked before hours of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hotcold doctor` finds wrong, or right, with a machine: one Finding a question."""
+"""The checks of `hotcold doctor`, each with a Finding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
-# Of a service's memory, what may lie anywhere: Python and libraries, which are loaded before the
-# process knows its place, and pages that two threads share.
+# Of a service's memory, what may be on any node: Python and libraries, which are loaded before the
+# process is bound, and pages that two threads share.
 _FAR_BYTES, _FAR_SHARE = 512 << 20, 0.02
 _SLOW_NODE = 0.6  # of the fastest node's rate per core
 _ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
@@ -38,7 +38,7 @@ _NICENESS_VARIABLE = "RAY_worker_niceness"
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer. A problem's text says what to do."""
+    """The result of one check. A problem's text says what to do."""
 
     level: Level
     subject: str
@@ -61,7 +61,7 @@ def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
 
 
 def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
-    """Yield whether --mode threshold can be had, for models that it is for."""
+    """Yield whether --mode threshold can be used, for models that it is for."""
     if not has_thresholds(config):
         return
     subject = "--mode threshold"
@@ -77,7 +77,7 @@ def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
 
 
 def check_measured(measured: Machine) -> Iterator[Finding]:
-    """Yield what is odd about the measured figures, or that nothing is."""
+    """Yield unusual measured figures, or that there are none."""
     odd = False
     rates = {node.name: node.read_gb_per_s / node.num_cores for node in measured.nodes}
     slow = [name for name, rate in rates.items() if rate < _SLOW_NODE * max(rates.values())]
@@ -152,7 +152,7 @@ def kernel_instructions() -> str:
 
 
 def kernel_paths() -> str:
-    """Which way this CPU's kernels go, where there are several."""
+    """Which variants of kernels this CPU uses."""
     from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
     from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
     from hotcold.numba_kernels.ir.target import has_feature
@@ -187,7 +187,7 @@ def _gpus(machine: MachineSurvey) -> Finding:
 
 
 def _limits(machine: MachineSurvey) -> Iterator[Finding]:
-    """Yield what this process may use of the machine, where that is not all, and what follows."""
+    """Yield limits on this process's cores and memory, and their effect."""
     allowed, num_threads = machine.num_allowed, len(machine.cores)
     threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
     if allowed < machine.num_online:

@@ -1,4 +1,4 @@
-"""A port to listen at, and who has it already."""
+"""Listening at a port, and errors that say which server has it already."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ _ASK_S = 2.0
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port` (0: any free one).
 
-    Errors:  UsageError that says who has the port, or why it cannot be had
+    Errors:  UsageError that says which server has the port, or why it cannot be used
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(
@@ -20,7 +20,9 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, number)
     except OSError as problem:
-        raise UsageError(f"{host} is no address of this machine ({problem.strerror})") from None
+        raise UsageError(
+            f"{host} is no address of this machine ({problem.strerror}); give another --host"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -32,13 +34,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser of this machine finds it."""
+    """Its URL for a browser of this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{_reachable(host)}:{port}"
 
 
 def _taken(host: str, port: int, problem: OSError) -> UsageError:
-    """The error for a port that cannot be had."""
+    """The error for a port that cannot be used."""
     where = f"http://{_reachable(host)}:{port}"
     model = _model_served(_reachable(host).strip("[]"), port)
     if model is not None:
@@ -49,13 +51,13 @@ def _taken(host: str, port: int, problem: OSError) -> UsageError:
     if isinstance(problem, PermissionError):
         return UsageError(f"port {port} needs root's rights; give a --port from 1024 on")
     return UsageError(
-        f"port {port} of {host} cannot be had ({problem.strerror}): another program may use it; "
+        f"port {port} of {host} cannot be used ({problem.strerror}): another program may use it; "
         "give another --port"
     )
 
 
 def _model_served(host: str, port: int) -> str | None:
-    """The model that a hotcold serves at that port, or None for anybody else."""
+    """The model of a hotcold server at that port, or None."""
     connection = http.client.HTTPConnection(host, port, timeout=_ASK_S)
     try:
         connection.request("GET", "/health")

@@ -30,9 +30,9 @@ def running_system(
     on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     others: Sequence[SystemConfig] = (),
 ) -> Iterator[System]:
-    """A started system, stopped at the end; loading is shown on standard error.
+    """A started system, ended at the exit, with a progress bar on standard error.
 
-    `on_progress` is told of it as well; `others` may be started beside it.
+    `on_progress` is called too; `others` may be started beside it later.
     Errors:  HotcoldError
     """
     from hotcold.actors.system import System  # imports Ray
@@ -51,9 +51,9 @@ def running_system(
 
 
 def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
-    """Write the file with a progress bar, after saying where and how large it will be.
+    """Write the bundle file with a progress bar, and print its path and size.
 
-    `config` has the dtypes that matrices are loaded in. Errors: HotcoldError
+    `config` has the formats that matrices are loaded in. Errors: HotcoldError
     """
     geometry = BundleGeometry.of(config)
     place = bundle_path(path, geometry)
@@ -67,7 +67,7 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
 
 
 def require_bundles(system: SystemConfig) -> None:
-    """Make what the system will read its neurons from, unless it is there; say what stays there.
+    """Write the system's bundle file unless it exists; print how many neurons it holds.
 
     Errors:  HotcoldError
     """

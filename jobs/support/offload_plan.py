@@ -22,9 +22,9 @@ _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second.
+    """The expected speed with one size of memory; `most_tokens_per_s` is the disk's limit.
 
-    Speeds: expected, and the most that the disk allows, whatever is computed.
+    Units:  bytes; milliseconds and bytes a token; tokens a second
     """
 
     cpu_memory_bytes: int
@@ -42,14 +42,14 @@ class OffloadPlan:
 def offload_plans(
     path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
 ) -> list[OffloadPlan]:
-    """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
+    """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
 
     `memory_s` is what a token takes with everything in memory.
-    The disk is measured on the file of neurons, where that was made already.
+    The disk is measured on the file of neurons, if it exists.
     Errors:  MemoryBudgetError naming the least that would do
     """
-    asked = options.cpu_memory_bytes
-    if asked is None:
+    given = options.cpu_memory_bytes
+    if given is None:
         return []
     system, config = prepare_system(path, options)
     if system.storage is None:
@@ -57,8 +57,8 @@ def offload_plans(
     all_bytes = memory_beside_gpu(system, config).total_bytes
     file = Path(system.storage.path)
     disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
-    step = (all_bytes - 1 - asked) / (num_sizes - 1)
-    sizes = [asked + int(step * i) for i in range(num_sizes)]
+    step = (all_bytes - 1 - given) / (num_sizes - 1)
+    sizes = [given + int(step * i) for i in range(num_sizes)]
     return list(_plans(path, options, sizes, disk, memory_s))
 
 

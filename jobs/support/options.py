@@ -84,7 +84,7 @@ class Addresses(click.ParamType[tuple[str, ...]]):
     name = "addresses"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
-        """The addresses; whether they are nodes of the cluster is found out when it starts."""
+        """The addresses; a start checks whether they are nodes of the cluster."""
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())

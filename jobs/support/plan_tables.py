@@ -26,7 +26,7 @@ _SIZES = {
 
 
 def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --out") -> None:
-    """Print what lies where, what each part costs, the speed to expect, what is assumed for it."""
+    """Print the placement, the cost of each part, the expected speed and its assumptions."""
     console = Console(highlight=False)
     report = plan.report
     console.print(_device_table(report["devices"]))

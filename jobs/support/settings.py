@@ -55,7 +55,7 @@ class SharedOption(click.Option):
 
 class _OneName(click.types.StringParamType):
     def split_envvar_value(self, rv: str) -> Sequence[str]:
-        """There may be blanks in it."""
+        """One value, which may contain blanks."""
         return [rv]
 
 
@@ -66,7 +66,7 @@ class ModelsArgument(click.Argument):
         super().__init__(*args, nargs=-1, type=_OneName(), **kwargs)
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """All of them."""
+        """The names as a tuple."""
         return super().type_cast_value(ctx, (value,) if isinstance(value, str) else value)
 
 
@@ -106,7 +106,7 @@ class Setting(NamedTuple):
 
 
 def settings_path() -> Path | None:
-    """The settings' file, whether it is there or not; None where there is to be none."""
+    """The settings' file, whether it exists or not; None where HOTCOLD_CONFIG is empty."""
     chosen = os.environ.get(_FILE_VARIABLE)
     if chosen is not None:
         return Path(chosen).expanduser() if chosen else None

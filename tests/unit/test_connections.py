@@ -87,7 +87,7 @@ def test_a_door_that_was_closed_is_forgotten_and_cut_off_at_the_end(
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connections, "_POLL_S", 0.01)
 
 
 def read_to_end(client: socket.socket) -> bytes:

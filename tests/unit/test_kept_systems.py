@@ -248,7 +248,7 @@ signal.pause()
 def test_the_process_that_holds_a_system_is_ended(
     base: Path, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_commands, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kept_commands, "_TIMEOUT_S", 0.2)
     monkeypatch.setattr(kept_commands, "_ENDING_S", 60.0 if not is_deaf else 0.5)
     folder = folders.own_folder()
     arguments = [sys.executable, "-c", _HOLDS, str(folder), *(["deaf"] if is_deaf else [])]

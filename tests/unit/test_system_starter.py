@@ -106,8 +106,8 @@ def test_a_system_is_found_until_it_ends(made: Made) -> None:
 def test_a_server_that_ends_is_found_no_more(made: Made) -> None:
     starter, backend, _, system = made
     starter.start(backend)
-    starter.leave()
-    starter.leave()
+    starter.unregister_all()
+    starter.unregister_all()
     assert found() == [] and not system.has_ended
 
 

@@ -31,9 +31,9 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
     grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
     if wanted_calls is not None:
-        shape = None if grammar is None else grammar.text
+        schema = None if grammar is None else grammar.text
         syntax = backend.call_syntax
-        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, shape)
+        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, schema)
     thoughts = Thoughts.of(backend.prompts.tokenizer, ids[0])
     if grammar is not None and thoughts is not None:
         grammar = thoughts.before(grammar)

@@ -22,9 +22,9 @@ _STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later o
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
-    """The page for what `backend` asks; `mount_page` puts it into a server.
+    """The page of one model; `mount_page` adds it to a server.
 
-    `paths` are those of the pages of all models that the server has, by their names.
+    `paths`: of the pages of all models, by name.
     Errors:  ServiceError where the system has ended
     """
     settings, described = backend.settings, backend.described
@@ -53,7 +53,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
 
 
 def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> gr.HTML:
-    """What runs, how it is, and what opens the rest; of several models, their pages to go to."""
+    """The bar: model, mode, device, buttons, and links to other models' pages."""
     cores = described.num_threads
     device = f"CPU, {cores} thread{'s' if cores > 1 else ''}"
     if described.device != "cpu":
@@ -66,7 +66,7 @@ def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> 
 
 
 def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
-    """Add the page to a FastAPI app, with its look, and with those of its routes that it needs."""
+    """Add the page to a FastAPI app, with its theme and only the routes that it needs."""
     mono = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": mono}
     app = gr.mount_gradio_app(
@@ -89,7 +89,7 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
 
 
 def live_panel(backend: Backend) -> gr.HTML:
-    """The panel. It asks only while the page can be seen and something runs."""
+    """The live panel; its script polls only while the page is visible and requests run."""
 
     def telemetry(_: Any = None) -> dict[str, Any]:
         try:

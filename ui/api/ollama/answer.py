@@ -1,4 +1,4 @@
-"""Answers as Ollama tells them: an object a line, the last of which says how long it took."""
+"""Answers of Ollama's API: JSON objects a line, the last with durations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Body = OllamaGenerate | OllamaChat
 
 
 class OllamaAnswer:
-    """One answer of /api/generate or /api/chat, from its request to its end."""
+    """One answer of /api/generate or /api/chat."""
 
     def __init__(self, backend: Backend, body: Body) -> None:
         """Errors:  ApiError 400"""
@@ -66,7 +66,7 @@ class OllamaAnswer:
         return last | self._said(text, thought, calls, logprobs)
 
     async def stream(self) -> sse.LineStream:
-        """The answer a line a piece; it has begun. Errors: ApiError, HotcoldError."""
+        """The answer as lines; it has begun. Errors: ApiError, HotcoldError."""
         answers = await self._start()
         events = await first_then_rest(answers)
 
@@ -105,7 +105,7 @@ class OllamaAnswer:
         return answers
 
     def _pieces(self, event: TokenEvent) -> list[_Piece]:
-        """What one event says and calls; its logprobs stand with the first of them."""
+        """The pieces of one event; its logprobs are in the first."""
         found = list(self._reader.of(event.text, event.result is not None))
         if self._body.logprobs:
             tokens = content_tokens(event, self._backend.eos_ids)
@@ -119,16 +119,16 @@ class OllamaAnswer:
         return _head(self._body)
 
     def _said(self, text: str, thought: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
-        """The part of a line that differs between the two routes."""
-        told = _said(self._body, text)
+        """The keys of a line that differ between the two routes."""
+        said = _said(self._body, text)
         if thought:
-            told.get("message", told)["thinking"] = thought
+            said.get("message", said)["thinking"] = thought
         if calls:
-            told["message"]["tool_calls"] = calls
-        return told | ({"logprobs": logprobs} if logprobs else {})
+            said["message"]["tool_calls"] = calls
+        return said | ({"logprobs": logprobs} if logprobs else {})
 
     def _end(self, result: Generation) -> Line:
-        """The last line. Durations are nanoseconds; loading is all before the prompt's turn."""
+        """The last line. Durations in nanoseconds; loading is all before the prompt is read."""
         queued_ns, prompt_ns, new_ns = (
             round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
         )
@@ -146,7 +146,7 @@ class OllamaAnswer:
 
 
 async def loaded_or_ended(backend: Backend, body: Body) -> Line:
-    """Have the model loaded, or with `keep_alive` 0 given up, and say so.
+    """Load the model, or with `keep_alive` 0 unload it, and return that.
 
     Errors:  ApiError 503 and 504, HotcoldError
     """
@@ -186,16 +186,16 @@ class _Piece(NamedTuple):
 
 
 class _WholeCalls:
-    """Parts of an answer; a call is given once it is whole, as Ollama gives it."""
+    """Parts of an answer as pieces; a call is one once it is complete, as in Ollama."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self._open: tuple[str, str] | None = None  # id and name
         self._arguments = ""
-        self._num_told = 0
+        self._num_calls = 0
 
     def of(self, text: str, is_last: bool) -> Iterator[_Piece]:
-        """What `text`, which follows all that came before, says and calls."""
+        """The pieces after this further `text`."""
         yield from self._read(self._reader.push(text, is_last))
         if is_last:
             yield from self._close()
@@ -215,7 +215,7 @@ class _WholeCalls:
                     yield _Piece(text)
 
     def _close(self) -> Iterator[_Piece]:
-        """The call that was open; one that the answer's end cut off is none."""
+        """The open call, unless it was cut off."""
         if self._open is None:
             return
         (call_id, name), self._open = self._open, None
@@ -223,13 +223,13 @@ class _WholeCalls:
             arguments = json.loads(self._arguments)
         except ValueError:
             return
-        function = {"index": self._num_told, "name": name, "arguments": arguments}
-        self._num_told += 1
+        function = {"index": self._num_calls, "name": name, "arguments": arguments}
+        self._num_calls += 1
         yield _Piece(call={"id": call_id, "function": function})
 
 
 def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
-    """What OpenAI's route would be asked. Errors: ApiError 400."""
+    """The same request of OpenAI's API. Errors: ApiError 400."""
     tokenizer = backend.prompts.tokenizer
     if body.think and (tokenizer is None or tokenizer.thinking is None):
         raise body.unable("thinking", "think")

@@ -1,4 +1,4 @@
-"""The items of one response, and the events that tell of them as they come."""
+"""The items of one response, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Event = dict[str, Any]
 
 
 class Output:
-    """Thoughts, messages and calls, in the order in which the answer has them."""
+    """Reasoning, messages and calls, in order."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._is_open = False  # the last item
 
     def of(self, parts: Iterable[Part]) -> Iterator[Event]:
-        """Take the next parts; the events that tell of them."""
+        """Add the next parts; yields their events."""
         for part in parts:
             match part:
                 case ReasoningPart(text):
@@ -40,7 +40,7 @@ class Output:
                     yield self._event("response.function_call_arguments.delta", delta=text)
 
     def end(self, status: str) -> Iterator[Event]:
-        """End the answer, whose last item is as `status` says: completed or incomplete."""
+        """End the answer; `status` of the last item: completed or incomplete."""
         if not self.items or (self._last["type"] == "reasoning" and status == "completed"):
             yield from self._begin_message()
         yield from self._close(status)
