@@ -128,7 +128,9 @@ def _disk(path: Path) -> dict[str, list[float]]:
                 (rate,) = measure_disk(largest, (size,), threads)
                 rates[depth].append(rate / 1e9)
     except OSError as problem:
-        raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None
+        raise CheckpointError(
+            f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"
+        ) from None
     return rates
 
 

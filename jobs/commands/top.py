@@ -65,5 +65,5 @@ def _chosen(name: str | None) -> KeptSystem:
         others = f"these do: {names}" if names else "none does"
         raise UsageError(f"no system named {name!r} is running; {others}")
     if running:
-        raise UsageError(f"several systems run: {names}; say which")
+        raise UsageError(f"several systems run: {names}; name one, as in `hotcold top NAME`")
     raise UsageError("no system is running; `hotcold serve` or --keep starts one")

@@ -176,7 +176,9 @@ class _Process:
                 registry.running(self._folder)  # removes the record of a killed one
                 return
             self.signal(number)
-        raise ServiceError(f"the system {self.name!r} (process {self._pid}) does not end")
+        raise ServiceError(
+            f"the system {self.name!r} does not end; end its process: kill -9 {self._pid}"
+        )
 
     def close(self) -> None:
         """Close the process's descriptor."""

@@ -2,7 +2,7 @@
 
 First the dense model reads some windows of a text, and every pair of thresholds is counted on its
 layers' inputs. Then the running system measures the cost of one layer's error, layer by layer, and
-the budget is allocated to the layers. Last the whole is measured, and allocated again if it costs too
+the budget is allocated to layers. Last the whole is measured, and allocated again if it costs too
 much.
 """
 
@@ -96,7 +96,7 @@ class Calibration:
         self._up_weight = 1.0 if served.reads_all_down else served.up / served.rest
 
     def run(self, target_kld: float, text: TextIds) -> tuple[Calibrated, ActivationProfile]:
-        """Thresholds that cost `target_kld` nats or a little less, and the profile of their neurons."""
+        """Thresholds that cost at most `target_kld` nats, and the profile of their neurons."""
         inputs = self._inputs()
         curves = []
         for found in layer_magnitudes(self._checkpoint, self._config, inputs):

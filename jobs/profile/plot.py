@@ -92,7 +92,9 @@ def _save(path: Path, figure: Any) -> None:
     try:
         write_whole(path, image.getvalue())
     except OSError as problem:
-        raise UsageError(f"{path}: cannot be written ({problem.strerror})") from None
+        raise UsageError(
+            f"{path}: cannot be written ({problem.strerror}); give another place with --plot"
+        ) from None
 
 
 def _draw_layers(figure: Any, axes: Any, counts: np.ndarray) -> None:

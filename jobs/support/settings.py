@@ -125,14 +125,20 @@ def read_settings() -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
-            raise UsageError(f"{path} has over {_MAX_BYTES >> 20} MiB; settings are short")
+            raise UsageError(
+                f"{path} has over {_MAX_BYTES >> 20} MiB; name another file in HOTCOLD_CONFIG"
+            )
         return tomllib.loads(text.decode())
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is not in UTF-8") from None
+        raise UsageError(f"{path} is not in UTF-8; convert it") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
+        raise UsageError(
+            f"{path} is no TOML: {error}; `hotcold config --example` prints a file"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}; name another file in HOTCOLD_CONFIG"
+        ) from None
 
 
 def settings_of(command: click.Command, names: tuple[str, ...]) -> Iterator[Setting]:

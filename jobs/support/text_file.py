@@ -180,7 +180,9 @@ def _line_ids(line: bytes, tokenizer: Tokenizer | None) -> list[int]:
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as problem:
-        raise UsageError(f"not JSON in UTF-8 ({shown(str(problem))[1:-1]})") from None
+        raise UsageError(
+            f"not JSON in UTF-8 ({shown(str(problem))[1:-1]}); write an object a line"
+        ) from None
     match values:
         case {"text": str(), "messages": _}:
             raise UsageError("has both text and messages; give one of them")

@@ -150,7 +150,8 @@ def test_a_folder_in_the_files_place(
 ) -> None:
     monkeypatch.setenv("HOTCOLD_CONFIG", str(tmp_path))
     assert main(["run"], group) == 1
-    expected = f"hotcold: error: {tmp_path} cannot be read: Is a directory\n"
+    expected = f"hotcold: error: {tmp_path} cannot be read: Is a directory; "
+        "name another file in HOTCOLD_CONFIG\n"
     assert capsys.readouterr().err == expected
 
 

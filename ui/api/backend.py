@@ -110,14 +110,14 @@ class Backend:
     def system(self) -> System:
         """The model's system. Errors: ServiceError where it is not loaded."""
         if self._system is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
         return self._system
 
     @property
     def client(self) -> AsyncClient:
         """The system's client. Errors: those of `system`."""
         if self._client is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
         return self._client
 
     async def ready(self) -> AsyncClient:
@@ -190,7 +190,7 @@ class Backend:
         """The model's syntax of tool calls. Errors: PromptError without a tokenizer."""
         tokenizer = self.prompts.tokenizer
         if tokenizer is None:
-            raise PromptError("this model has no tokenizer, so no text")
+            raise PromptError("this model has no tokenizer, so no text; leave tools out")
         return tokenizer.call_syntax
 
     def limited(self, request: GenerateRequest) -> GenerateRequest:

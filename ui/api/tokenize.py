@@ -48,5 +48,5 @@ def _short(text: str) -> str:
 
 def _tokenizer(prompts: Prompts) -> Tokenizer:
     if prompts.tokenizer is None:
-        raise PromptError("this model has no tokenizer, so no text")
+        raise PromptError("this model has no tokenizer, so no text; send token ids")
     return prompts.tokenizer
