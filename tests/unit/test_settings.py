@@ -150,9 +150,8 @@ def test_a_folder_in_the_files_place(
 ) -> None:
     monkeypatch.setenv("HOTCOLD_CONFIG", str(tmp_path))
     assert main(["run"], group) == 1
-    expected = f"hotcold: error: {tmp_path} cannot be read: Is a directory; "
-        "name another file in HOTCOLD_CONFIG\n"
-    assert capsys.readouterr().err == expected
+    told = "cannot be read: Is a directory; name another file in HOTCOLD_CONFIG"
+    assert capsys.readouterr().err == f"hotcold: error: {tmp_path} {told}\n"
 
 
 def test_a_wrong_variable_is_named(given: Given) -> None:
