@@ -15,6 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.keys import Keys
 
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_OPEN_PATHS = ("/health",)
+_WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # as proxies are sent
+
 # A model may write an image's address, which a browser would fetch: nothing leaves this host.
 # Gradio's page has inline scripts and styles.
 _POLICY = (
@@ -38,11 +42,6 @@ def with_headers(message: Message) -> Message:
         return message
     given = [(name, value) for name, value in message["headers"] if name.lower() not in _HEADERS]
     return {**message, "headers": [*given, *_HEADERS.items()]}
-
-
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_OPEN_PATHS = ("/health",)
-_WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # as proxies are sent
 
 
 def is_loopback(host: str) -> bool:

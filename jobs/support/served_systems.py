@@ -25,6 +25,11 @@ from hotcold.model.files.locate import locate_model, model_name
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.server_thread import ServerThread, SocketServer
 
+_TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
+_ENDED_S = 10.0
+_CLOSED_S = 20.0
+_RAY = ("raylet", "gcs_server")
+
 _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
 
 
@@ -73,12 +78,6 @@ def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     need = system_need(system, config)
     shared = need.arena_bytes + need.predictor_bytes
     return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)
-
-
-_TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
-_ENDED_S = 10.0
-_CLOSED_S = 20.0
-_RAY = ("raylet", "gcs_server")
 
 
 class SystemStarter:

@@ -30,6 +30,9 @@ from click.core import ParameterSource
 
 from hotcold.model.errors import UsageError, shown
 
+_FILE_VARIABLE = "HOTCOLD_CONFIG"
+_MAX_BYTES = 1 << 20
+
 # Section of `--help` -> the shared options in it, as they are written on a command line.
 SHARED_OPTIONS = {
     "Sampling": (
@@ -90,10 +93,6 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
-
-
-_FILE_VARIABLE = "HOTCOLD_CONFIG"
-_MAX_BYTES = 1 << 20
 
 
 class Setting(NamedTuple):

@@ -17,6 +17,8 @@ from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.fields import Request
 from hotcold.ui.api.schemas import Prompt, prompts_of
 
+POOLING = "mean of the hidden states after the last layer and its norm"
+
 
 class EmbeddingsRequest(Request):
     """POST /v1/embeddings: a text, or token ids, or several of them."""
@@ -38,9 +40,6 @@ class EmbeddingsRequest(Request):
     def inputs(self) -> list[str | list[int]]:
         """Each input, a text or token ids."""
         return prompts_of(self.input)
-
-
-POOLING = "mean of the hidden states after the last layer and its norm"
 
 
 class EmbeddingsRoute:

@@ -13,6 +13,32 @@ from hotcold.model.errors import (
     UsageError,
 )
 
+_MAX_NAME_CHARS = 50  # of a field
+_TYPE_NAMES = frozenset(("str", "bool", "int", "float", "dict", "list", "constrained-str"))
+_MUST_BE = "must be "
+_VERBS = ("must ", "may ", "is ")
+_SENTENCES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "int_type": "must be a whole number",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "missing": "is missing",
+    "model_type": "must be an object",
+    "string_too_long": "may have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_type": "must be a text",
+    "too_long": "may hold at most {max_length} items",
+    "too_short": "must not be empty",
+}
+_Problem = dict[str, Any]
+
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5
 OLLAMA_PATHS = "/api/"
@@ -90,34 +116,6 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(500, str(error), "server_error")
     _LOGGER.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed; its log says how", "server_error")
-
-
-_MAX_NAME_CHARS = 50  # of a field
-_TYPE_NAMES = frozenset(("str", "bool", "int", "float", "dict", "list", "constrained-str"))
-_MUST_BE = "must be "
-_VERBS = ("must ", "may ", "is ")
-_SENTENCES = {
-    "bool_type": "must be true or false",
-    "dict_type": "must be an object",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
-    "greater_than": "must be more than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "int_type": "must be a whole number",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "list_type": "must be a list",
-    "literal_error": "must be {expected}",
-    "missing": "is missing",
-    "model_type": "must be an object",
-    "string_too_long": "may have at most {max_length} characters",
-    "string_too_short": "must not be empty",
-    "string_type": "must be a text",
-    "too_long": "may hold at most {max_length} items",
-    "too_short": "must not be empty",
-}
-
-_Problem = dict[str, Any]
 
 
 def refusal(error: ValidationError) -> ApiError:

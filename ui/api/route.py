@@ -19,6 +19,8 @@ from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.schemas import SamplingRequest
 
+_FEW = 256
+
 
 async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`; its errors as ApiError."""
@@ -41,9 +43,6 @@ class JsonAnswer(Response):
         """Handle one ASGI request."""
         whole = await asyncio.to_thread(lambda: "".join(_written(self._content)).encode())
         await Response(whole, media_type="application/json")(scope, receive, send)
-
-
-_FEW = 256
 
 
 def _written(content: Any) -> Iterator[str]:

@@ -9,7 +9,8 @@ from llguidance import LLMatcher
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
+from hotcold.ui.api.tools.enforced import Enforced, enforced, is_taken
+from hotcold.ui.api.tools.schema_repair import WHOLE, Lost
 from hotcold.ui.api.tools.schemas import Callable, Function
 
 # Arguments are on one line: small models may write white space for ever.
