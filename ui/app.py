@@ -1,6 +1,6 @@
 """The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from hotcold.ui.api import sse
 from hotcold.ui.api import tokenize as api_text
+from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
@@ -86,35 +87,29 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_completions(app: FastAPI, models: ServedModels) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation, as OpenAI's chat completions do."""
-        body = parse(ChatRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = ChatRoute(backend, backend.texts)
+    async def answer(
+        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
+    ) -> Any:
+        body = parse(schema, await request.body())
+        route = route_of(models.choose(request, body.model))
         if body.stream:
             return await answered(request, route.stream(body))
         return JsonAnswer(await answered(request, route.whole(body)))
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's chat completions do."""
+        return await answer(request, ChatRequest, ChatRoute)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
         """Continue a text, as OpenAI's completions do."""
-        body = parse(CompletionRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = CompletionRoute(backend, backend.texts)
-        if body.stream:
-            return await answered(request, route.stream(body))
-        return JsonAnswer(await answered(request, route.whole(body)))
+        return await answer(request, CompletionRequest, CompletionRoute)
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
         """Answer a conversation of items, as OpenAI's responses do; nothing is kept."""
-        body = parse(ResponsesRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = ResponsesRoute(backend)
-        if body.stream:
-            return await answered(request, route.stream(body))
-        return JsonAnswer(await answered(request, route.whole(body)))
+        return await answer(request, ResponsesRequest, ResponsesRoute)
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:
@@ -178,18 +173,11 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return await _tool(api_text.tokenize(backend, body))
+        return JsonAnswer(await answered(request, api_text.tokenize(backend, body)))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body = parse(DetokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return await _tool(api_text.detokenize(backend, body))
-
-
-async def _tool(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    try:
-        return JsonAnswer(await work)
-    except Exception as error:
-        raise as_api_error(error) from error
+        return JsonAnswer(await answered(request, api_text.detokenize(backend, body)))

@@ -8,9 +8,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, create_model
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,26 +32,9 @@ _ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # their processes' names
 _LONGEST_S = 1e9
 
 
-class ControlSampling(StrictModel):
-    """The fields of `SamplingParams`, which checks them."""
-
-    max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    stop: list[str]
-    ignore_eos: bool
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    penalize_prompt: bool
-    stop_token_ids: list[int]
-    min_tokens: int
-    include_stop_str_in_output: bool
-    logit_bias: list[tuple[int, float]]
+# The fields of `SamplingParams`, all required; it checks their values.
+_SAMPLING_FIELDS: Any = {name: (hint, ...) for name, hint in get_type_hints(SamplingParams).items()}
+ControlSampling: Any = create_model("ControlSampling", __base__=StrictModel, **_SAMPLING_FIELDS)
 
 
 class ControlPrompt(StrictModel):
@@ -67,11 +50,7 @@ class ControlPrompt(StrictModel):
         given = (self.prompt, self.messages, self.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in self.sampling.model_dump().items()
-        }
-        sampling = SamplingParams(**values)
+        sampling = SamplingParams(**self.sampling.model_dump())
         return GenerateRequest(
             sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -173,10 +173,6 @@ class Comparison:
     share_min: float
     share_max: float
     of_first: float
-
-    def as_json(self) -> dict[str, float]:
-        """By names."""
-        return asdict(self)
 
 
 def compare(works: Sequence[tuple[Work, Work]], repeat: int) -> list[Comparison]:

@@ -5,6 +5,7 @@ come prefetched as the kernels do it. Several widths are measured in turn, over 
 Lines at the end say which of them is slowest beside the first.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -95,7 +96,7 @@ def kernels(
             some = densities if is_summed(DTYPES[dtype]) else ()
             found = _compare_all(benches, batches, some, repeat)
         report["kernels"][dtype] = {
-            width: {name: results[i].as_json() for name, results in found.items()}
+            width: {name: asdict(results[i]) for name, results in found.items()}
             for i, width in enumerate(own)
         }
         for name, results in found.items():

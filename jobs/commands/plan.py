@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ def _plans_storage(
     Errors:  MemoryBudgetError naming the least that would do
     """
     from hotcold.jobs.profile.plot import plot_offload
-    from hotcold.jobs.support.offload_plan import offload_json, offload_plans, offload_text
+    from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 
     assert model.path is not None
     roomy = replace(machine, nodes=tuple(replace(n, free_bytes=_ROOMY) for n in machine.nodes))
@@ -155,7 +155,7 @@ def _plans_storage(
         plot_offload(plot, more, resolved_model(model.path).name)
         click.echo(f"drew {plot}")
     if plans and as_json:
-        print_json(offload_json(plans))
+        print_json({"storage": [asdict(plan) for plan in plans]})
     return bool(plans)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hotcold.jobs.kept.client import KeptSystem
-from hotcold.jobs.kept.commands import running_systems
+from hotcold.jobs.kept.commands import running_systems, system_named
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import UsageError
 
@@ -57,13 +57,11 @@ def _is_first(found: dict[str, Any]) -> bool:
 def _chosen(name: str | None) -> KeptSystem:
     """The system of that name. Errors: UsageError."""
     running = running_systems()
-    chosen = [one for one in running if name is None or one[1].name == name]
-    if len(chosen) == 1:
-        return KeptSystem(*chosen[0])
-    names = ", ".join(record.name for _, record in running)
     if name is not None:
-        others = f"these do: {names}" if names else "none does"
-        raise UsageError(f"no system named {name!r} is running; {others}")
+        return KeptSystem(*system_named(name, running))
+    if len(running) == 1:
+        return KeptSystem(*running[0])
     if running:
+        names = ", ".join(record.name for _, record in running)
         raise UsageError(f"several systems run: {names}; name one, as in `hotcold top NAME`")
     raise UsageError("no system is running; `hotcold serve` or --keep starts one")

@@ -51,13 +51,10 @@ def stop(name: str | None) -> None:
     Requests that run are answered first.
     """
     running = running_systems()
-    chosen = [one for one in running if one[1].is_kept if name is None or one[1].name == name]
     if name is not None:
-        chosen = [one for one in running if one[1].name == name]
-        if not chosen:
-            names = ", ".join(record.name for _, record in running)
-            others = f"these do: {names}" if names else "none does"
-            raise UsageError(f"no system named {name!r} is running; {others}")
+        chosen = [system_named(name, running)]
+    else:
+        chosen = [one for one in running if one[1].is_kept]
     with ExitStack() as stack:
         processes = [_Process(folder, _with_pid(folder, record)) for folder, record in chosen]
         for process in processes:
@@ -76,6 +73,18 @@ def running_systems() -> list[tuple[Path, registry.Record]]:
         own_folder()
     folder = found_folder()
     return [] if folder is None else [(folder, one) for one in registry.running(folder)]
+
+
+def system_named(
+    name: str, running: list[tuple[Path, registry.Record]]
+) -> tuple[Path, registry.Record]:
+    """The running system of that name. Errors: UsageError."""
+    for one in running:
+        if one[1].name == name:
+            return one
+    names = ", ".join(record.name for _, record in running)
+    others = f"these do: {names}" if names else "none does"
+    raise UsageError(f"no system named {name!r} is running; {others}")
 
 
 def _state(folder: Path, record: registry.Record) -> dict[str, Any]:

@@ -76,36 +76,32 @@ def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
         yield Finding("ok", subject, promise(found, config))
 
 
-def check_measured(measured: Machine) -> Iterator[Finding]:
-    """Yield unusual measured figures, or that there are none."""
-    odd = False
+def check_measured(measured: Machine) -> list[Finding]:
+    """Unusual measured figures, or that there are none."""
+    found = {}
     rates = {node.name: node.read_gb_per_s / node.num_cores for node in measured.nodes}
     slow = [name for name, rate in rates.items() if rate < _SLOW_NODE * max(rates.values())]
     if slow:
-        odd = True
-        text = f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
-        yield Finding("note", "memory read", text)
+        found["memory read"] = (
+            f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
+        )
     if measured.exchange_us > _SLOW_EXCHANGE_US:
-        odd = True
-        text = (
+        found["exchange"] = (
             f"{measured.exchange_us:.0f} µs are many; if other programs ran then, measure again "
             "with --fresh"
         )
-        yield Finding("note", "exchange", text)
     if measured.was_busy:
-        odd = True
-        text = (
+        found["busy"] = (
             f"other programs took {measured.busy_cores:.1f} cores while this was measured; with "
             "nothing else running measure again with --fresh"
         )
-        yield Finding("note", "busy", text)
     assumed = [gpu.name for gpu in measured.gpus if not gpu.measured]
     if assumed:
-        odd = True
-        text = f"{', '.join(assumed)} could not be measured; plans assume slow memory"
-        yield Finding("note", "GPU memory", text)
-    if not odd:
-        yield Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")
+        names = ", ".join(assumed)
+        found["GPU memory"] = f"{names} could not be measured; plans assume slow memory"
+    if not found:
+        return [Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")]
+    return [Finding("note", subject, text) for subject, text in found.items()]
 
 
 def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
@@ -113,8 +112,3 @@ def offload_text(plans: list[OffloadPlan]) -> str:
             f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )
     return "\n".join(lines)
-
-
-def offload_json(plans: list[OffloadPlan]) -> dict[str, Any]:
-    """As JSON."""
-    return {"storage": [asdict(plan) for plan in plans]}

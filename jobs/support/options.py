@@ -1,7 +1,7 @@
 """Options that several commands share."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,30 +149,21 @@ _KEPT = [
 ]  # fmt: skip
 
 
-def own_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--own`."""
-    return _with(_KEPT[1:], command)
+def options_adder(options: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that adds these options to a command."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def kept_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--keep` and `--own`."""
-    return _with(_KEPT, command)
-
-
-def system_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `SystemOptions`."""
-    return _with(_SYSTEM, command)
-
-
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `SamplingParams`."""
-    return _with(_SAMPLING, command)
-
-
-def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(options):
-        command = option(command)
-    return command
+own_option = options_adder(_KEPT[1:])  # --own
+kept_options = options_adder(_KEPT)  # --keep and --own
+system_options = options_adder(_SYSTEM)  # those of `SystemOptions`
+sampling_options = options_adder(_SAMPLING)  # those of `SamplingParams`
 
 
 def split_system_options(values: dict[str, Any]) -> SystemOptions:

@@ -1,11 +1,16 @@
 """Tokens as text and bytes, and logprobs in the two forms of OpenAI's API."""
 
+from __future__ import annotations
+
 import codecs
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from hotcold.actors.protocol.messages import Generation, TokenLogprob
+from hotcold.actors.protocol.messages import TokenEvent, TokenLogprob
 from hotcold.model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hotcold.ui.api.answer import Answer
 
 _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -31,21 +36,7 @@ class TokenTexts:
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
 
-class Scored(Protocol):
-    """An event, or a whole answer."""
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob]:
-        """Of its new tokens."""
-        ...
-
-    @property
-    def result(self) -> Generation | None:
-        """Its result, once it has ended."""
-        ...
-
-
-def content_tokens(event: Scored, eos_ids: Collection[int]) -> list[TokenLogprob]:
+def content_tokens(event: TokenEvent | Answer, eos_ids: Collection[int]) -> list[TokenLogprob]:
     """The scored tokens of an answer without its end token, which is no content."""
     tokens, result = list(event.logprobs), event.result
     has_ended = result is not None and result.finish_reason == "stop"

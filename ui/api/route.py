@@ -16,7 +16,6 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error
-from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.schemas import SamplingRequest
 
 _FEW = 256
@@ -72,9 +71,9 @@ def _dumped(content: Any) -> str:
 class Route:
     """A completion route for one model."""
 
-    def __init__(self, backend: Backend, texts: TokenTexts) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._texts = texts
+        self._texts = backend.texts
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         """The first keys of every answer and chunk."""

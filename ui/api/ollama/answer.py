@@ -76,7 +76,7 @@ class OllamaAnswer:
                     for piece in self._pieces(event):
                         calls = [] if piece.call is None else [piece.call]
                         said = self._said(piece.text, piece.thought, calls, piece.logprobs)
-                        yield sse.line({**self._head(), **said, "done": False})
+                        yield sse.line({**_head(self._body), **said, "done": False})
                     if event.result is not None:
                         yield sse.line(self._end(event.result) | self._said("", "", [], []))
             except Exception as error:
@@ -115,9 +115,6 @@ class OllamaAnswer:
                 found[:1] = [first._replace(logprobs=content)]
         return found
 
-    def _head(self) -> Line:
-        return _head(self._body)
-
     def _said(self, text: str, thought: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
         """The keys of a line that differ between the two routes."""
         said = _said(self._body, text)
@@ -133,7 +130,7 @@ class OllamaAnswer:
             round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
         )
         return {
-            **self._head(),
+            **_head(self._body),
             "done": True,
             "done_reason": result.finish_reason,
             "total_duration": time.monotonic_ns() - self._started_ns,
@@ -235,16 +232,12 @@ def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
         raise body.unable("thinking", "think")
     try:
         if isinstance(body, OllamaChat):
-            return _chat(body.asked())
+            return ChatRequest.model_validate(body.asked())
         kind, fields = body.asked(tokenizer)
         if kind == "chat":
-            return _chat(fields)
+            return ChatRequest.model_validate(fields)
         return CompletionRequest.model_validate(
             {"max_tokens": backend.settings.max_tokens, **fields}
         )
     except ValidationError as error:
         raise refusal(error) from None
-
-
-def _chat(fields: Line) -> ChatRequest:
-    return ChatRequest.model_validate(fields)
