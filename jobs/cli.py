@@ -1,9 +1,8 @@
 """The `hotcold` command: its table of commands, and how every failure is reported.
 
 Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
-the program; 130 interrupted; 141 nobody reads standard output any more, as of other programs. Every
-failure but the last two is one line on standard error; `--debug`, anywhere on the line, adds the
-traceback.
+the program; 130 interrupted; 141 the reader of standard output has closed it. Every failure but the
+last two is one line on standard error; `--debug`, anywhere on the line, adds the traceback.
 """
 
 from __future__ import annotations

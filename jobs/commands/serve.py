@@ -55,7 +55,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
     type=click.IntRange(0, 100_000),
     default=64,
     show_default=True,
-    help="Requests that may wait; others are told to come later.",
+    help="Requests that may wait; others are refused with status 503.",
 )
 @click.option(
     "--max-tokens-limit", type=click.IntRange(1), help="Most new tokens that a request may ask for."

@@ -19,14 +19,14 @@ _COUNT_S = 1.0  # for services to answer and count before a single picture
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--once", is_flag=True, help="Print one picture and end, as where nobody watches.")
+@click.option("--once", is_flag=True, help="Print one picture and end.")
 @json_option
 def top(name: str | None, once: bool, as_json: bool) -> None:
     """Watch the running system NAME (see `hotcold ps`); the only one without it. q ends.
 
     FIRE is the share of a layer's neurons that were computed for a token, of late and on average,
-    GATES that of their gates, HOT that of those on a GPU, which nobody counts. BUSY is a service's
-    share of a step's time.
+    GATES that of their gates, HOT that of those on a GPU, which are not counted. BUSY is a
+    service's share of a step's time.
     """
     system = _chosen(name)
     is_seen = sys.stdout is not None and sys.stdout.isatty()

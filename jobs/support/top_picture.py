@@ -33,7 +33,7 @@ def picture(name: str, found: dict[str, Any], width: int, height: int = 0) -> Re
     if found["map"]["steps"]:
         parts += [_neuron_map(found["map"], width, max_rows), Text(_legend(found), style="dim")]
     else:
-        parts.append(Text("no neuron has been counted yet: nobody asks", style="dim"))
+        parts.append(Text("no neuron has been counted yet: there was no request", style="dim"))
     parts += [Text(), _step(found), _services(found), Text(_machine(found), style="dim")]
     return Group(*parts)
 

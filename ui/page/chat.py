@@ -202,9 +202,9 @@ class Chat:
     async def _act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
         """What a visitor did in the list of conversations."""
         history = self._history(request)
-        told = act(history, event._data)
+        reply = act(history, event._data)
         messages, rows, state = self._view(history)
-        return messages, rows | told, state
+        return messages, rows | reply, state
 
     async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
         """What the browser stores; an open page may have outlived the server's conversations."""

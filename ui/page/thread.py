@@ -71,7 +71,7 @@ def remedy(problem: ApiError, is_refused: bool = False) -> str:
         return "The question is kept. Wait a moment, then press Retry."
     if problem.status < 500:
         return "Change that under Settings, then press Retry."
-    return "Press Retry. If it happens again, whoever runs this server finds the cause in its log."
+    return "Press Retry. If it happens again, the server's log has the cause."
 
 
 def thread_state(conversation: Conversation) -> dict[str, Any]:
