@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -77,7 +77,7 @@ class KernelBench:
         self.ffn, self.num_threads = rows // memory.layers, num_threads
         self.x = np.full((most_tokens, width), 0.01, np.float32)
         self.out = np.zeros((most_tokens, rows), np.float32)
-        self.room: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
+        self.workspace: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
             offsets=np.arange(memory.layers + 1) * self.ffn,
@@ -98,9 +98,9 @@ class KernelBench:
             work()
 
     def _fresh_ids(self) -> np.ndarray:
-        """Ids for each layer. A cache that holds those of the last time would be measured else.
+        """New ids for each layer: rows of the last ones may be in a cache.
 
-        Read-only, as services have them: other ids would be another FFN to compile.
+        Read-only, as in services: else another variant would be compiled.
         """
         count = max(1, round(self.ffn * self.density))
         chosen = [self.rng.choice(self.ffn, count, replace=False) for _ in range(self.layers)]
@@ -125,7 +125,9 @@ class KernelBench:
         rows = self.gate.shape[0]
         parts = [split_range(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
         x, out = self.x[: self.num_tokens], self.out[: self.num_tokens]
-        seconds = self._parallel(lambda i: dense_part(self.gate, x, self.room, i, out, *parts[i]))
+        seconds = self._parallel(
+            lambda i: dense_part(self.gate, x, self.workspace, i, out, *parts[i])
+        )
         return seconds, self.gate.nbytes
 
     def read_listed(self) -> tuple[float, int]:
@@ -170,10 +172,6 @@ class Comparison:
     share_min: float
     share_max: float
     of_first: float
-
-    def as_json(self) -> dict[str, float]:
-        """By names."""
-        return asdict(self)
 
 
 def compare(works: Sequence[tuple[Work, Work]], repeat: int) -> list[Comparison]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+import hotcold
 from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
 from hotcold.jobs.support.options import dtype_option
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ def _disk(path: Path) -> dict[str, list[float]]:
                 (rate,) = measure_disk(largest, (size,), threads)
                 rates[depth].append(rate / 1e9)
     except OSError as problem:
-        raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None
+        raise CheckpointError(
+            f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"
+        ) from None
     return rates
 
 
@@ -150,6 +153,7 @@ def _print_json(
     read_gb_per_s = None if measured is None else measured.read_gb_per_s
     print_json(
         {
+            "version": hotcold.__version__,
             "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
             "measured": None if measured is None else measured.as_json(),
             "findings": [asdict(finding) for finding in findings],

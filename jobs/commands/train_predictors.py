@@ -37,7 +37,7 @@ KINDS = ("lowrank", "sign", "best")
     type=float,
     default=0.98,
     show_default=True,
-    help="Share of the neurons that fire which are to be computed, in each layer.",
+    help="Share of the firing neurons to compute, in each layer.",
 )
 @click.option(
     "--dtype",

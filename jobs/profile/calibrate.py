@@ -1,4 +1,4 @@
-"""What `hotcold profile` does for models whose activations are never zero."""
+"""`hotcold profile` of models whose activations are never zero: thresholds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def calibrate(
     text = read_text(text_path, prompts)
     windows = Windows.of(text, prompts, served, max_tokens)
     started = time.monotonic()
-    # What a neuron adds is measured on rows of down, so down rows are neurons here.
+    # Down rows are neuron-major here, so that what a neuron adds can be measured.
     system = replace(system, has_down_norms=True, down_transposed=False)
     config = read_model(path, options.weight_dtype)
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)

@@ -1,4 +1,4 @@
-"""What a profile says: how many neurons stay silent, and how few do most of the work."""
+"""The summary of a profile: silent neurons, and the share that makes most activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hotcold show` says of a model, from its files' headers."""
+"""The facts that `hotcold show` prints, from the headers of a model's files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for people: names and texts."""
+    """The facts as lines: names and texts."""
     yield "model", f"{facts['name']}, in {facts['path']}"
     yield "family", facts["family"]
     yield (
@@ -134,7 +134,7 @@ def _threshold_words(facts: dict[str, Any]) -> str:
 
 
 def _thresholds(path: Path, config: ModelConfig) -> str | None:
-    """What --mode threshold promises, or how to have it; None where it is not for such a model."""
+    """What --mode threshold promises, or what it needs; None where it is not for such a model."""
     if not has_thresholds(config):
         return None
     try:

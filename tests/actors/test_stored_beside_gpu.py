@@ -23,7 +23,7 @@ from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, s
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
-from hotcold.jobs.support.stored_model import offload_plans, offload_text
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path

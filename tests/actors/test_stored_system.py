@@ -28,7 +28,7 @@ from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
-from hotcold.jobs.support.stored_model import offload_plans, offload_text
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig

@@ -133,7 +133,8 @@ def test_a_disk_that_is_full_for_the_figure(
         assert main(["profile", *map(str, line)]) == 1
     told = capsys.readouterr()
     *others, last = told.err.splitlines()
-    assert last == f"hotcold: error: {plot}: cannot be written (File too large)"
+    problem = "cannot be written (File too large); give another place with --plot"
+    assert last == f"hotcold: error: {plot}: {problem}"
     assert all("so kernels are compiled at every start" in line for line in others)
     assert out.exists() and told.out == ""
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [out]

@@ -41,7 +41,7 @@ def test_bytes_are_shown_where_they_are_counted() -> None:
     shown = {}
     for counts_bytes in (False, True):
         bar.add_task("", total=2_000_000, completed=1_000_000, counts_bytes=counts_bytes)
-        shown[counts_bytes] = BytesColumn().render(bar.tasks[-1]).plain
+        shown[counts_bytes] = str(bytes_column().render(bar.tasks[-1]))
     assert shown == {False: "", True: "1.0/2.0 MB"}
 
 

@@ -21,7 +21,7 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.tools.deltas import delta, whole_message
+from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
 

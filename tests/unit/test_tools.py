@@ -16,9 +16,9 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
+from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import ChatRequest, parse
-from hotcold.ui.api.tools.deltas import delta, whole_message
 from hotcold.ui.api.tools.grammar import calls_grammar
 from hotcold.ui.api.tools.reader import CallReader
 

@@ -20,7 +20,7 @@ from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Tel
 from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
 from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.jobs.support.top_picture import drawn, picture
 from hotcold.jobs.support.top_watch import watch
 from hotcold.model.errors import ServiceError
@@ -156,7 +156,7 @@ def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPa
     [
         ([], [], "no system is running; `hotcold serve` or --keep starts one"),
         ([], ["a"], "no system named 'a' is running; none does"),
-        (["a", "b"], [], "several systems run: a, b; say which"),
+        (["a", "b"], [], "several systems run: a, b; name one, as in `hotcold top NAME`"),
         (["a", "b"], ["c"], "no system named 'c' is running; these do: a, b"),
         (["a", "b"], ["b"], "the system has ended"),  # nobody answers there
         (["a"], [], "the system has ended"),

@@ -1,4 +1,4 @@
-"""The API's description of itself: `/openapi.json`, and `/docs`, a page of it without scripts."""
+"""The API's description: `/openapi.json`, and `/docs`, a page without scripts."""
 
 from html import escape
 from typing import Any
@@ -20,14 +20,14 @@ td { border-top: 1px solid #8884; }
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """What a route's description says of its body; `add_description` adds the schema itself."""
+    """A route's `openapi_extra`: its body, whose schema `add_description` adds."""
     reference = {"$ref": _REF.format(model=schema.__name__)}
     content = {"application/json": {"schema": reference}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def add_description(app: FastAPI, schemas: list[type[BaseModel]]) -> None:
-    """Add the two routes to `app`, which has all others by now; `schemas` are its bodies'."""
+    """Add the two routes to `app`, after all others; `schemas` are of its bodies."""
     described = get_openapi(title="hotcold", version="1", routes=app.routes)
     parts = described.setdefault("components", {}).setdefault("schemas", {})
     for schema in schemas:

@@ -1,4 +1,4 @@
-"""What the text of an answer must be, by the names that clients have for it besides OpenAI's."""
+"""Structured output: the fields besides OpenAI's that constrain an answer, and their grammars."""
 
 import json
 import re
@@ -10,8 +10,7 @@ from pydantic_core import from_json, to_json
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import Request, StrictModel
 
 _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]
@@ -20,7 +19,7 @@ _Schema = dict[str, Any] | bool | _Text
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's newer way to say it: one of these."""
+    """vLLM's newer field: one of these."""
 
     json_: _Schema | None = Field(default=None, alias="json")
     regex: _Text | None = None
@@ -30,8 +29,8 @@ class StructuredOutputs(StrictModel):
     structural_tag: Any = None
 
 
-class Wanted(NamedTuple):
-    """One shape: the field that gave it, its value, and what makes a grammar of that."""
+class Constraint(NamedTuple):
+    """A constraint: its field, the field's value, and the function that makes a grammar of it."""
 
     name: str
     value: Any
@@ -43,8 +42,8 @@ class Wanted(NamedTuple):
         return self.make in (json_grammar, any_object)
 
 
-class Shaped(Request):
-    """A request whose answer may have to be of a shape."""
+class ConstrainedRequest(Request):
+    """A request whose answer may be constrained."""
 
     grammar: _Text | None = None
     guided_json: _Schema | None = None
@@ -54,8 +53,8 @@ class Shaped(Request):
     structured_outputs: StructuredOutputs | None = None
     json_schema: _Schema | None = None  # llama.cpp's
 
-    def shapes(self) -> list[Wanted]:
-        """Each shape that is given. Errors: ValueError."""
+    def constraints(self) -> list[Constraint]:
+        """Each given constraint. Errors: ValueError."""
         other = self.structured_outputs or StructuredOutputs()
         if other.structural_tag is not None:
             raise ValueError("structured_outputs.structural_tag is not supported; leave it out")
@@ -72,22 +71,22 @@ class Shaped(Request):
             ("structured_outputs.grammar", other.grammar, _lark),
             ("structured_outputs.json_object", other.json_object or None, any_object),
         ]
-        return [Wanted(*one) for one in given if one[1] is not None]
+        return [Constraint(*one) for one in given if one[1] is not None]
 
 
 def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
-    """JSON of a schema, which may be JSON text itself. Errors: ApiError 400."""
+    """The grammar of a JSON schema, given as a value or as text. Errors: ApiError 400."""
     if isinstance(schema, str):
         try:
             schema = from_json(schema)
         except ValueError:
             raise ApiError(400, "the JSON schema is no JSON") from None
-    # Of a million values in less than a tenth of what Python takes.
+    # Ten times as fast as json.dumps.
     return Grammar("json_schema", to_json(schema).decode())
 
 
 def any_object(_: Any = None) -> Grammar:
-    """Any JSON object."""
+    """The grammar of any JSON object."""
     return Grammar("json_schema", '{"type": "object"}')
 
 
@@ -96,7 +95,7 @@ def _lark(text: str) -> Grammar:
 
 
 def _regex(text: str) -> Grammar:
-    """All of the answer has to match."""
+    """The whole answer must match."""
     written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
     parts = re.findall(r"\\.|.", text, re.DOTALL)
     return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")

@@ -1,8 +1,7 @@
-"""The register of running systems: a record and a socket of each, in the user's folder.
+"""The registry of running systems: a record file and a Unix socket each, in the user's folder.
 
-Who holds a system holds a lock on its record. The kernel lets go of the lock when that process
-ends, in whatever way: so a record whose lock can be had is of a system that is gone, and whoever
-finds it removes it.
+The process of a system locks its record. The kernel releases the lock when that process ends, in
+any way. So a record without a lock is stale, and the next process that finds it removes it.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ class Record:
     """One running system, as other processes find it."""
 
     name: str
-    pid: int  # of the process that holds it; 0: not known yet
-    is_kept: bool  # and ends by itself; else `hotcold serve` holds it
+    pid: int  # of its daemon or server; 0: not known yet
+    is_kept: bool  # by a daemon; else it is one of `hotcold serve`
     model: str  # as it is shown
     url: str  # where `hotcold serve` listens; "" without
     identity: Identity
-    # What options that were left open have become, once that is known.
+    # The values of options that were left open, once they are known.
     resolved: dict[str, Any] = field(default_factory=dict)
-    started: int = 0  # when that process was, of `start_of`: its number may be another's elsewhere
+    started: int = 0  # `start_of` that process: in another container its pid is another process
 
 
 def start_of(pid: int) -> int:
-    """When a process was started, in the kernel's ticks since it runs. Errors: OSError."""
+    """When a process was started, in clock ticks since boot. Errors: OSError."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(words[19])
 
 
 @dataclass
-class Claim:
-    """The place of a system in the register, held by this process for as long as it lives."""
+class Registration:
+    """A system's record and socket, which this process has locked."""
 
     folder: Path
     record: Record
@@ -62,8 +61,8 @@ class Claim:
         earlier, self.lock = self.lock, _write(self.folder, self.record)
         os.close(earlier)
 
-    def leave(self) -> None:
-        """Be found no more; may be repeated."""
+    def remove(self) -> None:
+        """Remove record and socket; may be repeated."""
         if self.lock >= 0:
             _remove(self.folder, self.record.name)
             os.close(self.lock)
@@ -71,8 +70,8 @@ class Claim:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within it no other process looks and then registers. Errors: OSError."""
+def locked(folder: Path) -> Iterator[None]:
+    """Within it no other process registers a system. Errors: OSError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -82,33 +81,33 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def running(folder: Path) -> list[Record]:
-    """The systems that run, by name; what is left of others is removed. Not within `alone`."""
-    found, is_whole = _look(folder)
-    if not is_whole:
-        with suppress(OSError), alone(folder):
+    """The running systems, by name; stale records are removed. Not within `locked`."""
+    found, has_stale = _read_all(folder)
+    if has_stale:
+        with suppress(OSError), locked(folder):
             return remove_dead(folder)
     return found
 
 
 def remove_dead(folder: Path) -> list[Record]:
-    """As `running`, within `alone`."""
+    """As `running`, within `locked`."""
     for path in folder.glob(f"*{_SUFFIX}"):
         with suppress(OSError):
-            if not _is_held(path):
+            if not _is_locked(path):
                 _remove(folder, path.stem)
-    return _look(folder)[0]
+    return _read_all(folder)[0]
 
 
-def _look(folder: Path) -> tuple[list[Record], bool]:
-    """The systems that run, and whether there is nothing else."""
-    found, is_whole = [], True
+def _read_all(folder: Path) -> tuple[list[Record], bool]:
+    """The running systems, and whether there are stale records."""
+    found, has_stale = [], False
     for path in sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stem):
         with suppress(OSError, ValueError, TypeError):  # it may end meanwhile
-            if _is_held(path):
+            if _is_locked(path):
                 found.append(Record(**json.loads(path.read_bytes())))
             else:
-                is_whole = False
-    return found, is_whole
+                has_stale = True
+    return found, has_stale
 
 
 def is_running(folder: Path, record: Record) -> bool:
@@ -117,12 +116,12 @@ def is_running(folder: Path, record: Record) -> bool:
 
 
 def socket_path(folder: Path, name: str) -> Path:
-    """Where a system of that name answers."""
+    """The socket of the system of that name."""
     return folder / f"{name}{_SOCKET}"
 
 
-def claim(folder: Path, record: Record) -> Claim:
-    """Register a system under its name, or that name with a number; within `alone`.
+def register(folder: Path, record: Record) -> Registration:
+    """Register a system under its name, or that name with a number; within `locked`.
 
     Errors:  OSError
     """
@@ -139,11 +138,11 @@ def claim(folder: Path, record: Record) -> Claim:
     path.chmod(0o600)
     listener.listen(_BACKLOG)
     record = replace(record, name=name)
-    return Claim(folder, record, _write(folder, record), listener)
+    return Registration(folder, record, _write(folder, record), listener)
 
 
 def _write(folder: Path, record: Record) -> int:
-    """Write a record whole, locked before anybody can see it; returns the lock."""
+    """Write a record atomically, locked before others see it; returns the lock."""
     place = folder / f"{record.name}{_SUFFIX}"
     remove_old_parts(place)
     path = part_of(place)
@@ -154,15 +153,15 @@ def _write(folder: Path, record: Record) -> int:
     return lock
 
 
-def _is_held(path: Path) -> bool:
-    """Whether the process that wrote a record lives. Errors: OSError where it is gone."""
+def _is_locked(path: Path) -> bool:
+    """Whether the process that wrote a record lives. Errors: OSError where the record is gone."""
     lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     else:
-        # It may have been replaced before it was locked here, by one that is held.
+        # It may have been replaced, by a locked one, before it was locked here.
         return not os.path.samestat(os.fstat(lock), path.stat())
     finally:
         os.close(lock)

@@ -1,6 +1,6 @@
 """The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from hotcold.ui.api import sse
-from hotcold.ui.api import text as api_text
+from hotcold.ui.api import tokenize as api_text
+from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
-from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
-from hotcold.ui.api.embeddings import EmbeddingsRoute
+from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.ollama import routes as ollama
 from hotcold.ui.api.responses.route import ResponsesRoute
@@ -28,21 +28,18 @@ from hotcold.ui.api.schemas import (
     TokenizeRequest,
     parse,
 )
-from hotcold.ui.described import add_description, body_of
+from hotcold.ui.openapi import add_description, body_of
 from hotcold.ui.served_models import ServedModels
 
-_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked
-_CLIENT_GONE = 499  # nobody reads it
+_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
+_CLIENT_GONE = 499  # no client reads it
 
 
 def create_app(
     models: ServedModels, page: Any = None, more_pages: Mapping[str, Any] | None = None
 ) -> FastAPI:
-    """The application for what is served; `page` is a gradio.Blocks, shown at "/".
-
-    `more_pages` are shown at the paths that they are given for.
-    """
-    # Its own pages about the routes fetch scripts from elsewhere: `add_description` has others.
+    """The application of some models; `page` is a gradio.Blocks at "/", `more_pages` by path."""
+    # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, models)
     _add_completions(app, models)
@@ -75,7 +72,7 @@ def create_app(
 
 
 def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
-    async def told(request: Request, error: Exception) -> Response:
+    async def as_answer(request: Request, error: Exception) -> Response:
         if isinstance(error, _GONE):
             return Response(status_code=_CLIENT_GONE)
         if isinstance(error, HTTPException):
@@ -86,39 +83,33 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
         return JSONResponse(body, answer.status, answer.headers)
 
     for kind in (ApiError, HTTPException, *_GONE, Exception):
-        app.add_exception_handler(kind, told)
+        app.add_exception_handler(kind, as_answer)
 
 
 def _add_completions(app: FastAPI, models: ServedModels) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation, as OpenAI's chat completions do."""
-        body = parse(ChatRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = ChatRoute(backend, backend.texts)
+    async def answer(
+        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
+    ) -> Any:
+        body = parse(schema, await request.body())
+        route = route_of(models.choose(request, body.model))
         if body.stream:
             return await answered(request, route.stream(body))
         return JsonAnswer(await answered(request, route.whole(body)))
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's chat completions do."""
+        return await answer(request, ChatRequest, ChatRoute)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
         """Continue a text, as OpenAI's completions do."""
-        body = parse(CompletionRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = CompletionRoute(backend, backend.texts)
-        if body.stream:
-            return await answered(request, route.stream(body))
-        return JsonAnswer(await answered(request, route.whole(body)))
+        return await answer(request, CompletionRequest, CompletionRoute)
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
         """Answer a conversation of items, as OpenAI's responses do; nothing is kept."""
-        body = parse(ResponsesRequest, await request.body())
-        backend = models.choose(request, body.model)
-        route = ResponsesRoute(backend)
-        if body.stream:
-            return await answered(request, route.stream(body))
-        return JsonAnswer(await answered(request, route.whole(body)))
+        return await answer(request, ResponsesRequest, ResponsesRoute)
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:
@@ -141,7 +132,7 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """What is under /v1 and /api is never the page's."""
+    """Unknown paths below /v1 and /api are errors, never the page's."""
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
     @app.api_route("/v1/{rest:path}", methods=methods)
@@ -151,14 +142,14 @@ def _add_unknown(app: FastAPI) -> None:
 
 
 def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever there is GET: monitors ask so."""
+    """HEAD wherever there is GET: monitors use it."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
 
 
 def _add_root(app: FastAPI) -> None:
-    """What clients of Ollama look for where there is no page."""
+    """The line by which clients of Ollama recognise a server, where there is no page."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root() -> PlainTextResponse:
@@ -182,18 +173,11 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return await _tool(api_text.tokenize(backend, body))
+        return JsonAnswer(await answered(request, api_text.tokenize(backend, body)))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body = parse(DetokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return await _tool(api_text.detokenize(backend, body))
-
-
-async def _tool(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    try:
-        return JsonAnswer(await work)
-    except Exception as error:
-        raise as_api_error(error) from error
+        return JsonAnswer(await answered(request, api_text.detokenize(backend, body)))

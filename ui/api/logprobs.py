@@ -1,17 +1,22 @@
-"""Single tokens as text and as bytes, and logprobs in the two forms of OpenAI's API."""
+"""Tokens as text and bytes, and logprobs in the two forms of OpenAI's API."""
+
+from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from hotcold.actors.protocol.messages import Generation, TokenLogprob
+from hotcold.actors.protocol.messages import TokenEvent, TokenLogprob
 from hotcold.model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hotcold.ui.api.answer import Answer
 
 _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class TokenTexts:
-    """What each token of a model stands for, as it stands within a text."""
+    """Text and bytes of each token of a model, within a text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer all texts are empty."""
@@ -19,7 +24,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes, maybe a part of a character; a special token's name."""
+        """A token's bytes, which may be part of a character; of a special token its name."""
         if self._tokenizer is None:
             return b""
         if token_id not in self._known:
@@ -31,21 +36,7 @@ class TokenTexts:
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
 
-class Scored(Protocol):
-    """An event, or a whole answer."""
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob]:
-        """Of its new tokens."""
-        ...
-
-    @property
-    def result(self) -> Generation | None:
-        """How it ended, if it has."""
-        ...
-
-
-def content_tokens(event: Scored, eos_ids: Collection[int]) -> list[TokenLogprob]:
+def content_tokens(event: TokenEvent | Answer, eos_ids: Collection[int]) -> list[TokenLogprob]:
     """The scored tokens of an answer without its end token, which is no content."""
     tokens, result = list(event.logprobs), event.result
     has_ended = result is not None and result.finish_reason == "stop"
@@ -73,7 +64,7 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion, piece by piece; counts where in the text tokens begin."""
+    """The `logprobs` of a completion, piece by piece, with the tokens' offsets in the text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         """Offsets count characters from here on, the prompt's too where it is echoed."""

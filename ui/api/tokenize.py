@@ -13,10 +13,7 @@ _MAX_CHARS = 1 << 20  # a tokenizer takes about a second for them
 
 
 async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
-    """The ids of a text, or of a conversation as the chat template writes it.
-
-    They need not fit into the context. Errors:  PromptError
-    """
+    """The ids of a text or a rendered conversation, of any length. Errors: PromptError."""
     _tokenizer(backend.prompts)
     ids = await backend.in_thread(lambda unwanted: _encode(backend.prompts, body, unwanted))
     limit = backend.prompts.context_length
@@ -51,5 +48,5 @@ def _short(text: str) -> str:
 
 def _tokenizer(prompts: Prompts) -> Tokenizer:
     if prompts.tokenizer is None:
-        raise PromptError("this model has no tokenizer, so no text")
+        raise PromptError("this model has no tokenizer, so no text; send token ids")
     return prompts.tokenizer

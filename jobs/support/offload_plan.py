@@ -1,26 +1,17 @@
-"""A model larger than memory: its bundle file, made before a start, and what is planned for it."""
+"""How fast a model larger than memory would be, by how much memory it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.storage import has_bundles, pack_model
-from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
-from hotcold.jobs.support.console import progress_bar, stderr_console
-from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.direct import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.placement.machine.measure_disk import measure_disk
 from hotcold.placement.storage import Disk, token_seconds
 
@@ -28,51 +19,11 @@ _SIZES = 5  # of memory, from what was asked for to all
 _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
 
 
-def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
-    """Write the file with a progress bar, after saying where and how large it will be.
-
-    `config` has the dtypes that matrices are loaded in. Errors: HotcoldError
-    """
-    geometry = BundleGeometry.of(config)
-    place = bundle_path(path, geometry)
-    stderr_console().print(
-        f"writing the model's neurons to {place}, {geometry.file_bytes / 1e9:.2f} GB",
-        markup=False,
-        soft_wrap=True,
-    )
-    with progress_bar(place.name) as on_bytes:
-        return pack_model(path, config, weight_dtype, on_bytes)
-
-
-def require_bundles(system: SystemConfig) -> None:
-    """Make what the system will read its neurons from, unless it is there; say what stays there.
-
-    Errors:  HotcoldError
-    """
-    if system.storage is None:
-        return
-    path = Path(system.model_path)
-    config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
-    share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
-    kept = bytes_in_memory(config, system.storage)
-    total = geometry.num_layers * geometry.num_neurons * geometry.neuron_bytes
-    num_hot = max(0, share.num_hot_neurons)
-    on_gpu = f", about {num_hot * geometry.neuron_bytes / 1e9:.2f} on the GPU" if num_hot else ""
-    stderr_console().print(
-        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory{on_gpu}, the others are "
-        f"read from {system.storage.path}",
-        markup=False,
-        soft_wrap=True,
-    )
-    if not has_bundles(path, config):
-        make_bundles(path, config, system.weight_dtype)
-
-
 @dataclass(frozen=True)
 class OffloadPlan:
-    """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second.
+    """The expected speed with one size of memory; `most_tokens_per_s` is the disk's limit.
 
-    Speeds: expected, and the most that the disk allows, whatever is computed.
+    Units:  bytes; milliseconds and bytes a token; tokens a second
     """
 
     cpu_memory_bytes: int
@@ -90,14 +41,14 @@ class OffloadPlan:
 def offload_plans(
     path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
 ) -> list[OffloadPlan]:
-    """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
+    """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
 
     `memory_s` is what a token takes with everything in memory.
-    The disk is measured on the file of neurons, where that was made already.
+    The disk is measured on the file of neurons, if it exists.
     Errors:  MemoryBudgetError naming the least that would do
     """
-    asked = options.cpu_memory_bytes
-    if asked is None:
+    given = options.cpu_memory_bytes
+    if given is None:
         return []
     system, config = prepare_system(path, options)
     if system.storage is None:
@@ -105,8 +56,8 @@ def offload_plans(
     all_bytes = memory_beside_gpu(system, config).total_bytes
     file = Path(system.storage.path)
     disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
-    step = (all_bytes - 1 - asked) / (num_sizes - 1)
-    sizes = [asked + int(step * i) for i in range(num_sizes)]
+    step = (all_bytes - 1 - given) / (num_sizes - 1)
+    sizes = [given + int(step * i) for i in range(num_sizes)]
     return list(_plans(path, options, sizes, disk, memory_s))
 
 
@@ -161,8 +112,3 @@ def offload_text(plans: list[OffloadPlan]) -> str:
             f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )
     return "\n".join(lines)
-
-
-def offload_json(plans: list[OffloadPlan]) -> dict[str, Any]:
-    """As JSON."""
-    return {"storage": [asdict(plan) for plan in plans]}

@@ -1,4 +1,4 @@
-"""The server's thread: it answers that the system is loading until there is an application."""
+"""The server's thread: it answers that the system is loading until the application is there."""
 
 import asyncio
 import contextlib
@@ -26,32 +26,31 @@ from hotcold.ui.connections import ConnectionLimits, Connections
 from hotcold.ui.gate import Gate
 
 _END_S = 10.0
-OwnServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket
-_PAGE = Path(__file__).with_name("page") / "loading.html"  # which asks again by itself
+SocketServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket
+_PAGE = Path(__file__).with_name("page") / "loading.html"  # reloads itself
 
 
 class LoadingGate:
-    """Stands before the application, which does not exist before the system is loaded."""
+    """Passes requests on to the application, which exists once the system has loaded."""
 
     def __init__(self, model_name: str) -> None:
-        """Nothing is loaded yet."""
         self.stage = "starting"
         self._model_name = model_name
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await self._loading(Request(scope))(scope, receive, send)
 
     def use(self, app: ASGIApp) -> None:
-        """Hand requests to the application from now on."""
+        """Pass requests on to the application from now on."""
         self._app = app
 
     def show(self, progress: LoadProgress) -> None:
-        """Say how far it is."""
+        """Answer requests meanwhile with this progress."""
         self.stage = progress.stage
 
     def _loading(self, request: Request) -> Response:
@@ -69,7 +68,7 @@ class LoadingGate:
 
 
 class ServerThread:
-    """Uvicorn in a thread of its own, so that the main thread is free for loading and signals."""
+    """Uvicorn in a thread, so that the main thread is free for loading and signals."""
 
     def __init__(
         self,
@@ -80,29 +79,29 @@ class ServerThread:
         max_body_bytes: int,
         limits: ConnectionLimits,
         log: str = "none",
-        own: tuple[socket.socket, ASGIApp] | None = None,
+        control: tuple[socket.socket, ASGIApp] | None = None,
     ) -> None:
         """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`.
 
-        Without a `listener` it answers at `own` alone: a Unix socket in a folder of the user's
-        own, and what answers there, without keys.
+        `control`: a Unix socket that only this user can reach, and the application that answers
+        there without keys. Without a `listener` there is only that one.
         """
         self.loading_gate = loading_gate
         self._connections = Connections(limits)
         self._settings = max_body_bytes, log
-        self._servers: list[OwnServer] = []
+        self._servers: list[SocketServer] = []
         self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
         if listener is not None:
             self._servers.append((self._server(loading_gate, keys, local), listener))
-        if own is not None:
-            self._servers.append((self._server(own[1], (), True), own[0]))
+        if control is not None:
+            self._servers.append((self._server(control[1], (), True), control[0]))
         self._lifespan = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
     def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
-        """One that answers with `app` to those who may ask."""
+        """A server of `app` behind a `Gate` and an `AccessLog`."""
         max_body_bytes, log = self._settings
         made: Any = self._connections  # where uvicorn's types have a class
         app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
@@ -112,13 +111,13 @@ class ServerThread:
             app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
         )  # fmt: skip
-        # Defects are logged where they become answers; uvicorn would tell of them again, and of
-        # every answer that the end cuts off.
+        # Defects are logged where they become answers; uvicorn would log them again, and every
+        # answer that the server's end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
         return uvicorn.Server(config)
 
-    def open_control_api(self, listener: socket.socket, app: ASGIApp) -> OwnServer:
-        """Answer with `app`, without keys, at one Unix socket more, until `close_control_api`."""
+    def open_control_api(self, listener: socket.socket, app: ASGIApp) -> SocketServer:
+        """Serve `app`, without keys, at one more Unix socket, until `close_control_api`."""
         opened = self._server(app, (), True), listener
         self._servers.append(opened)
 
@@ -135,12 +134,12 @@ class ServerThread:
         self.begin(serve())
         return opened
 
-    def close_control_api(self, opened: OwnServer) -> None:
-        """Take nothing more there; what runs goes on, until `stop` cuts it off too."""
+    def close_control_api(self, opened: SocketServer) -> None:
+        """Refuse new requests there; those that run go on until `stop` cuts them off."""
         opened[0].should_exit = True
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Have `work` done in the server's loop."""
+        """Start `work` in the server's loop."""
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
@@ -148,24 +147,24 @@ class ServerThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def use(self, app: FastAPI) -> None:
-        """Serve the application; what it does at its start is done before."""
+        """Serve the application, once its startup is done."""
 
         async def enter() -> None:
             await self._lifespan.enter_async_context(app.router.lifespan_context(app))
             self.loading_gate.use(app)
 
         self.call(enter())
-        # All that stays is there: looking through it for garbage takes a fifth of a second in which
-        # nothing is answered, and comes with every answer of many objects.
+        # All objects that stay exist now. Collecting them takes 0.2 s without any answer,
+        # and every answer of many objects would start it.
         gc.freeze()
 
     def refuse_new(self) -> None:
-        """Stop listening; what runs goes on."""
+        """Stop listening; requests that run go on."""
         for server, _ in list(self._servers):
             server.should_exit = True
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """End; what still runs after `timeout_s` is cut off. May be called again."""
+        """End; requests that still run after `timeout_s` are cut off. May be called again."""
         self.refuse_new()
         self._thread.join(timeout_s)
         for server, _ in list(self._servers):
