@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
 from hotcold.actors.setup.modes import ffn_share, require_memory_to_calibrate
+from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import print_json
 from hotcold.jobs.support.loading import running_system
