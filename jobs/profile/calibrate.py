@@ -32,7 +32,12 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
-    from hotcold.jobs.profile.calibration import WINDOW, Calibration, Windows, calibration_bar
+    from hotcold.jobs.profile.calibration import (  # torch
+        WINDOW,
+        Calibration,
+        Windows,
+        calibration_bar,
+    )
 
     length = min(WINDOW, read_model(path).max_positions)
     options = replace(options, context_length=length)
