@@ -599,9 +599,9 @@ _NUMBA_KERNELS = [
     ),
     Fault(
         "rows-end-in-other-numbers",
-        "numba_kernels", "int16_products", _UPDATE,
+        "numba_kernels", "int16_matmul", _UPDATE,
         "                wide[0, i] = 0\n", "                wide[0, i] = 1\n",
-        ("test_int16_products::test_products[5-37-71-f16]",),
+        ("test_int16_matmul::test_linear[5-37-71-f16]",),
     ),
     Fault(
         "values-of-the-first-token",

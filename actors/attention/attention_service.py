@@ -16,7 +16,7 @@ from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import CacheSpec
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, load_attention
@@ -77,7 +77,7 @@ class AttentionService(Service):
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
         dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
-        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)
@@ -105,19 +105,13 @@ class AttentionService(Service):
         """See `Service.prepare_prompts`."""
         import hotcold.actors.attention.prompt_attention  # noqa: F401
 
-        self._products.get()
+        self._matmul.get()
         if self._hot is not None:
             self._hot.prepare_prompts()
 
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
-        self._products.choose(choice)
-        if self._hot is not None:
-            self._hot.use_matmul(choice)
-
     def release(self) -> None:
-        """End the threads of matrix products."""
-        self._products.close()
+        """End the threads of the matmul."""
+        self._matmul.close()
         if self._hot is not None:
             self._hot.release()
 
@@ -162,9 +156,9 @@ class AttentionService(Service):
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            dense_attention(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
+            dense_attention(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
         elif operation == HEAD:
-            dense_head(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
+            dense_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:

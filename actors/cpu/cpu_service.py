@@ -10,7 +10,7 @@ from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ class CpuService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         dtypes = self.weight_dtypes()
-        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
@@ -88,15 +88,11 @@ class CpuService(Service):
         """See `Service.prepare_prompts`."""
         import hotcold.actors.cpu.prompt_ffn  # noqa: F401
 
-        self._products.get()
-
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
-        self._products.choose(choice)
+        self._matmul.get()
 
     def release(self) -> None:
-        """End the threads of matrix products."""
-        self._products.close()
+        """End the threads of the matmul."""
+        self._matmul.close()
 
     def serve(self, thread: int, seen: int) -> int:
         """See `Service.serve`."""
@@ -149,7 +145,7 @@ class CpuService(Service):
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
-            self._products.get(),
+            self._matmul.get(),
             arrays,
             index,
             x,
@@ -193,8 +189,8 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        with (products := self._products.get()).at_once():
-            products.then(copy)
+        with (matmul := self._matmul.get()).at_once():
+            matmul.then(copy)
         write_count(place, last - first)
         self.buffers.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 

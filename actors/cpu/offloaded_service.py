@@ -64,8 +64,8 @@ class OffloadedCpuService(CpuService):
         """
 
         def together(phase: Callable[[int], None]) -> None:
-            with (products := self._products.get()).at_once():
-                products.then(phase)
+            with (matmul := self._matmul.get()).at_once():
+                matmul.then(phase)
 
         return self.store.layer_arrays(layer, together), 0
 

@@ -43,6 +43,7 @@ class ServiceReplacer:
         self._closing = threading.Event()
         self.stage = ""  # what is being done, for those who watch
         self.num_replaced = 0
+        self.prepares_prompts = False  # fresh processes prepare for long prompts at once
 
     def find(self, services: Sequence[int]) -> None:
         """From now on `services` are in the processes that they are in. Errors: ServiceLost."""
@@ -57,10 +58,6 @@ class ServiceReplacer:
         self._layout, self._places = layout, places
         for service, process in self._processes.items():
             self._expect(service, process)
-
-    def change_layout(self, layout: ArenaLayout) -> None:
-        """Fresh processes are attached with this one from now on."""
-        self._layout = layout
 
     def process_ids(self) -> list[int]:
         """Of the services' processes, in order, as far as they are known."""
@@ -103,6 +100,8 @@ class ServiceReplacer:
         self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
         arena = place.arena_refs, place.is_drivers
         self._await(service, handle.attach.remote(self._layout, *arena))
+        if self.prepares_prompts:
+            handle.begin_prompts.remote()
         self._await(service, handle.try_out.remote())
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:

@@ -190,15 +190,13 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
 
 def rehearse(system: SystemConfig) -> None:
     """Go through what the processes of such a system will. Errors: HotcoldError."""
-    from hotcold.actors.cpu.matmul_choice import choose_matmul
     from hotcold.actors.driver.driver import Driver
 
     services, shards, buffers = _begun(system)
 
     def prepare() -> None:
-        choice = system.products or choose_matmul()
         for service in services:
-            service.use_matmul(choice)
+            service.prepare_prompts()
 
     driver = Driver(system, ArenaExchange(buffers, _Threads(services)), shards, prepare)
     engine, length = driver.engine, driver.generator.context_length

@@ -85,12 +85,11 @@ class CpuServiceChange:
         return self._new.exchange
 
     def prepare(self) -> None:
-        """Tell the new services what was agreed on while they loaded. Errors: HotcoldError."""
-        new, products = self._new, self._services.system.products
-        new.replacer.take_over(0, self._services.connection.replacer)
-        if products is not None and new.system.products is None:
-            new.use_matmul(products, new.cpu_services)
-            new.system = replace(new.system, products=products)
+        """Let the new services prepare for long prompts where the old ones have."""
+        new, old = self._new, self._services.connection
+        new.replacer.take_over(0, old.replacer)
+        if old.has_matmul:
+            new.begin_prompts(new.cpu_services)
 
     def move(self) -> None:
         """Bring the GPU service to the new arena, and the driver's exchange to the new services.

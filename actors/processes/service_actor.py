@@ -20,7 +20,6 @@ from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.processes.service_loading import Loader, service_loader
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.host_files import (
     named_host,
     require_room,
@@ -114,19 +113,13 @@ class ServiceActor:
             service.keeper = CoreAffinity(cores) if cores else None
         self._service = service
 
-    def choose_matmul(self) -> MatmulChoice:
-        """How this process would best multiply long prompts; it tries."""
-        from hotcold.actors.cpu.matmul_choice import choose_matmul
-
-        return choose_matmul()
-
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Multiply long prompts as `choice` says; returns once it is ready to."""
-        self._settle(0)
-        self._require_service().use_matmul(choice)
-
     def prepare_prompts(self) -> None:
-        """Begin in the background what only long prompts need; what fails, fails there again."""
+        """Import and compile what only long prompts need; returns once that is done."""
+        self._settle(0)
+        self._require_service().prepare_prompts()
+
+    def begin_prompts(self) -> None:
+        """`prepare_prompts` in the background; what fails, fails there again."""
         self._settle(0)
         service = self._require_service()
 
@@ -197,8 +190,6 @@ class ServiceActor:
         else:
             arena = layout.new_arena()
         self._require_service().attach(layout, arena)
-        if layout.products is not None:
-            self.prepare_prompts()
 
     def ping(self) -> int:
         """The process id; an answer says that the process lives and its threads too.

@@ -191,17 +191,15 @@ class SystemServices:
         self.connection.find(self.connection.services)
 
     def prepare_matmul(self) -> None:
-        """Let the services agree how they multiply; in the engine's thread, for the system's life.
+        """Return once the services can multiply long prompts; in the engine's thread.
 
         Errors:  RequestError where one cannot, CacheLost after the GPU service was replaced
         """
-        while self.system.products is None:
+        while not self.connection.has_matmul:
             try:
-                choice = self.connection.agree_on_matmul()
+                self.connection.prepare_prompts()
             except ServiceLost as error:
                 self.exchange.renew(error.service, cause_of(error))
-            else:
-                self.system = replace(self.system, products=choice)
 
     def _prepare_prompts(self) -> None:
         """Let services prepare for long prompts once nobody waits for them to answer."""
@@ -209,8 +207,7 @@ class SystemServices:
         while not self._stopping.wait(_IDLE_S):
             load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
-                for handle in self.connection.handles:
-                    handle.prepare_prompts.remote()  # the first long prompt tells what fails
+                self.connection.begin_prompts(self.connection.services)
                 return
 
     def stop(self) -> None:

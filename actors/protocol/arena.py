@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -30,8 +29,6 @@ _BUNDLES = "bundles"
 class ArenaLayout:
     """Sizes of the buffers: S services, T tokens a step, width d, N neurons a layer, R logit rows;
     sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
-
-    `products`: how requests of many tokens are multiplied; None leaves it to each service.
     """
 
     num_services: int
@@ -43,7 +40,6 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
-    products: MatmulChoice | None = None
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons on their way to a GPU
 

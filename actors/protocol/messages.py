@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from hotcold.actors.protocol.arena import ArenaLayout
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-    from hotcold.actors.protocol.step_sizes import MatmulChoice
     from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
@@ -56,7 +55,6 @@ class SystemConfig:
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
-    products: MatmulChoice | None = None  # None: what the services agree on once they have loaded
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 
 
 def system_as_json(system: SystemConfig) -> bytes:
@@ -19,9 +18,7 @@ def system_as_json(system: SystemConfig) -> bytes:
 def system_of_json(text: bytes) -> SystemConfig:
     """What `system_as_json` wrote. Errors: ValueError, KeyError, TypeError."""
     values: dict[str, Any] = json.loads(text)
-    storage, products = values["storage"], values["products"]
+    storage = values["storage"]
     if storage is not None:
         values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
-    if products is not None:
-        values["products"] = MatmulChoice(*products)
     return SystemConfig(**values | {"hosts": tuple(values["hosts"])})

@@ -1,7 +1,6 @@
 """A system's services and what the driver asks them through: arenas, doorbells, calls, relays."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.shared_memory import put_arena
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.hosts import SpawnRelay, start_relays
 from hotcold.actors.setup.partition import require_partition
 from hotcold.model.config.model_config import ModelConfig
@@ -86,28 +84,25 @@ class Connection:
         """Ask all services what they hold; each neuron has to be in one. Errors: ServiceError."""
         require_partition(config, self.call_each("held_neurons"))
 
-    def agree_on_matmul(self) -> MatmulChoice:
-        """How all services multiply long prompts from now on, also those that come in their place.
+    @property
+    def has_matmul(self) -> bool:
+        """Whether all services have prepared for long prompts; those that replace them will."""
+        return self.replacer.prepares_prompts
 
-        Each found out by trying; a fresh process might find otherwise, and round otherwise.
+    def begin_prompts(self, services: Sequence[int]) -> None:
+        """Let `services` prepare for long prompts; the first of these tells what fails."""
+        for service in services:
+            self.handles[service].begin_prompts.remote()
+
+    def prepare_prompts(self) -> None:
+        """Return once all services have prepared for long prompts, which may compile kernels.
+
         Errors:  ServiceLost of one that died or is stuck; RequestError of one that cannot
         """
-        choices: list[MatmulChoice] = self._call_compiling("choose_matmul", self.services)
-        choice = MatmulChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
-        self.use_matmul(choice, self.services)
-        return choice
-
-    def use_matmul(self, choice: MatmulChoice, services: Sequence[int]) -> None:
-        """Let `services` multiply so, and all that come in a service's place. Errors: as above."""
-        self._layout = replace(self._layout, products=choice)
-        self.replacer.change_layout(self._layout)
-        self._call_compiling("use_matmul", services, choice)
-
-    def _call_compiling(self, method: str, services: Sequence[int], *arguments: Any) -> list[Any]:
-        """Call a method that may compile kernels. Errors: ServiceLost, RequestError."""
         self.watch.starting, before = True, self.watch.starting
         try:
-            return self.call_each(method, *arguments, services=services)
+            self.call_each("prepare_prompts")
+            self.replacer.prepares_prompts = True
         except ServiceLost:
             raise
         except HotcoldError as error:

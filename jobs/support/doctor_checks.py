@@ -153,8 +153,6 @@ def kernel_instructions() -> str:
 
 def kernel_paths() -> str:
     """Which way this CPU's kernels go, where there are several."""
-    from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
-    from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
     from hotcold.numba_kernels.ir.target import has_feature
     from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
 
@@ -166,8 +164,8 @@ def kernel_paths() -> str:
     integers = "AVX2's byte products" if has_feature("avx2") else "plain products"
     integers = "VNNI" if has_feature("avx512vnni") else integers
     counts = "a vector popcount" if has_feature("avx512vpopcntdq") else "byte tables"
-    pairs = "int16" if has_word_matmul() else ""
-    pairs = "bfloat16" if has_pair_matmul() else pairs
+    pairs = "int16" if has_feature("avx512vnni") else ""
+    pairs = "bfloat16" if has_feature("avx512bf16") else pairs
     prompts = f"own pairs of {pairs}, or torch" if pairs else "torch"
     return (
         f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}, "

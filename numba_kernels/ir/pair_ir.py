@@ -1,8 +1,8 @@
-"""Products of pairs of 16-bit numbers, bfloat16 or integers: a tile with its sums in registers.
+"""Dot products of pairs of 16-bit numbers, bfloat16 or int16: a tile with its sums in registers.
 
 A tile is TILE_ROWS rows of weights times up to MAX_GROUPS groups of LANES tokens. Tokens are the
 lanes, so a pair of weights is broadcast to them and no sum crosses lanes; each token's sum has one
-order, whatever its company. The tile's sums fill the registers: for each pair of columns, four
+order, whatever its batch-mates. The tile's sums fill the registers: for each pair of columns, four
 loads of tokens and six of weights feed 24 instructions.
 """
 

@@ -25,7 +25,7 @@ from hotcold.actors.attention.cuda.times import DeviceTimes
 from hotcold.actors.attention.cuda.token_positions import TokenPositions
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from hotcold.numba_kernels.serve.mailbox import (
@@ -137,11 +137,6 @@ class CudaService(Service):
         """See `Service.prepare_prompts`."""
         if self.host is not None:
             self.host.prepare_prompts()
-
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
-        if self.host is not None:
-            self.host.use_matmul(choice)
 
     def release(self) -> None:
         """Let go of the arena."""
