@@ -8,10 +8,19 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
 from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from hotcold.numba_kernels.ir.vec import BFLOAT, F32, I16, I32, Ptr, Vec, for_vectors
+from hotcold.numba_kernels.ir.vec import (
+    BFLOAT,
+    F32,
+    I16,
+    I32,
+    Arguments,
+    Ptr,
+    Vec,
+    codegen_of,
+    for_vectors,
+)
 
 _FLOATS = ir.VectorType(F32, LANES)
 _NARROW = ir.VectorType(BFLOAT, LANES)

@@ -12,10 +12,17 @@ from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
 from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from hotcold.numba_kernels.ir.vec import F32, I16, I32, Vec, for_range
+from hotcold.numba_kernels.ir.vec import (
+    F32,
+    I16,
+    I32,
+    Arguments,
+    Vec,
+    codegen_of,
+    for_range,
+)
 
 COLUMN_GROUP = 64
 GROUP_PAIRS = COLUMN_GROUP // 2

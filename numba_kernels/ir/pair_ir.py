@@ -12,8 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hotcold.numba_kernels.ir.arguments import Array
-from hotcold.numba_kernels.ir.vec import I32, Ptr, Var, Vec, for_range, whole_steps
+from hotcold.numba_kernels.ir.vec import (
+    I32,
+    Array,
+    Ptr,
+    Var,
+    Vec,
+    for_range,
+    whole_steps,
+)
 
 LANES = 16
 TILE_ROWS = 6

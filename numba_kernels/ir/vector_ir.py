@@ -6,7 +6,8 @@ multiply as integers. Nothing here checks its arguments. Rows must be contiguous
 (stride) is free, so a row of a [N, 3, d] bundle array works as well as a row of a matrix.
 
 A product of one row and one vector is added up in the same order by all of these, so its bits do
-not depend on what is computed beside it. `x` is what `numba_kernels.decode.vectors.prepared` gave.
+not depend on what is computed beside it. `x` is the result of
+`numba_kernels.decode.vectors.quantize_activations`.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,19 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import QUANT_GROUP
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, read_through, round_to_bfloat16, widen
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights
 from hotcold.numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
 from hotcold.numba_kernels.ir.quantized_ir import Vector, format_of
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, LINES_AHEAD, PAGE_BYTES
-from hotcold.numba_kernels.ir.vec import Ptr, Vec, for_range, for_vectors
+from hotcold.numba_kernels.ir.vec import (
+    Arguments,
+    Ptr,
+    Vec,
+    codegen_of,
+    for_range,
+    for_vectors,
+)
 
 _INDEX = types.int64
 _FACTOR = types.float32
