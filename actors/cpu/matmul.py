@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
-from hotcold.actors.cpu.thread_team import Phase, Then, ThreadTeam
+from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
 from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul, TorchMatmul
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
@@ -30,28 +30,9 @@ from hotcold.placement.machine.pinning import pin_thread
 _FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
-
-
-class Kind(Protocol):
-    """One way to multiply: what it makes of x (T, d), and x @ weights.T of that."""
-
-    def __init__(self, num_threads: int, then: Then) -> None: ...
-
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> Any:
-        """What x becomes for such weights; valid until the next call."""
-        ...
-
-    def linear(self, operand: Any, weights: np.ndarray, out: np.ndarray) -> None:
-        """out (T, N) = operand @ weights.T."""
-        ...
-
-
-class CombineKind(Kind, Protocol):
-    """One that also multiplies h (T, N) with rows (N, d)."""
-
-    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """out (T, d) = h @ rows."""
-        ...
+# A class whose objects have operand(x, weights), linear(operand, weights, out) and most of them
+# combine(h, rows, out), as `torch_matmul` and `kernel_matmul` have them.
+Kind = type[Any]
 
 
 def matmul_features() -> frozenset[str]:
@@ -66,9 +47,7 @@ def matmul_features() -> frozenset[str]:
     return frozenset(found)
 
 
-def matmul_kinds(
-    dtype: np.dtype, features: Collection[str]
-) -> tuple[type[Kind], type[CombineKind]]:
+def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
     """How weights of `dtype` are multiplied on a CPU with `features`: x @ weights.T, h @ rows.
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
@@ -131,7 +110,7 @@ class Matmul:
         self._phases: list[Phase] = []
         self._scratch: list[np.ndarray] = []
         self._num_allocated = 0
-        self._kinds: dict[type[Kind], Any] = {}
+        self._kinds: dict[Kind, Any] = {}
         for dtype in dtypes:
             if dtype != np.float32:
                 self._compile(dtype)
@@ -258,7 +237,7 @@ class Matmul:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
         return self._kind(QuantizedMatmul).operand(x, weights) if is_quantized(weights.dtype) else x
 
-    def _kind(self, kind: type[Kind]) -> Any:
+    def _kind(self, kind: Kind) -> Any:
         """That of this object; a thread's buffers are made when the first weights need them."""
         if kind not in self._kinds:
             self._kinds[kind] = kind(self.num_threads, self.then)

@@ -43,7 +43,7 @@ class PairInstruction:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is brought into the second-level cache meanwhile: so many bytes of each row a pair."""
+    """Rows prefetched into the second-level cache meanwhile, some bytes of each for every pair."""
 
     rows: list[Ptr]
     bytes_a_pair: Vec | int

@@ -121,7 +121,7 @@ class Vec:
         return self._both(other, "lshr", "")
 
     def shifted_right(self, places: int) -> Vec:
-        """`>>` that keeps the sign."""
+        """`>>` of signed numbers."""
         return self._both(places, "ashr", "")
 
     def __neg__(self) -> Vec:
@@ -142,7 +142,7 @@ class Vec:
         return self._compared("!=", other)
 
     def below(self, other: Vec | int) -> Vec:
-        """`<` of numbers without sign."""
+        """`<` of unsigned numbers."""
         a, b = self._operands(other)
         return Vec(self.builder, self.builder.icmp_unsigned("<", a, b))
 
@@ -262,7 +262,7 @@ class Ptr:
         return mask.call(name, kind, typed, Vec.full(self.builder, 1, I32), mask, nothing)
 
     def touch(self) -> None:
-        """Read the byte here. The read is atomic: another one that nobody uses is left out."""
+        """Read the byte here. The read is atomic: LLVM drops ordinary ones that nobody uses."""
         self.builder.load_atomic(self.value, "monotonic", 1, typ=I8)
 
     def address(self) -> Vec:
@@ -298,8 +298,8 @@ class Var:
         self.builder.store(value.value, self._cell)
 
 
-def room(builder: Any, kind: Any) -> Ptr:
-    """Memory of this call for a value of LLVM's type `kind`; Numba's own would be zeroed first."""
+def stack_space(builder: Any, kind: Any) -> Ptr:
+    """Memory on the stack for a value of LLVM's type `kind`; unlike Numba's it is not zeroed."""
     with builder.goto_entry_block():
         return Ptr(builder, builder.alloca(kind))
 
