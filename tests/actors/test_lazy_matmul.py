@@ -142,10 +142,10 @@ SAPPHIRE_RAPIDS = {"amx-bf16", *ZEN_4}
 def test_features_and_format_choose_the_kind(
     features: set[str], halves: tuple[type, type], quantized_sums: type
 ) -> None:
-    for dtype in (np.uint16, np.int16):
-        assert matmul.matmul_kinds(np.dtype(dtype), features) == halves
-    for dtype in (Q8, Q4, Q6):
-        assert matmul.matmul_kinds(dtype, features) == (QuantizedMatmul, quantized_sums)
+    for half in (np.uint16, np.int16):
+        assert matmul.matmul_kinds(np.dtype(half), features) == halves
+    for quantized in (Q8, Q4, Q6):
+        assert matmul.matmul_kinds(quantized, features) == (QuantizedMatmul, quantized_sums)
     assert matmul.matmul_kinds(np.dtype(np.float32), features) == (TorchMatmul, TorchMatmul)
 
 
