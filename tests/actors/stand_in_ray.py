@@ -261,7 +261,7 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
 
     with monkeypatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            if not name.startswith("actors."):
+            if not name.startswith("hotcold.actors."):
                 continue
             for replaced, stand_in in (
                 ("ray", host),
