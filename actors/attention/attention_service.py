@@ -74,7 +74,7 @@ class AttentionService(Service):
         """Allocate the workspace of kernels, for up to KERNEL_TOKENS tokens."""
         qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
         dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
-        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)
@@ -102,7 +102,7 @@ class AttentionService(Service):
         """Import torch and start the matmul threads, for this service and its hot neurons."""
         import hotcold.actors.attention.prompt_attention  # noqa: F401
 
-        self._products.get()
+        self._matmul.get()
         if self._hot is not None:
             self._hot.prepare_prompts()
 

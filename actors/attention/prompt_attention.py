@@ -10,8 +10,8 @@ import torch
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.attention import read_kernel
+from hotcold.numba_kernels.decode.norm import norm_rows_kernel
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.prompt.norms import norm_rows_kernel
 from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, SharedBuffers
 from hotcold.numba_kernels.serve.serve_attention import (
     AttentionArrays,

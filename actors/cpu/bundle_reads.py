@@ -1,4 +1,4 @@
-"""A bundle file that is open, and the threads that read neurons from it."""
+"""An open bundle file, and the threads that read neurons from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BundleReads:
     def __init__(
         self, file: BundleFile, weights: FfnWeights, most: int, piece_bytes: int = 0
     ) -> None:
-        """`weights` says whose neurons; `most` of them may be asked for at once.
+        """`weights` has the shard's ids; up to `most` of its neurons may be requested at once.
 
         A read of the file takes at most `piece_bytes`, unless that is 0.
 
@@ -83,7 +83,7 @@ class BundleReads:
         return NeuronFile(facts, layers, places, file.checksums[layers, places])
 
     def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
-        """Let threads read into `rows`; what came is noted in `gates` and `up_downs`.
+        """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.
 
         Errors:  ServiceError where they cannot be started
         """
@@ -105,7 +105,7 @@ class BundleReads:
                 raise ServiceError("the threads that read neurons could not be started")
 
     def _begin(self, readers: list[threading.Thread]) -> None:
-        """Let threads read; each says so once its loop is compiled, and one that cannot be ends."""
+        """Start threads; return once each reads, its loop compiled, or has ended."""
         self._readers = readers
         for reader in readers:
             reader.start()
@@ -114,7 +114,7 @@ class BundleReads:
             time.sleep(_POLL_S)
 
     def _by_ring(self) -> None:
-        """Many reads under way in one thread, where the kernel and the container allow that."""
+        """Many reads in flight from one thread, where kernel and container allow io_uring."""
         ring = new_ring(RING_DEPTH)
         if ring is None:
             return
@@ -133,7 +133,7 @@ class BundleReads:
         serve_reads(number, self.queue, self.located, *self._into, staging, self._rows)
 
     def _staging(self, num_reads: int) -> np.ndarray:
-        """Buffers of so many reads, in huge pages: disks read faster into what is in one piece."""
+        """Buffers of so many reads, in huge pages: disks read faster into contiguous memory."""
         size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, PAGE_BYTES))
         return aligned_empty((num_reads, size), np.uint8)
 
@@ -146,13 +146,13 @@ class BundleReads:
         wanted = wanted_of(self.queue, NOW)
         for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
-        # All of a layer is wanted, so what lies between is not much, or is other rows of the same.
+        # All of a layer is read, so gaps are small, or hold other rows of the same layer.
         gap = max(MAX_GAP, self._geometry.up_down_bytes)
         if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap):
             raise ServiceError(self.failure())
 
     def failure(self) -> str:
-        """What became of the last read that failed; "" where none did."""
+        """Why the last read failed; "" where none did."""
         status, row = self.queue.failure.tolist()
         if not status:
             return ""

@@ -1,4 +1,4 @@
-"""The CPU service: cold neurons, a shard of every layer, on the CPU."""
+"""The CPU service: a shard of every layer's cold neurons."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, se
 class CpuService(Service):
     """Computes the partial FFN output of its neurons."""
 
-    loop = staticmethod(serve_ffn)  # that a thread runs; see `numba_kernels.serve.serve_ffn`
+    loop = staticmethod(serve_ffn)  # what a thread runs
     _scratch: FfnScratch | DenseFfnScratch
 
     def __init__(
@@ -52,10 +52,10 @@ class CpuService(Service):
         function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
-        """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint.
+        """Serve the shard `arrays`; `load_cpu_service` reads one from a checkpoint.
 
-        `buckets` (uint8, one for each row) says in which bucket a neuron is counted; all in the
-        first without it.
+        `buckets` (uint8, one for each row) says in which bucket a neuron is counted; without it
+        all are in the first.
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
@@ -67,7 +67,7 @@ class CpuService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         dtypes = self.weight_dtypes()
-        self._products = LazyMatmul(self.num_threads, dtypes, self.thread_cores, layout.products)
+        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
@@ -75,7 +75,7 @@ class CpuService(Service):
         self._buckets = NeuronBuckets(self.buckets, sizes.astype(np.uint32))
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
-        """Those of the matrices."""
+        """The dtypes of its matrices."""
         assert isinstance(self.arrays, FfnArrays)
         return self.arrays.gate.dtype, self.arrays.down.dtype
 
@@ -85,21 +85,17 @@ class CpuService(Service):
         self._scratch = new_scratch(self.num_threads, num_tokens, most, width)
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Import torch and compile the kernels of the matmul."""
         import hotcold.actors.cpu.prompt_ffn  # noqa: F401
 
-        self._products.get()
-
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
-        self._products.choose(choice)
+        self._matmul.get()
 
     def release(self) -> None:
-        """End the threads of matrix products."""
-        self._products.close()
+        """End the threads of the matmul."""
+        self._matmul.close()
 
     def serve(self, thread: int, seen: int) -> int:
-        """See `Service.serve`."""
+        """Run `loop`."""
         return int(
             self.loop(
                 thread,
@@ -115,12 +111,12 @@ class CpuService(Service):
         )
 
     def work_within(self, service: Service) -> None:
-        """Take another service's requests and threads for one's own."""
+        """Use another service's requests and threads."""
         self.thread_cores, self.buffers = service.thread_cores, service.buffers
         self._arena = service._arena
 
     def answer_share(self, thread: int) -> None:
-        """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
+        """Do one thread's share of the FFN request in the mailbox; every thread must do its own."""
         ffn_request(
             thread,
             self.num_threads,
@@ -133,10 +129,10 @@ class CpuService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
+        """Answer a request for the FFN of many tokens, a count, or neurons for a GPU."""
         request = self.buffers.requests[self.index]
         if request[OPERATION] == SEND:
-            self._ship(int(request[LAYER]), int(request[ROUND]))
+            self._send(int(request[LAYER]), int(request[ROUND]))
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
@@ -149,7 +145,7 @@ class CpuService(Service):
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
-            self._products.get(),
+            self._matmul.get(),
             arrays,
             index,
             x,
@@ -166,12 +162,12 @@ class CpuService(Service):
         return self.arrays, layer
 
     def await_up_down(self) -> None:
-        """Return when up and down rows of `layer_arrays` are there. Errors: ServiceError."""
+        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
 
-    def _ship(self, layer: int, number: int) -> None:
-        """Lay the neurons of a round into the arena; the reply says how many rounds there are."""
+    def _send(self, layer: int, number: int) -> None:
+        """Copy the neurons of a round into the arena; the reply says how many rounds there are."""
         arrays = self.arrays
-        assert isinstance(arrays, FfnArrays), "a GPU's neurons are by themselves"
+        assert isinstance(arrays, FfnArrays), "only services with neuron-major rows send to a GPU"
         begin, end = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
         bundle = BundleLayout.of(
             arrays.gate,
@@ -193,8 +189,8 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        with (products := self._products.get()).at_once():
-            products.then(copy)
+        with (matmul := self._matmul.get()).at_once():
+            matmul.then(copy)
         write_count(place, last - first)
         self.buffers.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 
@@ -215,9 +211,8 @@ def load_cpu_service(
 
     With index 0 it is the hot neurons' part of the GPU service.
 
-    `touch` takes each new matrix before it is filled. With `has_down_norms` thresholds of products
-    can be told in requests.
-
+    `touch` is called with each new matrix before it is filled. With `has_down_norms` requests may
+    have thresholds of products.
     Errors:  CheckpointError, UsageError
     """
     weights = load_ffn(

@@ -22,21 +22,21 @@ class DenseCpuService(CpuService):
     loop = staticmethod(serve_dense_ffn)
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
-        """See `CpuService`."""
+        """The dtypes of its matrices; down may be in two."""
         assert isinstance(self.arrays, DenseFfnArrays)
         down = self.arrays.down
         return self.arrays.gate.dtype, down.first.dtype, down.second.dtype
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
-        """See `CpuService`."""
+        """Make work space for kernels of so many tokens, `width` numbers each."""
         num_neurons = int(self.arrays.offsets[1])
         self._scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
 
     def answer_in_python(self) -> None:
-        """See `CpuService`. Errors: ValueError where some neurons are listed: it has no rows."""
+        """As `CpuService`. Errors: ValueError where neurons are listed: they have no rows here."""
         request = self.buffers.requests[self.index]
         if request[OPERATION] == FFN and request[NUM_IDS] >= 0:
-            raise ValueError(f"{self.name} computes all gates, and was asked for some")
+            raise ValueError(f"{self.name} computes all neurons; the request lists some")
         super().answer_in_python()
 
 

@@ -1,53 +1,77 @@
-"""Matrix products of prefill, over weights that stay bits of their checkpoint's format.
+"""Matmul of prefill, over weights that stay bits of their checkpoint's format.
 
-float32 weights multiply as they are, by torch. 16-bit ones multiply as bfloat16 where the CPU is
-fast at that, by this project's own kernels or torch's, whichever are faster; else as int16 with
-scales where they are multiplied with vectors and the CPU is fast at that, or as float32. Quantized
-rows times vectors are integer products, by own kernels too, where those are faster
-(`product_choice.py` tries; docs/lab_log.md has figures).
+`matmul_kinds` says how they are multiplied on this CPU.
 
-Nothing is computed when it is asked for: what is asked for becomes phases, in their order, and
-`run` has all threads go through them (`thread_team.py`). Each thread converts and multiplies rows
-of its own: cores then share nothing but the input, which matters where they share no cache.
+Calls compute nothing at once: they become phases, in their order, and `run` has all threads go
+through them (`thread_team.py`). Each thread converts and multiplies rows of its own: cores then
+share nothing but the input, which matters where they share no cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.integer_matmul import IntegerMatmul
-from hotcold.actors.cpu.matmul_choice import choose_matmul
-from hotcold.actors.cpu.pair_matmul import PairMatmul, WordMatmul
+from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
-from hotcold.actors.cpu.torch_matmul import TorchMatmul
-from hotcold.actors.protocol.step_sizes import MatmulChoice
+from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul, TorchMatmul
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
+from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.placement.machine.pinning import pin_thread
 
-_HALVES = (np.uint16, np.int16)
+_FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
+# A class whose objects have operand(x, weights), linear(operand, weights, out) and most of them
+# combine(h, rows, out), as `torch_matmul` and `kernel_matmul` have them.
+Kind = type[Any]
 
 
-class Way(Protocol):
-    """One way to multiply: what it makes of x (T, d), and x @ weights.T of that; see `linear`."""
+def matmul_features() -> frozenset[str]:
+    """The features of the CPU that `matmul_kinds` looks at.
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> Any:
-        """What x becomes for such weights; until the next one is asked for."""
-        ...
+    Kernels are compiled for that CPU; see `has_feature`. AMX counts only where the operating system
+    lets this process use it, as torch does: many virtual machines and sandboxes do not.
+    """
+    found = {name for name in _FEATURES if has_feature(name)}
+    if "amx-bf16" in found and not torch.cpu._init_amx():  # no public name for it
+        found.remove("amx-bf16")
+    return frozenset(found)
 
-    def linear(self, operand: Any, weights: np.ndarray, out: np.ndarray) -> None:
-        """out (T, N) = operand @ weights.T."""
-        ...
+
+def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
+    """How weights of `dtype` are multiplied on a CPU with `features`: x @ weights.T, h @ rows.
+
+    It depends on nothing else, so that CPUs of one kind never differ in a bit:
+
+    | weights             | amx-bf16       | avx512bf16     | avx512vnni    | others        |
+    | ------------------- | -------------- | -------------- | ------------- | ------------- |
+    | float32             | torch float32  | torch float32  | torch float32 | torch float32 |
+    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16   | own int16     | torch float32 |
+    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16   | torch float32 | torch float32 |
+    | quantized, x @ w.T  | own integers   | own integers   | own integers  | own integers  |
+    | quantized, h @ rows | torch bfloat16 | torch bfloat16 | torch float32 | torch float32 |
+
+    A CPU is of the leftmost column whose feature it has. Figures: docs/lab_log.md.
+    """
+    has_bfloat16 = "amx-bf16" in features or "avx512bf16" in features
+    if dtype == np.float32:
+        return TorchMatmul, TorchMatmul
+    if is_quantized(dtype):
+        return QuantizedMatmul, TorchBfloat16Matmul if has_bfloat16 else TorchMatmul
+    if "amx-bf16" in features:
+        return TorchBfloat16Matmul, TorchBfloat16Matmul
+    if has_bfloat16:
+        return Bfloat16Matmul, Bfloat16Matmul
+    return Int16Matmul if "avx512vnni" in features else TorchMatmul, TorchMatmul
 
 
 @dataclass(frozen=True)
@@ -65,18 +89,14 @@ class _RowShares:
 
 
 class Matmul:
-    """Products of a service's weights with the hidden states of many tokens."""
+    """Multiplies a service's weights with the hidden states of many tokens."""
 
     def __init__(
-        self,
-        num_threads: int,
-        dtypes: Sequence[np.dtype],
-        thread_cores: ThreadCores = (),
-        choice: MatmulChoice | None = None,
+        self, num_threads: int, dtypes: Sequence[np.dtype], thread_cores: ThreadCores = ()
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
-        `dtypes`: of the weights. Without a `choice` what is tried out in this process decides.
+        Kernels for weights of `dtypes` are compiled at once.
         """
 
         def begin(thread: int) -> None:
@@ -85,34 +105,22 @@ class Matmul:
                 pin_thread(thread_cores[thread])
 
         self.num_threads = num_threads
-        self._choice = choose_matmul() if choice is None else choice
+        self._features = matmul_features()
         self._team = ThreadTeam(num_threads, begin)
         self._phases: list[Phase] = []
         self._scratch: list[np.ndarray] = []
         self._num_allocated = 0
-        self._torch = TorchMatmul(num_threads, self.then)
-        self._pairs = PairMatmul(num_threads, self.then)
-        self._words = WordMatmul(num_threads, self.then)
-        self._integers = IntegerMatmul(num_threads, self.then)
-        self._dtypes = dtypes
-        self._try_out()
+        self._kinds: dict[Kind, Any] = {}
+        for dtype in dtypes:
+            if dtype != np.float32:
+                self._compile(dtype)
 
-    def choose(self, choice: MatmulChoice) -> None:
-        """Multiply as `choice` says from now on; between two products."""
-        if choice != self._choice:
-            self._choice = choice
-            self._try_out()
-
-    def _try_out(self) -> None:
-        """So that no prompt waits until the kernels are compiled."""
-        self._torch.in_bfloat16 = self._choice.bfloat16
-        for dtype in self._dtypes:
-            if dtype == np.float32:
-                continue
-            row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
-            with self.at_once():
-                self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
-                self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
+    def _compile(self, dtype: np.dtype) -> None:
+        """So that no prompt waits for it."""
+        row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
+        with self.at_once():
+            self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
+            self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -138,19 +146,19 @@ class Matmul:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Run at the end what was asked for within, and nothing of it where building it failed."""
+        """Run at the end what was called within, and nothing of it where building it failed."""
         self._phases = []
         yield
         self.run()
 
     def then(self, phase: Phase) -> None:
-        """Let every thread call `phase` with its number, after what was asked for before."""
+        """Let every thread call `phase` with its number, after the phases before."""
         self._phases.append(phase)
 
     def then_rows(self, count: int, part: RowsPart) -> None:
         """Let every thread call part(first, last) for its share of `count` rows.
 
-        It may read what parts before it made of the same rows: threads do not meet in between.
+        It may read what parts before it made of the same rows: there is no barrier in between.
         """
         last = self._phases[-1] if self._phases else None
         if isinstance(last, _RowShares) and last.count == count:
@@ -159,7 +167,7 @@ class Matmul:
             self.then(_RowShares(count, self.num_threads, [part]))
 
     def run(self) -> None:
-        """Compute what was asked for."""
+        """Compute what was called for."""
         phases, self._phases = self._phases, []
         if phases:
             self._team.run(phases)
@@ -183,14 +191,14 @@ class Matmul:
     def linears(
         self, x: torch.Tensor, matrices: Sequence[tuple[np.ndarray, np.ndarray, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """`linear` of one x, which is prepared once, with each (weights, bias, out).
+        """`linear` of one x, which is packed once, with each (weights, bias, out).
 
         The weights are of one dtype.
         """
-        way = self._way(matrices[0][0].dtype)
-        operand = way.operand(x.numpy(), matrices[0][0])
+        kind = self._kind(matmul_kinds(matrices[0][0].dtype, self._features)[0])
+        operand = kind.operand(x.numpy(), matrices[0][0])
         for weights, bias, out in matrices:
-            way.linear(operand, weights, out.numpy())
+            kind.linear(operand, weights, out.numpy())
             if bias.size:
                 self._add_bias(torch.from_numpy(bias), out)
         return [out for _, _, out in matrices]
@@ -222,24 +230,18 @@ class Matmul:
         Shapes:  h (T, N) contiguous, rows (N, d) or (N, row bytes), out (T, d)
         Dtypes:  h, out float32; rows bits
         """
-        way = self._pairs if self._has_pairs(rows.dtype) else self._torch
-        way.combine(h.numpy(), rows, out.numpy())
+        kind = self._kind(matmul_kinds(rows.dtype, self._features)[1])
+        kind.combine(h.numpy(), rows, out.numpy())
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
-        """What kernels multiply `weights` with: x (T, d), or its vectors until the next product."""
-        return self._integers.operand(x, weights) if is_quantized(weights.dtype) else x
+        """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
+        return self._kind(QuantizedMatmul).operand(x, weights) if is_quantized(weights.dtype) else x
 
-    def _way(self, dtype: np.dtype) -> Way:
-        if is_quantized(dtype) and self._choice.integers:
-            return self._integers
-        if self._has_pairs(dtype):
-            return self._pairs
-        return self._words if self._choice.words and dtype in _HALVES else self._torch
-
-    def _has_pairs(self, dtype: np.dtype) -> bool:
-        """Whether own kernels multiply them as bfloat16."""
-        choice = self._choice
-        return choice.bfloat16 and choice.own_bfloat16 and dtype in _HALVES
+    def _kind(self, kind: Kind) -> Any:
+        """That of this object; a thread's buffers are made when the first weights need them."""
+        if kind not in self._kinds:
+            self._kinds[kind] = kind(self.num_threads, self.then)
+        return self._kinds[kind]
 
     def _add_bias(self, bias: torch.Tensor, out: torch.Tensor) -> None:
         self.then_rows(out.shape[0], lambda first, last: out[first:last].add_(bias))

@@ -1,4 +1,4 @@
-"""A shard of neurons in a bundle file, some of them in memory; what compiled loops read them by."""
+"""A shard of neurons in a bundle file, some of them in memory, as compiled loops use it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ class NeuronStore:
     ) -> None:
         """`weights` has the shard's ids, offsets and biases, and no rows.
 
-        With `predictors` of the shard's neurons the next layer's are read ahead; bits that are not
-        there yet come by `use_bits`. With
-        `has_down_norms` thresholds of products can be told in requests.
+        With `predictors` of the shard's neurons the next layer's are read ahead; their bits may
+        follow by `use_bits`. With `has_down_norms` requests may have thresholds of products.
         Errors:  ServiceError
         """
         self._file, self._weights = file, weights
@@ -76,7 +75,7 @@ class NeuronStore:
         self.stored = self._new_stored(num_gates, num_up_downs, share, num_threads, predictors)
         self._gates_stay = num_gates == ids.size
         self._slot_rows = self._new_row_bytes()
-        self._asked_layer = _NO_LAYER
+        self._requested_layer = _NO_LAYER
         self._reads.start(self.stored.gates, self.stored.up_downs, self._slot_rows)
         self._try_layers()
         try:
@@ -86,7 +85,7 @@ class NeuronStore:
             raise
 
     def _new_arrays(self, num_gates: int, num_up_downs: int) -> FfnArrays:
-        """For the slots; memory is taken when they are filled."""
+        """Rows of all slots; memory is taken when they are filled."""
         geometry, weights = self._file.geometry, self._weights
         dtypes = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
 
@@ -125,7 +124,7 @@ class NeuronStore:
             share.waits_first,
         ]
         num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
-        # Two layers' may be under way, and none may take a slot that this layer needs.
+        # Two layers may be in flight, and none may take a slot that this layer needs.
         spare = num_up_downs - self._most
         if num_gates < num_neurons:
             spare = min(spare, num_gates - self._most)
@@ -164,7 +163,7 @@ class NeuronStore:
         return RowBytes(rows(gate), up_bytes, rows(down), *slots)
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
-        """Read all gates where they stay; what is wanted most else, if that is known."""
+        """Read all gates where they stay; of the rest what has the highest rates, if known."""
         geometry, (gates, up_downs) = self._file.geometry, (self.stored.gates, self.stored.up_downs)
         chosen = np.zeros(self._weights.neuron_ids.size, np.uint8)  # which parts of each neuron
         if self._gates_stay:
@@ -193,7 +192,7 @@ class NeuronStore:
 
     @staticmethod
     def _choose(chosen: np.ndarray, part: int, slots: NeuronSlots, rows: np.ndarray) -> None:
-        """Neurons `rows` have the first slots, and are to be read."""
+        """Give neurons `rows` the first slots, and mark them to be read."""
         slots.slot_of[rows] = np.arange(rows.size, dtype=np.int32)
         slots.row_of[: rows.size] = rows
         slots.slot_weights[: rows.size] = slots.weights[rows]
@@ -204,22 +203,22 @@ class NeuronStore:
         return list(pairwise(self._weights.offsets.tolist()))
 
     def _try_layers(self) -> None:
-        """Go through what prompts need, so that none waits until it is compiled."""
+        """Compile what prompts need, so that none waits for it."""
         ask_for_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MAX_GAP)
         copy_layer(*self._copied, 0, *self._bases, 0, 0)
         await_layer(self.stored)
         settle_reads(self.stored)
 
     def ask_for_layer(self, layer: int) -> None:
-        """Let the layer be read for `layer_arrays`, while something else is done.
+        """Start to read the layer for `layer_arrays`, in the background.
 
-        A step that comes before takes back what has not been begun.
+        A step that comes before cancels what has not been begun.
         """
-        self._ask_for_layer(layer)
-        self._asked_layer = layer, int(self.stored.up_downs.state[EPOCH])
+        self._request_layer(layer)
+        self._requested_layer = layer, int(self.stored.up_downs.state[EPOCH])
 
-    def _ask_for_layer(self, layer: int) -> None:
-        # All of the layer is wanted: what lies between is not much, or is other rows of the same.
+    def _request_layer(self, layer: int) -> None:
+        # All of the layer is read: gaps are small, or hold other rows of the same layer.
         gap = max(MAX_GAP, self._file.geometry.up_down_bytes)
         settle_reads(self.stored)
         layer_rows = self._layer_rows()[layer]
@@ -227,7 +226,7 @@ class NeuronStore:
 
     @property
     def _bases(self) -> tuple[int, int]:
-        """The slots of a layer's first gate and first rest, where it lies side by side."""
+        """The slots of a layer's first gate and first up and down rows, where it is contiguous."""
         gates, up_downs = self.stored.gates, self.stored.up_downs
         return gates.row_of.size - self._most, up_downs.row_of.size - self._most
 
@@ -238,15 +237,15 @@ class NeuronStore:
     def layer_arrays(self, layer: int, together: Together) -> FfnArrays:
         """All of a layer's neurons, as one layer, until the next request.
 
-        They lie side by side in the last slots; `together` has all threads copy what is in others.
-        Where gates stay, `await_up_down` comes before up and down rows are looked at.
+        They are contiguous in the last slots; `together` has all threads copy what is in others.
+        Where gates stay, `await_up_down` must return before up and down rows are read.
         Errors:  ServiceError
         """
         first, last = self._layer_rows()[layer]
         size, (gate_base, base) = last - first, self._bases
-        if self._asked_layer != (layer, int(self.stored.up_downs.state[EPOCH])):
-            self._ask_for_layer(layer)
-        self._asked_layer = _NO_LAYER
+        if self._requested_layer != (layer, int(self.stored.up_downs.state[EPOCH])):
+            self._request_layer(layer)
+        self._requested_layer = _NO_LAYER
 
         def copy(thread: int) -> None:
             share = split_range(size, thread, self._num_threads, 1)
@@ -273,19 +272,19 @@ class NeuronStore:
         )
 
     def use_bits(self, bits: np.ndarray) -> None:
-        """Take predictors' bits (words,) uint64 from here, unless they are the store's own."""
+        """Use these predictor bits (words,) uint64, unless the store has its own."""
         ahead = self.stored.ahead
         if not ahead.predictors.bits.size:
             ahead = ahead._replace(predictors=ahead.predictors._replace(bits=bits))
             self.stored = self.stored._replace(ahead=ahead)
 
     def await_up_down(self) -> None:
-        """Return when all of the layer of `layer_arrays` has come. Errors: ServiceError."""
+        """Return when all of the layer of `layer_arrays` is loaded. Errors: ServiceError."""
         if not await_layer(self.stored):
             raise ServiceError(self.failure())
 
     def failure(self) -> str:
-        """What became of the last read that failed; "" where none did."""
+        """Why the last read failed; "" where none did."""
         return self._reads.failure()
 
     def close(self) -> None:

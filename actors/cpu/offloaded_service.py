@@ -1,4 +1,4 @@
-"""The CPU service of a model larger than memory: its neurons are read when they are wanted."""
+"""The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class OffloadedCpuService(CpuService):
         function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
-        """See `load_offloaded_service`."""
+        """Serve the neurons of `store`; the rest as `CpuService`."""
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
         self.store, self.loop_arrays = store, store.stored
 
@@ -51,7 +51,7 @@ class OffloadedCpuService(CpuService):
         self.loop_arrays = self.store.stored
 
     def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention goes over the prompt."""
+        """As `CpuService`; the next layer is read while attention computes the prompt."""
         super().answer_in_python()
         layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
         if following not in (0, layer + 1):
@@ -60,21 +60,21 @@ class OffloadedCpuService(CpuService):
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
 
-        Up and down rows may still be on their way: see `await_up_down`.
+        Up and down rows may still be in flight until `await_up_down` returns.
         """
 
         def together(phase: Callable[[int], None]) -> None:
-            with (products := self._products.get()).at_once():
-                products.then(phase)
+            with (matmul := self._matmul.get()).at_once():
+                matmul.then(phase)
 
         return self.store.layer_arrays(layer, together), 0
 
     def await_up_down(self) -> None:
-        """See `CpuService.await_up_down`."""
+        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
         self.store.await_up_down()
 
     def explain(self, service: int) -> str:
-        """What became of a read, if the last one failed; else as `Service.explain`."""
+        """Why the last read failed, if it did; else as `Service.explain`."""
         return self.store.failure() or super().explain(service)
 
     def release(self) -> None:
@@ -100,8 +100,8 @@ def load_offloaded_service(
 ) -> OffloadedCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
-    By the file `predictors` the next layer's neurons are read ahead; with `among`, as of
-    `shard_predictors`, by the bits of it that the driver lays into the arena.
+    With the file `predictors` the next layer's neurons are read ahead; with `among` (see
+    `shard_predictors`) by those of its bits that the driver copies into the arena.
     Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
              ServiceError where it cannot be read
     """

@@ -1,7 +1,7 @@
-"""The FFN of many tokens (prefill): gates by matrix products, then what the fired neurons add.
+"""The FFN of many tokens (prefill): a matmul of the gates, then what fired neurons add.
 
-Where few neurons fire, up and down are computed for those tokens alone for which they do; else they
-are matrix products too.
+Where few neurons fire, up and down are computed only for the tokens for which they fire; else they
+are matmuls too.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
 from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 
-# Up to this share of neurons that fire, one by one is faster than products over all
+# Up to this share of neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).
 _FEW = 0.18
 
 
 def prompt_ffn(
-    products: Matmul,
+    matmul: Matmul,
     arrays: FfnArrays | DenseFfnArrays,
     layer: int,
     x: np.ndarray,
@@ -48,8 +48,8 @@ def prompt_ffn(
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
-    returns once up and down rows are there; gates are at once, and are multiplied before where
-    products need not be asked for together.
+    returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
+    where gate and up need not be multiplied together.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
@@ -58,10 +58,10 @@ def prompt_ffn(
         return array[first:last] if array.shape[0] else array
 
     up = part(arrays.up)
-    products.begin_layer()
+    matmul.begin_layer()
     tokens, num_tokens = torch.from_numpy(x), x.shape[0]
-    h = torch.from_numpy(products.scratch((num_tokens, last - first)))
-    factors = torch.from_numpy(products.scratch((num_tokens, up.shape[0])))
+    h = torch.from_numpy(matmul.scratch((num_tokens, last - first)))
+    factors = torch.from_numpy(matmul.scratch((num_tokens, up.shape[0])))
     gate_product = part(arrays.gate), part(arrays.gate_bias), h
     up_product = up, part(arrays.up_bias), factors
     # Which neurons fire is not waited for where all are computed.
@@ -81,13 +81,13 @@ def prompt_ffn(
     def add_bias(begin: int, end: int) -> None:
         out[begin:end] += arrays.down_bias[layer]
 
-    with products.at_once():
+    with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
-        products.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
-        products.then_rows(len(x), activate)
+        matmul.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
+        matmul.then_rows(len(x), activate)
         if waits:
-            products.run()
+            matmul.run()
             if not scales_at_once:
                 await_up_down()
         if counts is not None:
@@ -95,21 +95,21 @@ def prompt_ffn(
         by_neurons = isinstance(arrays, FfnArrays)
         few = by_neurons and skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel()
         if scales_later and not few:
-            products.linears(tokens, [up_product])
-            products.then_rows(len(x), scale)
+            matmul.linears(tokens, [up_product])
+            matmul.then_rows(len(x), scale)
         if isinstance(arrays, DenseFfnArrays):
-            products.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
+            matmul.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
         elif few:
             own_up, own_down = up if scales_later else up[:0], part(arrays.down)
-            _add_fired(products, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
+            _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
         else:
-            products.combine(h, part(arrays.down), torch.from_numpy(out))
+            matmul.combine(h, part(arrays.down), torch.from_numpy(out))
         if arrays.down_bias.shape[1]:
-            products.then_rows(len(x), add_bias)
+            matmul.then_rows(len(x), add_bias)
 
 
 def _add_fired(
-    products: Matmul,
+    matmul: Matmul,
     up: np.ndarray,
     up_bias: np.ndarray,
     down: np.ndarray,
@@ -118,20 +118,20 @@ def _add_fired(
     out: np.ndarray,
 ) -> None:
     """out = sum over the neurons that fire for each token, once it has been run."""
-    fired = empty_fired(h.shape[0], h.shape[1], products.scratch)
-    vectors = products.vectors(x, up) if up.shape[0] else x
-    sums = products.scratch((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS))
+    fired = empty_fired(h.shape[0], h.shape[1], matmul.scratch)
+    vectors = matmul.vectors(x, up) if up.shape[0] else x
+    sums = matmul.scratch((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS))
     out[:] = 0
 
     def scale(thread: int) -> None:
-        blocks = split_range(num_blocks(h.shape[1]), thread, products.num_threads, 1)
+        blocks = split_range(num_blocks(h.shape[1]), thread, matmul.num_threads, 1)
         list_fired(h, *blocks, fired)
         if up.shape[0]:
             prompt_up_kernel(up, up_bias, vectors, *blocks, fired)
 
     def add(thread: int) -> None:
-        parts = split_range(num_parts(out.shape[1]), thread, products.num_threads, 1)
+        parts = split_range(num_parts(out.shape[1]), thread, matmul.num_threads, 1)
         prompt_down_kernel(down, fired, *parts, sums, out)
 
-    products.then(scale)
-    products.then(add)
+    matmul.then(scale)
+    matmul.then(add)

@@ -1,7 +1,7 @@
-"""Threads that go through a list of phases side by side and meet after each.
+"""Threads that go through a list of phases side by side, with a barrier after each.
 
-Handing work to a thread and hearing that it is done takes as long as a small model's product. So a
-request's phases are handed over together, and between two of them threads meet at a doorbell.
+Handing work to a thread and hearing that it is done takes as long as a small model's matmul. So a
+request's phases are handed over together, and the barrier between two of them is a doorbell.
 """
 
 import threading
@@ -20,7 +20,7 @@ Then = Callable[[Phase], None]  # has every thread go through a phase, after tho
 
 
 class _Abandoned(Exception):
-    """Another thread failed."""
+    """Another thread failed, and will not reach the barrier."""
 
 
 class ThreadTeam:
@@ -31,11 +31,11 @@ class ThreadTeam:
         self.num_threads = num_threads
         # A pool for each, so that rows are always read from the same cores.
         self._pools = [
-            ThreadPoolExecutor(1, "products", begin, (thread,)) for thread in range(num_threads)
+            ThreadPoolExecutor(1, "matmul", begin, (thread,)) for thread in range(num_threads)
         ]
         self._cells = np.zeros(INTS_A_CELL, np.int32)
         self._counting = threading.Lock()
-        self._num_met = self._round = 0
+        self._num_arrived = self._round = 0
         self._has_failed = False
 
     def run(self, phases: Sequence[Phase]) -> None:
@@ -43,7 +43,7 @@ class ThreadTeam:
 
         Errors:  what a phase raises; the others then stop after theirs
         """
-        self._has_failed, self._num_met = False, 0
+        self._has_failed, self._num_arrived = False, 0
         calls = [pool.submit(self._go, thread, phases) for thread, pool in enumerate(self._pools)]
         wait(calls)  # all of them: the next phases use the same buffers
         errors = [error for call in calls if (error := call.exception()) is not None]
@@ -59,20 +59,20 @@ class ThreadTeam:
         try:
             for number, phase in enumerate(phases):
                 if number:
-                    self._meet()
+                    self._await_all()
                 phase(thread)
         except BaseException:
             self._has_failed = True
             raise
 
-    def _meet(self) -> None:
-        """Return when all threads have come here."""
+    def _await_all(self) -> None:
+        """The barrier. Errors: _Abandoned where another thread failed."""
         with self._counting:
             seen = self._round
-            self._num_met += 1
-            is_last = self._num_met == self.num_threads
+            self._num_arrived += 1
+            is_last = self._num_arrived == self.num_threads
             if is_last:
-                self._num_met, self._round = 0, (seen + 1) % _ROUNDS
+                self._num_arrived, self._round = 0, (seen + 1) % _ROUNDS
         if is_last:
             ring(self._cells, 0, self._round)
         while not is_last and wait_change(self._cells, 0, seen, _POLLS, _WAIT_NS) == seen:

@@ -1,7 +1,7 @@
-"""Products of many tokens' vectors by torch, with weights of any format.
+"""Matmul of many tokens' vectors by torch, with weights of any format.
 
-Other formats than float32, and bfloat16 where that is multiplied, go block by block through small
-buffers that stay in the cache.
+Weights of another format than is multiplied are converted block by block, in small buffers that
+stay in the cache.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,14 @@ def as_tensor(bits: np.ndarray) -> torch.Tensor:
 
 
 class TorchMatmul:
-    """Products in bfloat16 or float32; each thread has rows, and a buffer of its own."""
+    """In float32; each thread has rows, and a buffer of its own."""
+
+    _dtype: type = np.float32  # that is multiplied; int16: bfloat16 bits
 
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
         self._num_threads, self._then = num_threads, then
         self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
-        self.in_bfloat16 = False  # all but float32 weights
 
     def operand(self, x: np.ndarray, weights: np.ndarray) -> torch.Tensor:
         """x itself: each thread rounds it by itself, once for all of its blocks."""
@@ -44,7 +45,7 @@ class TorchMatmul:
         target = torch.from_numpy(out)
 
         def multiply(thread: int) -> None:
-            x = self._rounded(operand, weights)
+            x = self._rounded(operand)
 
             def add(block: torch.Tensor, first: int, last: int) -> None:
                 target[:, first:last] = x @ block.T
@@ -62,7 +63,7 @@ class TorchMatmul:
             own = sums[thread].zero_()
 
             def add(block: torch.Tensor, first: int, last: int) -> None:
-                own.add_(self._rounded(operand[:, first:last], rows) @ block)
+                own.add_(self._rounded(operand[:, first:last]) @ block)
 
             self._each_block(thread, rows, add)
 
@@ -73,9 +74,8 @@ class TorchMatmul:
         self._then(multiply)
         self._then(add_up)
 
-    def _rounded(self, x: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
-        narrow = self.in_bfloat16 and weights.dtype != np.float32
-        return x.to(torch.bfloat16) if narrow else x
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16) if self._dtype == np.int16 else x
 
     def _each_block(
         self, thread: int, weights: np.ndarray, use: Callable[[torch.Tensor, int, int], None]
@@ -89,13 +89,19 @@ class TorchMatmul:
 
     def _block(self, thread: int, block: np.ndarray) -> torch.Tensor:
         """The block's weights in the format that is multiplied."""
-        if block.dtype == np.float32 or (block.dtype == np.int16 and self.in_bfloat16):
+        if block.dtype == self._dtype:
             return as_tensor(block)
         shape = block.shape[0], row_width(block.dtype, block.shape[1])
-        dtype = np.dtype(np.int16 if self.in_bfloat16 else np.float32)
+        dtype = np.dtype(self._dtype)
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         if self._buffers[thread].size < num_bytes:  # floats, or a row that is longer than a buffer
             self._buffers[thread] = np.empty(num_bytes, np.uint8)
         out = self._buffers[thread][:num_bytes].view(dtype).reshape(shape)
         widen_kernel(block, out, 0, shape[0])
         return as_tensor(out)
+
+
+class TorchBfloat16Matmul(TorchMatmul):
+    """Weights and activations rounded to bfloat16; results too, before they are float32."""
+
+    _dtype = np.int16

@@ -83,6 +83,7 @@ class ServiceReplacer:
         self._closing = threading.Event()
         self.stage = ""  # what is being done, for progress bars
         self.num_replaced = 0
+        self.prepares_prompts = False  # fresh processes prepare for long prompts at once
 
     def find(self, services: Sequence[int]) -> None:
         """Learn the processes of `services`, which are expected there now. Errors: ServiceLost."""

@@ -10,7 +10,6 @@ import numpy as np
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
 from hotcold.numba_kernels.serve.mailbox import (

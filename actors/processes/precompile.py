@@ -172,9 +172,8 @@ def precompile(system: SystemConfig) -> None:
     services, shards, buffers = _start(system)
 
     def prepare() -> None:
-        choice = system.products or choose_matmul()
         for service in services:
-            service.use_matmul(choice)
+            service.prepare_prompts()
 
     driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), shards, prepare)
     engine, length = driver.engine, driver.generator.context_length

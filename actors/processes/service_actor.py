@@ -20,7 +20,6 @@ from hotcold.actors.processes.child_process import give_back_freed_memory
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.host_files import (
     named_host,
     own_predictors,
@@ -198,8 +197,6 @@ class ServiceActor:
         else:
             arena = layout.new_arena()
         self._require_service().attach(layout, arena)
-        if layout.products is not None:
-            self.prepare_prompts()
 
     def ping(self) -> int:
         """The process id. Errors: ServiceError if a thread has failed."""

@@ -192,13 +192,11 @@ class SystemServices:
         Runs in the engine's thread. Errors: RequestError where a service cannot, CacheLost after
         the attention service was replaced
         """
-        while self.system.products is None:
+        while not self.connection.has_matmul:
             try:
-                choice = self.connection.agree_on_matmul()
+                self.connection.prepare_prompts()
             except ServiceLost as error:
                 self.exchange.renew(error.service, cause_of(error))
-            else:
-                self.system = replace(self.system, products=choice)
 
     def _prepare_prompts(self) -> None:
         """Let services prepare for long prompts once the system is idle."""

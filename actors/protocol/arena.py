@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -43,7 +42,6 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
-    products: MatmulChoice | None = None
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
 

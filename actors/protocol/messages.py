@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from hotcold.actors.protocol.arena import ArenaLayout
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-    from hotcold.actors.protocol.step_sizes import MatmulChoice
     from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons

@@ -103,7 +103,8 @@ class Connection:
         """Call a method that may compile kernels. Errors: ServiceLost, RequestError."""
         self.watch.starting, before = True, self.watch.starting
         try:
-            return self.call_each(method, *arguments, services=services)
+            self.call_each("prepare_prompts")
+            self.replacer.prepares_prompts = True
         except ServiceLost:
             raise
         except HotcoldError as error:

@@ -215,7 +215,6 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
-        products=system.products,
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )

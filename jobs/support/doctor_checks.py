@@ -161,8 +161,8 @@ def kernel_paths() -> str:
     integers = "AVX2's byte products" if has_feature("avx2") else "plain products"
     integers = "VNNI" if has_feature("avx512vnni") else integers
     counts = "a vector popcount" if has_feature("avx512vpopcntdq") else "byte tables"
-    pairs = "int16" if has_word_matmul() else ""
-    pairs = "bfloat16" if has_pair_matmul() else pairs
+    pairs = "int16" if has_feature("avx512vnni") else ""
+    pairs = "bfloat16" if has_feature("avx512bf16") else pairs
     prompts = f"own pairs of {pairs}, or torch" if pairs else "torch"
     return (
         f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}, "

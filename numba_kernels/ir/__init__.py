@@ -1,1 +1,1 @@
-"""Vector code written as LLVM IR: what LLVM does not make of Numba's loops by itself."""
+"""Intrinsics in LLVM vector IR: what LLVM does not make of Numba's loops by itself."""

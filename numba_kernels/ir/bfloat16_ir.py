@@ -1,4 +1,4 @@
-"""Products of bfloat16 pairs: AVX512-BF16's dot product instruction."""
+"""Dot products of bfloat16 pairs: AVX512-BF16's instruction."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
 from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from hotcold.numba_kernels.ir.target import has_feature
-from hotcold.numba_kernels.ir.vec import BFLOAT, F32, I16, I32, Ptr, Vec, for_vectors
+from hotcold.numba_kernels.ir.vec import (
+    BFLOAT,
+    F32,
+    I16,
+    I32,
+    Arguments,
+    Ptr,
+    Vec,
+    codegen_of,
+    for_vectors,
+)
 
 _FLOATS = ir.VectorType(F32, LANES)
 _NARROW = ir.VectorType(BFLOAT, LANES)
-
-
-def has_pair_matmul() -> bool:
-    """Whether the CPU that kernels are compiled for multiplies pairs of bfloat16."""
-    return has_feature("avx512bf16")
 
 
 def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:

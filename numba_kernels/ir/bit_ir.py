@@ -11,16 +11,17 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.vec import (
     F32,
     HALF,
     I16,
     I32,
     I64,
+    Arguments,
     Ptr,
     Var,
     Vec,
+    codegen_of,
     for_range,
     whole_steps,
 )

@@ -1,4 +1,4 @@
-"""Products of bytes of weights with bytes of a vector, by what the CPU has for it."""
+"""Dot products of a row's bytes and a vector's, by the best instruction that the CPU has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
 
-class ByteMatmul:
+class ByteDot:
     """sum[lane] += product of four bytes of weights with four of a vector, exactly.
 
     VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a

@@ -1,9 +1,9 @@
-"""Vector IR for float rows: products with vectors, and scaled sums.
+"""Vector IR for float rows: dot products with vectors, and scaled sums.
 
 float16 widens by an instruction, bfloat16 by a shift of 16 bits; everything is added up in float32.
-A product of one row and one vector has one order of additions, so its bits do not depend on what is
-computed beside it: blocks of eight vectors go to two sums in turn, what is left of whole vectors to
-the first, the last numbers one by one to a third.
+A dot product has one order of additions, so its bits do not depend on what is computed beside it:
+blocks of eight vectors go to two sums in turn, further whole vectors to the first, the last numbers
+one by one to a third.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hotcold.numba_kernels.ir.vec import (
     Var,
     Vec,
     for_range,
-    room,
+    stack_space,
     whole_steps,
 )
 
@@ -76,11 +76,11 @@ def read_through(first: Ptr, num_bytes: Vec) -> None:
     for_range(0, whole_steps(num_bytes, step), step, lines)
 
 
-class FloatMatmul:
-    """Products of float rows with vectors, in registers.
+class FloatDots:
+    """Dot products of float rows and vectors, in registers.
 
-    One row and vector have two chains of additions, twice as fast as one; more of them take one sum
-    after the other, for registers hold one each.
+    Few products have two chains of additions each, twice as fast as one; more of them compute one
+    sum after the other, as registers hold one each.
     """
 
     def __init__(self, dtype: Any, rows: list[Ptr], xs: list[Ptr]) -> None:
@@ -182,10 +182,10 @@ def add_scaled(
 class FloatPanel:
     """Tiles of float rows, one after the other, times several vectors, by parts of their columns.
 
-    A panel of rows is first read through, in one stream, which is what the hardware prefetches
-    best; prefetch instructions from between the products reach half of that, for a core keeps few
-    of them waiting. Then the panel is multiplied from the second-level cache part by part, so that
-    the vectors' part stays in the first-level cache. Sums wait in memory between parts.
+    A panel of rows is first read through, in one stream, which the hardware prefetches best;
+    prefetch instructions between the multiplications reach half of that, as a core has few in
+    flight. Then the panel is multiplied from the second-level cache part by part, so that the
+    vectors' part stays in the first-level cache. Sums wait in memory between parts.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class FloatPanel:
         self._builder = xs[0].builder
         self._num_tiles = Vec.full(self._builder, num_tiles, I64)
         kind = ir.ArrayType(_FLOATS, 2 * num_tiles * self._num_sums)
-        self._waiting = room(self._builder, kind)
+        self._waiting = stack_space(self._builder, kind)
 
     def emit(self, length: Vec, store: Callable[[Vec, int, Vec], None]) -> None:
         """Multiply; store(number of a row, number of a vector, product) takes each product."""
@@ -247,9 +247,9 @@ class FloatPanel:
             row, x = divmod(i, len(self._xs))
             store(tile * self._num_rows + row, x, total)
 
-    def _products(self, tile: Vec) -> FloatMatmul:
+    def _products(self, tile: Vec) -> FloatDots:
         rows = [self._row(tile * self._num_rows + r) for r in range(self._num_rows)]
-        return FloatMatmul(self._dtype, rows, self._xs)
+        return FloatDots(self._dtype, rows, self._xs)
 
     def _place(self, parity: int, tile: Vec, number: int) -> Ptr:
         index = tile * (2 * self._num_sums) + (parity * self._num_sums + number)
@@ -265,9 +265,9 @@ class FloatPanel:
 class FloatStream(FloatPanel):
     """A panel whose tiles take rows straight from memory, by parts of their columns.
 
-    A tile of few rows has both sums of its products, so it goes through a part's lines in their
-    order. Meanwhile the second-level cache is asked for as many lines of what it takes next: the
-    same rows' next part, or the first part of the panel that follows.
+    A tile of few rows has both sums of its products, so it reads a part's lines in their order.
+    Meanwhile as many lines of what comes next are prefetched into the second-level cache: the same
+    rows' next part, or the first part of the next panel.
     """
 
     def __init__(
@@ -279,12 +279,12 @@ class FloatStream(FloatPanel):
         num_rows: int,
         num_tiles: int,
     ) -> None:
-        """A part has up to `pairs_a_part` pairs of blocks; the rest as of a panel."""
+        """A part has up to `pairs_a_part` pairs of blocks; the rest as `FloatPanel`."""
         super().__init__(dtype, row, xs, num_rows, num_tiles)
         self._most = pairs_a_part
 
     def emit(self, length: Vec, store: Callable[[Vec, int, Vec], None]) -> None:
-        """See `FloatPanel.emit`."""
+        """As `FloatPanel.emit`, straight from memory."""
         num_pairs = length // (2 * BLOCK)
         some = (num_pairs + (self._most - 1)) // self._most
         num_parts = some.equals(0).where(some.like(1), some)

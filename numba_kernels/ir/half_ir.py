@@ -1,8 +1,8 @@
-"""A row's last, partial chunk with AVX2: by vectors of 8 lanes, which are its registers.
+"""A row's last, partial chunk with AVX2: by vectors of 8 lanes, as wide as its registers.
 
-Masked loads cost there, and lanes that hold nothing as much as others. Here a load takes what
-stands behind the groups with it: after a whole chunk that is still of the row, or of a vector's
-room (`numba_kernels.decode.vectors`). Scales of those lanes are zeros, so they add nothing.
+Masked loads are slow there, and empty lanes cost as much as others. Here a load also reads what
+follows the groups: after a whole chunk that is still in the row, or in a vector's buffer
+(`numba_kernels.decode.vectors`). Scales of those lanes are zeros, so they add nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
+"""Dot products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
 
 COLUMN_GROUP columns of a row share a scale, as in the quantized formats; their products add up
 exactly in int32, because no number is larger than MAX_WEIGHT or MAX_INPUT.
@@ -12,11 +12,17 @@ from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
 from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from hotcold.numba_kernels.ir.target import has_feature
-from hotcold.numba_kernels.ir.vec import F32, I16, I32, Vec, for_range
+from hotcold.numba_kernels.ir.vec import (
+    F32,
+    I16,
+    I32,
+    Arguments,
+    Vec,
+    codegen_of,
+    for_range,
+)
 
 COLUMN_GROUP = 64
 GROUP_PAIRS = COLUMN_GROUP // 2
@@ -30,11 +36,6 @@ _MAGNITUDE = 0x7FFFFFFF
 # For the instruction that stands by its name in code made here or kept from an earlier process:
 # without it LLVM ends the process.
 binding.initialize_native_asmparser()
-
-
-def has_word_matmul() -> bool:
-    """Whether the CPU that kernels are compiled for multiplies pairs of int16, 512 bits at once."""
-    return has_feature("avx512vnni")
 
 
 def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:

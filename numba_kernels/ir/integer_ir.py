@@ -1,4 +1,4 @@
-"""Vector IR for products of quantized rows with quantized vectors: exact within a group.
+"""Vector IR for dot products of quantized rows and vectors: exact within a group.
 
 Four bytes of every group are multiplied and added at once, and scales are applied once for 32
 weights. Integer sums are exact; float sums run chunk by chunk, so a product does not depend on how
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
-from hotcold.numba_kernels.ir.byte_dot import ByteMatmul
+from hotcold.numba_kernels.ir.byte_dot import ByteDot
 from hotcold.numba_kernels.ir.half_ir import Halves, takes_halves
 from hotcold.numba_kernels.ir.quantized_ir import (
     CHUNK_BYTES,
@@ -33,7 +33,7 @@ from hotcold.numba_kernels.ir.quantized_ir import (
     with_tops,
 )
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
-from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
+from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, stack_space
 
 _MAX_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
@@ -81,14 +81,14 @@ class _Products:
         self.num_counts = len(self.pairs) * self.num_halves  # of a chunk
         # Two chains of additions where registers allow: whole numbers add up the same either way.
         self.num_chains = 2 if self.num_counts <= _MAX_CHAINS else 1
-        self.multiply = ByteMatmul(row_format, self.num_chains)
+        self.multiply = ByteDot(row_format, self.num_chains)
         zeros = Vec.full(self.builder, 0, F32, LANES)
         self.totals = [Var(zeros) for _ in self.pairs]
 
     def emit(self, ahead: Sequence[Row]) -> list[Vec]:
         """The products; rows in `ahead` are prefetched in step."""
         if len(self.rows) > 1:
-            with_chunks(self.groups, self.bits, self._by_chunks, self._add_up_down)
+            with_chunks(self.groups, self.bits, self._by_chunks, self._add_rest)
         else:
             self._in_order(ahead)
         return [total.get().sum() for total in self.totals]
@@ -98,16 +98,16 @@ class _Products:
         number = self.groups // CHUNK_GROUPS
         rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.bits)
         few, many = _FewChunks(self, number), _Stretches(self, number)
-        is_short, has_up_down = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
+        is_short, has_rest = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
         last = self._last_chunk(number, rest)
         self.either(is_short, lambda: few.count(ahead), lambda: many.count(ahead))
-        with self.builder.if_then(has_up_down.value):
+        with self.builder.if_then(has_rest.value):
             last.count()
         self.either(is_short, few.add, many.add)
-        with self.builder.if_then(has_up_down.value):
+        with self.builder.if_then(has_rest.value):
             last.add()
         if ahead:
-            self._prefetch_up_down(ahead, number)
+            self._prefetch_rest(ahead, number)
 
     def _last_chunk(self, index: Vec, rest: Rest) -> _LastChunk:
         if not takes_halves(self.format):
@@ -122,8 +122,8 @@ class _Products:
             with second:
                 no()
 
-    def _prefetch_up_down(self, rows: Sequence[Row], number: Vec) -> None:
-        """Ask for what lies behind the values of the whole chunks."""
+    def _prefetch_rest(self, rows: Sequence[Row], number: Vec) -> None:
+        """Ask for what follows the values of the whole chunks."""
 
         def line(at: Vec) -> None:
             for row in rows:
@@ -132,8 +132,8 @@ class _Products:
         begin = number * CHUNK_BYTES[self.bits]
         for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, line)
 
-    def no_counts(self) -> list[Var]:
-        """Integer sums of a chunk that are still to be had."""
+    def zero_counts(self) -> list[Var]:
+        """Integer sums of a chunk, zero so far."""
         zeros = Vec.full(self.builder, 0, I32, LANES)
         return [Var(zeros) for _ in range(self.num_counts)]
 
@@ -184,7 +184,7 @@ class _Products:
         return (part if self.multiply.high_in_place else number + part) % self.num_chains
 
     def _without(self, added: list[Vec], counts: list[Vec]) -> list[Vec]:
-        """The counts less what each vector's half has too much in them."""
+        """The counts minus the offset that each vector's half adds to them."""
         if not self.multiply.half_offset:
             return counts
         return [
@@ -224,7 +224,7 @@ class _Products:
             assert minima is not None
             total.set(minima.fma(scaled[vector], total.get()))
 
-    def _add_up_down(self, rest: Rest) -> None:
+    def _add_rest(self, rest: Rest) -> None:
         self.add_scaled(rest.chunk, self.rest_counts(rest))
 
     def rest_counts(self, rest: Rest) -> list[Vec]:
@@ -283,7 +283,7 @@ class _LastChunk:
 
     def __init__(self, products: _Products, rest: Rest, halves: Halves | None = None) -> None:
         self.products, self.rest, self.halves = products, rest, halves
-        self.sums = products.no_counts()
+        self.sums = products.zero_counts()
 
     def count(self) -> None:
         """Read the values."""
@@ -300,13 +300,13 @@ class _LastChunk:
     def _add(self) -> None:
         self.products.add_scaled(self.rest.chunk, [count.get() for count in self.sums])
 
-    def _way(self, by_halves: Callable[[Halves], None], by_up_down: Callable[[], None]) -> None:
+    def _way(self, by_halves: Callable[[Halves], None], by_rest: Callable[[], None]) -> None:
         halves = self.halves
         if halves is None:
-            by_up_down()
+            by_rest()
             return
         has_whole = self.rest.chunk.index.differs(0)
-        self.products.either(has_whole, lambda: by_halves(halves), by_up_down)
+        self.products.either(has_whole, lambda: by_halves(halves), by_rest)
 
 
 class _FewChunks:
@@ -315,7 +315,7 @@ class _FewChunks:
     def __init__(self, products: _Products, number: Vec) -> None:
         self.products = products
         self.number = number
-        self.sums = [products.no_counts() for _ in range(_FEW_CHUNKS)]
+        self.sums = [products.zero_counts() for _ in range(_FEW_CHUNKS)]
 
     def count(self, ahead: Sequence[Row]) -> None:
         """Read the values."""
@@ -352,7 +352,7 @@ class _Stretches:
         self.number = number
         self.last = (number + -1) // _STRETCH * _STRETCH  # the last stretch's first chunk
         kind = ir.ArrayType(INTS, _STRETCH * products.num_counts)
-        self.waiting = room(products.builder, kind)
+        self.waiting = stack_space(products.builder, kind)
 
     def count(self, ahead: Sequence[Row]) -> None:
         """Read all values, and add all but the last stretch."""
@@ -388,6 +388,6 @@ class _Stretches:
 
 
 def _set_all(cells: list[Var], values: list[Vec]) -> None:
-    """Change all of them."""
+    """Set each cell to its value."""
     for cell, value in zip(cells, values, strict=True):
         cell.set(value)

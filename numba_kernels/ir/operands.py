@@ -1,4 +1,4 @@
-"""What products are made of, whatever the format: rows of weights, and vectors.
+"""Operands of dot products and sums, whatever the format: rows of weights, and vectors.
 
 A row is a `Row` of quantized weights or, of float weights, an address; a vector a `Vector` or an
 address, as `numba_kernels.decode.vectors.quantize_activations` gave it.
@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
-from hotcold.numba_kernels.ir.arguments import Array
-from hotcold.numba_kernels.ir.float_ir import FloatMatmul, FloatPanel, add_scaled, item_bytes
+from hotcold.numba_kernels.ir.float_ir import FloatDots, FloatPanel, add_scaled, item_bytes
 from hotcold.numba_kernels.ir.integer_ir import emit_products
 from hotcold.numba_kernels.ir.quantize_ir import ScaledSum
 from hotcold.numba_kernels.ir.quantized_ir import Row, Vector, format_of
 from hotcold.numba_kernels.ir.target import FLOATS_AHEAD, QUANTIZED_AHEAD
-from hotcold.numba_kernels.ir.vec import Ptr, Vec
+from hotcold.numba_kernels.ir.vec import Array, Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
 
@@ -61,7 +60,7 @@ class Weights:
     ) -> list[Vec]:
         if self.format:
             return emit_products(self.format, rows, vectors, self.groups, ahead, bytes_ahead)
-        return FloatMatmul(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
+        return FloatDots(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
 
     def panel(
         self,

@@ -1,8 +1,8 @@
-"""Products of pairs of 16-bit numbers, bfloat16 or integers: a tile with its sums in registers.
+"""Dot products of pairs of 16-bit numbers, bfloat16 or int16: a tile with its sums in registers.
 
 A tile is TILE_ROWS rows of weights times up to MAX_GROUPS groups of LANES tokens. Tokens are the
 lanes, so a pair of weights is broadcast to them and no sum crosses lanes; each token's sum has one
-order, whatever its company. The tile's sums fill the registers: for each pair of columns, four
+order, whatever its batch-mates. The tile's sums fill the registers: for each pair of columns, four
 loads of tokens and six of weights feed 24 instructions.
 """
 
@@ -12,8 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hotcold.numba_kernels.ir.arguments import Array
-from hotcold.numba_kernels.ir.vec import I32, Ptr, Var, Vec, for_range, whole_steps
+from hotcold.numba_kernels.ir.vec import (
+    I32,
+    Array,
+    Ptr,
+    Var,
+    Vec,
+    for_range,
+    whole_steps,
+)
 
 LANES = 16
 TILE_ROWS = 6
@@ -36,7 +43,7 @@ class PairInstruction:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is brought into the second-level cache meanwhile: so many bytes of each row a pair."""
+    """Rows prefetched into the second-level cache meanwhile, some bytes of each for every pair."""
 
     rows: list[Ptr]
     bytes_a_pair: Vec | int

@@ -162,7 +162,7 @@ class ScaledSum:
             if ahead:
                 prefetch(number * CHUNK_BYTES[self.bits], row_bytes(self.format, groups))
 
-        with_chunks(groups, self.bits, whole, self._add_up_down)
+        with_chunks(groups, self.bits, whole, self._add_rest)
 
     def emit_chunk(self, groups: Vec, index: Vec) -> None:
         """The columns of one chunk."""
@@ -172,7 +172,7 @@ class ScaledSum:
             with whole:
                 self._add(Chunk(index, groups.like(LANES), None))
             with rest:
-                self._add_up_down(Rest(index, left, self.bits))
+                self._add_rest(Rest(index, left, self.bits))
 
     def _add(self, chunk: Chunk) -> None:
         scales, minima = self._factors(chunk)
@@ -185,7 +185,7 @@ class ScaledSum:
             steps = [chunk.load(place, I32) for place in at]
             self._add_steps(target, number, steps, scales, minima)
 
-    def _add_up_down(self, rest: Rest) -> None:
+    def _add_rest(self, rest: Rest) -> None:
         scales, minima = (
             [rest.repeated(factor) for factor in factors] for factors in self._factors(rest.chunk)
         )

@@ -240,7 +240,7 @@ def joined(nibbles: Vec, pairs: Vec, turn: int) -> list[Vec]:
 
 
 def with_tops(nibbles: Vec, tops: list[Vec]) -> list[Vec]:
-    """The low and the high nibbles, with what stands above them."""
+    """The low and the high nibbles, with the bits above them."""
     return [part | top for part, top in zip(unpacked(4, nibbles), tops, strict=True)]
 
 
@@ -306,10 +306,10 @@ class Rest:
             places = Vec.of(ints.builder, range(LANES), I32) + distance
             return ints.call("llvm.x86.avx512.permvar.si.512", INTS, ints, places)
         if not has_feature("avx2"):
-            room = _room(ints.builder, 2)
-            room.store(ints)
-            (room + 4 * LANES).store(ints)  # any numbers
-            return (room + distance.astype(I64) * 4).load(I32, LANES)
+            space = _zeroed_space(ints.builder, 2)
+            space.store(ints)
+            (space + 4 * LANES).store(ints)  # any numbers
+            return (space + distance.astype(I64) * 4).load(I32, LANES)
         places = Vec.of(ints.builder, range(_HALF_LANES), I32) + distance
         low, high = (
             ints.take(range(first, first + _HALF_LANES)).call(
@@ -326,14 +326,14 @@ class Rest:
     def repeated(self, numbers: Vec) -> Vec:
         """The numbers (float32) of the groups, once for each step of a vector."""
         if not has_feature("avx2"):
-            room = _room(numbers.builder, 2)
+            space = _zeroed_space(numbers.builder, 2)
             for_range(
                 0,
                 self.num_turns.like(1) << self.halvings,
                 1,
-                lambda step: (room + step * self.chunk.num_lanes * 4).store(numbers),
+                lambda step: (space + step * self.chunk.num_lanes * 4).store(numbers),
             )
-            return room.load(F32, LANES)
+            return space.load(F32, LANES)
         lanes = Vec.of(numbers.builder, range(LANES), I32)
         places = lanes - self._step_of_lanes() * self.chunk.num_lanes.astype(I32)
         low, high = (
@@ -354,8 +354,8 @@ class Rest:
         return Vec.of(groups.builder, range(LANES), I32) * inverse >> 8
 
 
-def _room(builder: Any, num_vectors: int) -> Ptr:
-    """Memory of this call for so many vectors."""
+def _zeroed_space(builder: Any, num_vectors: int) -> Ptr:
+    """Memory on the stack for so many vectors, zeros."""
     return Ptr(builder, cgutils.alloca_once(builder, ir.ArrayType(INTS, num_vectors)))
 
 
@@ -371,7 +371,7 @@ def with_chunks(
 
 
 def value_offset(row_format: RowFormat) -> int:
-    """What a stored value is more than the number that it stands for."""
+    """How much a stored value exceeds the number that it stands for."""
     return 0 if row_format.has_min else {8: 0, 6: 32, 5: 16, 4: 8}[row_format.bits]
 
 

@@ -1,7 +1,7 @@
 """Tiles: weight rows and several tokens multiplied side by side, in LLVM vector IR.
 
 A row is widened once for all tokens of a tile, and a token's vector loaded once for all its rows.
-What holds of `numba_kernels.ir.vector_ir` holds here, too: a product has the same bits.
+A dot product has the same bits as in `numba_kernels.ir.vector_ir`.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,11 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import RowFormat
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
 from hotcold.numba_kernels.ir.operands import Vectors, Weights
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import has_feature
-from hotcold.numba_kernels.ir.vec import I64, Vec
+from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
 _MAX_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
@@ -154,7 +153,7 @@ def _emit_panel(
 
 @intrinsic
 def tile_panel(typingctx, weights, row, x, token, out, column):
-    """`tile_wide` for all tiles of a block of float rows; see `numba_kernels.ir.float_ir`."""
+    """`tile_wide` for all tiles of a block of float rows, by a `FloatPanel`."""
     signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
     return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_TILES))
 

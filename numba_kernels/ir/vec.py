@@ -4,6 +4,7 @@ A `Vec` is a value of LLVM together with the builder that emits code: `a * b + c
 and a sum of every lane. A number is a `Vec` of one lane; it, or a number of Python, meets a vector
 as in NumPy, in every lane. Integers are bits, which have no sign: `<`, `astype` and `shifted_right`
 take them as signed, `>>`, `//` and `below` as unsigned. A `Ptr` is an address, counted in bytes.
+`Arguments` are those of an intrinsic in these terms, and `codegen_of` makes one of a function.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
 F32 = ir.FloatType()
 HALF = ir.HalfType()
@@ -120,7 +121,7 @@ class Vec:
         return self._both(other, "lshr", "")
 
     def shifted_right(self, places: int) -> Vec:
-        """`>>` that keeps the sign."""
+        """`>>` of signed numbers."""
         return self._both(places, "ashr", "")
 
     def __neg__(self) -> Vec:
@@ -141,7 +142,7 @@ class Vec:
         return self._compared("!=", other)
 
     def below(self, other: Vec | int) -> Vec:
-        """`<` of numbers without sign."""
+        """`<` of unsigned numbers."""
         a, b = self._operands(other)
         return Vec(self.builder, self.builder.icmp_unsigned("<", a, b))
 
@@ -261,7 +262,7 @@ class Ptr:
         return mask.call(name, kind, typed, Vec.full(self.builder, 1, I32), mask, nothing)
 
     def touch(self) -> None:
-        """Read the byte here. The read is atomic: another one that nobody uses is left out."""
+        """Read the byte here. The read is atomic: LLVM drops ordinary ones that nobody uses."""
         self.builder.load_atomic(self.value, "monotonic", 1, typ=I8)
 
     def address(self) -> Vec:
@@ -297,8 +298,8 @@ class Var:
         self.builder.store(value.value, self._cell)
 
 
-def room(builder: Any, kind: Any) -> Ptr:
-    """Memory of this call for a value of LLVM's type `kind`; Numba's own would be zeroed first."""
+def stack_space(builder: Any, kind: Any) -> Ptr:
+    """Memory on the stack for a value of LLVM's type `kind`; unlike Numba's it is not zeroed."""
     with builder.goto_entry_block():
         return Ptr(builder, builder.alloca(kind))
 
@@ -321,3 +322,73 @@ def for_vectors(length: Vec, lanes: int, body: Callable[[Vec, int], None]) -> No
 def whole_steps(length: Vec, step: int) -> Vec:
     """The largest multiple of `step` that is not above `length`."""
     return length // step * step
+
+
+class Array:
+    """An array argument of an intrinsic."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        struct = context.make_array(kind)(context, builder, value=value)
+        self.builder = builder
+        self.kind = kind
+        self._start = Ptr(builder, struct.data)
+        self.shape = [Vec(builder, size) for size in cgutils.unpack_tuple(builder, struct.shape)]
+        self.strides = [Vec(builder, s) for s in cgutils.unpack_tuple(builder, struct.strides)]
+
+    def at(self, *indices: Vec | int) -> Ptr:
+        """The address of an item, or of a row's first where indices are left out."""
+        place = self._start
+        for index, stride in zip(indices, self.strides, strict=False):
+            place = place + stride * index
+        return place
+
+    def rows(self, first: Vec, column: Vec | int, count: int) -> list[Ptr]:
+        """The addresses of an item in `column` of so many rows from `first` on, of a matrix."""
+        corner = self.at(first, column)
+        return [corner + self.strides[0] * r for r in range(count)]
+
+
+class Arguments:
+    """An intrinsic's arguments, by their places."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Sequence[Any], values: Any) -> None:
+        self.builder = builder
+        self._context = context
+        self._kinds = kinds
+        self._values = values
+
+    def number(self, place: int) -> Vec:
+        """A number."""
+        return Vec(self.builder, self._values[place])
+
+    def numbers(self, *places: int) -> list[Vec]:
+        """Several numbers."""
+        return [self.number(place) for place in places]
+
+    def array(self, place: int) -> Array:
+        """An array."""
+        return Array(self._context, self.builder, self._kinds[place], self._values[place])
+
+    def arrays(self, place: int) -> list[Array]:
+        """The arrays of a named tuple, or an array alone."""
+        kind, value = self._kinds[place], self._values[place]
+        if not isinstance(kind, types.BaseNamedTuple):
+            return [self.array(place)]
+        return [
+            Array(self._context, self.builder, part, self.builder.extract_value(value, i))
+            for i, part in enumerate(kind.types)
+        ]
+
+
+def codegen_of(emit: Callable[[Arguments], Vec | Sequence[Vec] | None]) -> Any:
+    """What Numba calls for an intrinsic's code: `emit` gives its result, a tuple, or None."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        result = emit(Arguments(context, builder, signature.args, args))
+        if result is None:
+            return context.get_dummy_value()
+        if isinstance(result, Vec):
+            return result.value
+        return context.make_tuple(builder, signature.return_type, [one.value for one in result])
+
+    return codegen

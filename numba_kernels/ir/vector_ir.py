@@ -17,13 +17,19 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import QUANT_GROUP
-from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
 from hotcold.numba_kernels.ir.float_ir import item_bytes, read_through, round_to_bfloat16, widen
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights
 from hotcold.numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
 from hotcold.numba_kernels.ir.quantized_ir import Vector, format_of
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, LINES_AHEAD, PAGE_BYTES
-from hotcold.numba_kernels.ir.vec import Ptr, Vec, for_range, for_vectors
+from hotcold.numba_kernels.ir.vec import (
+    Arguments,
+    Ptr,
+    Vec,
+    codegen_of,
+    for_range,
+    for_vectors,
+)
 
 _INDEX = types.int64
 _FACTOR = types.float32

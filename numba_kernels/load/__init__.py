@@ -1,1 +1,1 @@
-"""Weights on their way into memory: copied, turned, quantized, converted."""
+"""Weights on their way into memory: copies, checks, conversions, quantization."""

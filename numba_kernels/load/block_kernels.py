@@ -19,7 +19,7 @@ from hotcold.numba_kernels.load.quantize_kernels import (
     store_q8,
 )
 
-# Codes that no row of Q8 has: -128. Of what `repack_kernel` returns.
+# What `repack_kernel` returns for codes that no row of Q8 has: -128.
 DOES_NOT_FIT = 3
 _LARGEST_HALF = np.float32(65504)
 

@@ -1,1 +1,1 @@
-"""What a prompt's many tokens compute: matrix products and sparse up and down."""
+"""A prompt's many tokens: matmul kernels, and up and down of the neurons that fire."""

@@ -1,9 +1,9 @@
-"""Products of 16-bit weights with the vectors of many tokens (prefill), as pairs of bfloat16.
+"""Matmul of 16-bit weights and many tokens (prefill), as pairs of bfloat16, by AVX512-BF16.
 
-A block of weights is converted into a buffer and then met by all tokens, a panel of them at a time:
-the buffer, the panel's part and the next block, which is brought in meanwhile, stay in the
-second-level cache. Sums wait in memory between parts. What each token gets does not depend on its
-company. Everything here is for CPUs where `has_pair_matmul`.
+A block of weights is converted into a buffer and then multiplied with all tokens, a panel of them
+at a time: the buffer, the panel's part and the next block, which is prefetched meanwhile, stay in
+the second-level cache. Sums wait in memory between parts. A token's result does not depend on its
+batch-mates.
 
 Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van de Geijn, 2008.
 """

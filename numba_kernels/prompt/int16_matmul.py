@@ -1,10 +1,9 @@
-"""Products of 16-bit weights with the vectors of many tokens (prefill), as pairs of int16.
+"""Matmul of 16-bit weights and many tokens (prefill), as pairs of int16, by AVX512-VNNI.
 
-For CPUs that have VNNI and no fast bfloat16 (`has_word_matmul`): twice as many products an
-instruction as in float32. Groups of columns are rounded to 13 bits and, of tokens, to 14, with a
-scale each: nearer than bfloat16's 8 bits where a group's numbers are alike. Blocks are as in
-`bfloat16_products`; a panel of tokens is met in parts that stay in the first-level cache. What each
-token gets does not depend on its company.
+An instruction multiplies twice as many numbers as in float32. Groups of columns are rounded to 13
+bits and, of tokens, to 14, with a scale each: nearer than bfloat16's 8 bits where a group's numbers
+are alike. Blocks are as in `bfloat16_matmul`; a panel of tokens is multiplied in parts that stay in
+the first-level cache. A token's result does not depend on its batch-mates.
 """
 
 import numpy as np
@@ -36,7 +35,7 @@ def num_column_groups(width: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def pack_words_kernel(x, tokens, scales, buffer, first, last):
+def pack_int16_kernel(x, tokens, scales, buffer, first, last):
     """Groups first..last-1 of `tokens` and `scales` = rounded pairs of x (T, d); checks nothing.
 
     tokens (groups, pairs, LANES) int32, scales (groups, groups of columns, LANES) float32: whole
@@ -61,10 +60,10 @@ def pack_words_kernel(x, tokens, scales, buffer, first, last):
 
 
 @njit(nogil=True, cache=True)
-def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first, last):
+def linear_int16_kernel(weights, tokens, token_scales, buffer, sums, out, first, last):
     """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
 
-    weights (N, d) uint16 (float16) or int16 (bfloat16); tokens: see `pack_words_kernel`
+    weights (N, d) uint16 (float16) or int16 (bfloat16); tokens: see `pack_int16_kernel`
     buffer (BUFFER_PAIRS,) int32, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
     """
     num_parts = token_scales.shape[1]

@@ -1,8 +1,8 @@
 """Up and down of a prompt's tokens, for the neurons that fire for each of them.
 
-Gates of a prompt are matrix products; where few fire, most of up and down need not be computed.
-Neurons are taken in blocks and columns of the output in parts, so that what many tokens read stays
-in the second-level cache while they pass by.
+A matmul computes a prompt's gates; where few fire, most of up and down need not be computed.
+Neurons go by in blocks and columns of the output in parts, so that what many tokens read stays in
+the second-level cache meanwhile.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ BLOCK = 256  # neurons; 256 KiB of a part of float16 rows
 
 
 class FiredNeurons(NamedTuple):
-    """Which neurons fire for which tokens, block by block: what is read together lies together.
+    """Which neurons fire for which tokens, block by block: what is read together is contiguous.
 
     Token t's of block b are ids[b, starts[b, t] : starts[b, t + 1]], and values, what each row of
     down is multiplied with, in the same way. Shapes and dtypes: ids (blocks, T * BLOCK) int32,
@@ -54,8 +54,8 @@ def list_fired(h, first, last, fired):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _bring_share(matrix, block, first_part, last_part, turn, num_turns):
-    """Prefetch some rows of a block, the next one: all at once would be more than a core awaits."""
+def _prefetch_share(matrix, block, first_part, last_part, turn, num_turns):
+    """Prefetch some rows of the next block: all at once would be more than a core has in flight."""
     first = block * BLOCK
     begin, end = first + BLOCK * turn // num_turns, first + BLOCK * (turn + 1) // num_turns
     for n in range(begin, min(end, matrix.shape[0])):
@@ -74,7 +74,7 @@ def prompt_up_kernel(up, bias, x, first, last, fired):
         ids, values, starts = fired.ids[block], fired.values[block], fired.starts[block]
         num_tokens = starts.shape[0] - 1
         for t in range(num_tokens):
-            _bring_share(up, block + 1, 0, parts, t, num_tokens)
+            _prefetch_share(up, block + 1, 0, parts, t, num_tokens)
             i, end = starts[t], starts[t + 1]
             while i + 4 <= end:
                 sums = dot_rows4(up, ids[i], ids[i + 1], ids[i + 2], ids[i + 3], x, t)
@@ -99,7 +99,7 @@ def prompt_down_kernel(down, fired, first, last, sums, out):
         begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])
         own = sums[part]
         own[:] = 0
-        _bring_share(down, 0, part, part + 1, 0, 1)
+        _prefetch_share(down, 0, part, part + 1, 0, 1)
         for block in range(fired.ids.shape[0]):
             _add_block(down, fired, block, part, own)
         for t in range(out.shape[0]):
@@ -111,7 +111,7 @@ def _add_block(down, fired, block, part, sums):
     ids, values, starts = fired.ids[block], fired.values[block], fired.starts[block]
     num_tokens = sums.shape[0]
     for t in range(num_tokens):
-        _bring_share(down, block + 1, part, part + 1, t, num_tokens)
+        _prefetch_share(down, block + 1, part, part + 1, t, num_tokens)
         i, end = starts[t], starts[t + 1]
         while i + 4 <= end:
             a, b, c, d = ids[i], ids[i + 1], ids[i + 2], ids[i + 3]
@@ -136,7 +136,7 @@ def num_parts(width: int) -> int:
 
 
 def empty_fired(num_tokens: int, num_neurons: int, empty: Empty = np.empty) -> FiredNeurons:
-    """Room for the worst case, in arrays empty(shape, dtype) of whatever was there."""
+    """Space for the worst case, in uninitialized arrays empty(shape, dtype)."""
     blocks = num_blocks(num_neurons)
     shape = blocks, num_tokens * BLOCK
     return FiredNeurons(

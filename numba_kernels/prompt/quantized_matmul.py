@@ -1,4 +1,4 @@
-"""Products of quantized weights with the vectors of many tokens (prefill)."""
+"""Matmul of quantized weights and many tokens (prefill), by integers."""
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import rows_kernel

@@ -20,8 +20,9 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.step_sizes import MatmulChoice
-from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
+from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.partition import require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -100,7 +101,6 @@ class InProcessSystem:
     first_number: int = 1
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
-    products: MatmulChoice | None = None
     hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
     weight_dtype: str = ""
@@ -126,7 +126,6 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
-            self.products,
             predictor_words=self.predictor_words,
             bundle_bytes=self.bundle_bytes,
         )

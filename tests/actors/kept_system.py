@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.system import System
 from hotcold.model.sampling import SamplingParams
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -20,7 +19,7 @@ NAME = "system-of-tests"
 
 
 def config_of(checkpoint: TinyCheckpoint, num_cpu_actors: int, exchange: str) -> SystemConfig:
-    """A system whose prompts are multiplied as no process with bfloat16 would choose by itself."""
+    """A system of so many CPU services, reached in that way."""
     return SystemConfig(
         str(checkpoint.path),
         num_cpu_actors=num_cpu_actors,
@@ -29,7 +28,6 @@ def config_of(checkpoint: TinyCheckpoint, num_cpu_actors: int, exchange: str) ->
         kv_dtype="float32",
         prefill_chunk=64,
         exchange=exchange,
-        products=MatmulChoice(bfloat16=False, integers=False),
     )
 
 

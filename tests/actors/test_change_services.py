@@ -177,7 +177,7 @@ def fail(*arguments: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "what",
-    [(Connection, "attach"), (Connection, "use_matmul"), (Connection, "require_partition"),
+    [(Connection, "attach"), (Connection, "require_partition"),
      (KvPool, "copy_to")],
     ids=lambda what: what[1],
 )  # fmt: skip
@@ -189,13 +189,6 @@ def test_what_fails_before_the_change_changes_nothing(
 ) -> None:
     with stand_in_system(host, config_of(copied.path)) as system:
         expected = tokens(system)
-        services = system.actor.services
-        if what[1] == "use_matmul":  # as if they had been agreed on while new services loaded
-            monkeypatch.setattr(
-                "hotcold.actors.processes.scaling.scaled_system",
-                lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
-            )
-            assert services.system.products is not None
         with monkeypatch.context() as patch:
             patch.setattr(*what, fail)
             outcome, found = scale_among_requests(system, 3)
@@ -206,29 +199,28 @@ def test_what_fails_before_the_change_changes_nothing(
         assert tokens(system) == expected
 
 
-def test_what_is_agreed_on_meanwhile_holds_on(
-    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_had_a_long_prompt", [True, False])
+def test_new_services_prepare_for_long_prompts(
+    copied: TinyCheckpoint,
+    host: StandInRay,
+    monkeypatch: pytest.MonkeyPatch,
+    has_had_a_long_prompt: bool,
 ) -> None:
-    """New services use the chosen matmul, and so do those that replace them."""
+    """At once where the old ones have, and so do those that replace them."""
     with stand_in_system(host, config_of(copied.path)) as system:
-        tokens(system)
-        agreed = system.actor.services.system.products
-        assert agreed is not None
+        services = system.actor.services
+        if has_had_a_long_prompt:
+            expected = tokens(system)
+        assert services.connection.has_matmul == has_had_a_long_prompt
+        begun: list[list[int]] = []
         monkeypatch.setattr(
-            "hotcold.actors.processes.scaling.scaled_system",
-            lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
+            Connection, "begin_prompts", lambda self, services: begun.append(list(services))
         )
-        chosen = []
-        use_matmul = Connection.use_matmul
-
-        def counted(new: Connection, products: Any, services: Any) -> None:
-            chosen.append((products, list(services)))
-            use_matmul(new, products, services)
-
-        monkeypatch.setattr(Connection, "use_matmul", counted)
         system.actor.scale(2)
-        assert system.actor.services.system.products == agreed
-        assert chosen == [(agreed, [1, 2])]
+        assert begun.count([1, 2]) == has_had_a_long_prompt  # idle ones begin all together
+        if has_had_a_long_prompt:
+            assert not services.connection.has_matmul  # the next long prompt awaits them
+            assert tokens(system) == expected and services.connection.has_matmul
 
 
 def test_without_room_for_new_services_the_old_ones_go_on(

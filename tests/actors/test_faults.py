@@ -166,7 +166,7 @@ def test_a_service_without_memory_is_replaced(eight: Eight) -> None:
         def combine(*arguments: Any) -> None:
             raise MemoryError("no room")
 
-        host._service._products.get().combine = combine
+        host._service._matmul.get().combine = combine
 
     before = eight.pids()["cpu1"]
     eight.in_service(2, spoil)

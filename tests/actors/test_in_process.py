@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hotcold.actors.protocol.failures import RequestError
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
-from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
-from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -33,6 +32,11 @@ WAYS = {
     "prefill then decode": [35, 1, 1],
 }
 MODES = ["dense", "exact"]
+
+
+def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
+    """Prompts are multiplied as on a CPU that has no other features for it."""
+    monkeypatch.setattr("hotcold.actors.cpu.matmul.matmul_features", lambda: frozenset(features))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -178,14 +182,21 @@ def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
     ("dtype", "kv_dtype", "bound"), [("float16", "float16", 4e-3), ("bfloat16", "float32", 1e-5)]
 )
 @pytest.mark.parametrize("variant", ["llama-gqa", "llama-mlp-bias", "opt-postnorm", "falcon-bias"])
-def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bound: float) -> None:
+def test_half_precision(
+    tiny: Tiny,
+    variant: str,
+    dtype: str,
+    kv_dtype: str,
+    bound: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checkpoint = tiny(variant, dtype)
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
         for way in ([1], [3, 5]):
             found = system.logits("exact", checkpoint.ids, way)
             assert relative_difference(found, checkpoint.logits) < bound, way
-    products = MatmulChoice(bfloat16=False, integers=False)  # as on a CPU without bfloat16
-    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
+    as_on_a_cpu_with(monkeypatch)
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
         found = system.logits("exact", checkpoint.ids, [40])
         assert relative_difference(found, checkpoint.logits) < bound
 
@@ -208,29 +219,32 @@ def test_queries_of_a_prompt_attend_in_parts(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-@pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])
+@pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16"])
 def test_prefill_rounds_like_bfloat16_of_transformers(
-    tiny: Tiny, own: bool, variant: str, dtype: str
+    tiny: Tiny, feature: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if own and not has_pair_matmul():
+    """By own kernels, and by torch as where it has AMX; any CPU can do the latter."""
+    if feature == "avx512bf16" and not has_feature(feature):
         pytest.skip("a CPU without AVX512-BF16")
+    as_on_a_cpu_with(monkeypatch, feature)
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
-    products = MatmulChoice(bfloat16=True, integers=False, own_bfloat16=own)
-    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
             difference = relative_difference(found, checkpoint.logits)
             assert difference < 2 * checkpoint.bfloat16_difference, way
 
 
-@pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI")
+@pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-def test_prefill_in_words_is_nearer_than_bfloat16(tiny: Tiny, variant: str, dtype: str) -> None:
+def test_prefill_in_int16_is_nearer_than_bfloat16(
+    tiny: Tiny, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_cpu_with(monkeypatch, "avx512vnni")
     checkpoint = tiny(variant, dtype)
-    products = MatmulChoice(bfloat16=False, integers=False, words=True)
-    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype="float32", products=products) as system:
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype="float32") as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
             difference = relative_difference(found, checkpoint.logits)

@@ -1,15 +1,14 @@
-"""What only long prompts need: had late, chosen once, and told where it cannot be had."""
+"""What only long prompts need: made late, awaited by the first of them, an error where it fails."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +18,22 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.arrays import inv_freq, rope_cache_path
-from hotcold.actors.cpu import matmul, matmul_choice
+from hotcold.actors.attention.rope_cache import cache_path, inv_freq
+from hotcold.actors.cpu import matmul
+from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
+from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul, TorchMatmul
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.processes.system_services import SystemServices
-from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import CacheLost, RequestError, ServiceLost
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.system import System
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -101,7 +102,7 @@ def test_steps_of_few_tokens_do_without_torch(tiny: Tiny) -> None:
     assert json.loads(done.stdout) == [False, False, True]
 
 
-def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Counted(matmul.Matmul):
@@ -110,8 +111,7 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
             made.append(self)
 
     monkeypatch.setattr(matmul, "Matmul", Counted)
-    wide = MatmulChoice(bfloat16=False, integers=False)
-    late = LazyMatmul(2, [np.dtype(np.uint16)], (), wide)
+    late = LazyMatmul(2, [np.dtype(np.uint16)])
     assert not made
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(late.get())) for _ in range(4)]
@@ -119,60 +119,46 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == made * 4
-    late.choose(MatmulChoice(bfloat16=True, integers=False))
-    assert late.get() is made[0] and made[0]._choice.bfloat16
+    assert len(made) == 1 and found == made * 4
     late.close()
     with pytest.raises(RuntimeError), made[0].at_once():
         made[0].then(lambda thread: None)
 
 
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where this machine keeps its choice of products: nowhere yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    matmul_choice._choose.cache_clear()
-    yield tmp_path / "hotcold" / "products"
-    matmul_choice._choose.cache_clear()
+ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
+SAPPHIRE_RAPIDS = {"amx-bf16", *ZEN_4}
 
 
-def test_starts_choose_alike_however_the_first_trial_went(
-    monkeypatch: pytest.MonkeyPatch, kept: Path
+@pytest.mark.parametrize(
+    ("features", "halves", "quantized_sums"),
+    [
+        (SAPPHIRE_RAPIDS, (TorchBfloat16Matmul, TorchBfloat16Matmul), TorchBfloat16Matmul),
+        (ZEN_4, (Bfloat16Matmul, Bfloat16Matmul), TorchBfloat16Matmul),
+        ({"avx512vnni"}, (Int16Matmul, TorchMatmul), TorchMatmul),
+        (set(), (TorchMatmul, TorchMatmul), TorchMatmul),
+    ],
+    ids=["AMX", "BF16", "VNNI", "AVX2"],
+)
+def test_features_and_format_choose_the_kind(
+    features: set[str], halves: tuple[type, type], quantized_sums: type
 ) -> None:
-    def choose_anew(float32_s: float) -> MatmulChoice:
-        times = itertools.chain([float32_s, 1.0], itertools.repeat(1.0))
-        monkeypatch.setattr(matmul_choice, "_fastest", lambda product: next(times))
-        matmul_choice._choose.cache_clear()
-        return matmul_choice.choose_matmul()
-
-    slow = choose_anew(100.0)
-    assert slow.bfloat16
-    assert choose_anew(0.001) == slow
-    (file,) = kept.iterdir()
-    for damage in ("", "{}", '{"bfloat16": 1, "integers": 0}', "[]"):
-        file.write_text(damage)
-        assert not choose_anew(0.001).bfloat16
-    assert [file] == list(kept.iterdir())
+    for half in (np.uint16, np.int16):
+        assert matmul.matmul_kinds(np.dtype(half), features) == halves
+    for quantized in (Q8, Q4, Q6):
+        assert matmul.matmul_kinds(quantized, features) == (QuantizedMatmul, quantized_sums)
+    assert matmul.matmul_kinds(np.dtype(np.float32), features) == (TorchMatmul, TorchMatmul)
 
 
-def test_threads_that_ask_at_once_are_told_the_same(
-    monkeypatch: pytest.MonkeyPatch, kept: Path
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_amx_counts_where_processes_may_use_it(
+    is_usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([1.0, 2.0] * 100)
-    monkeypatch.setattr(matmul_choice, "_fastest", lambda product: next(answers))
-    found: list[MatmulChoice] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(matmul_choice.choose_matmul()))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 4 and len(set(found)) == 1
+    monkeypatch.setattr(matmul, "has_feature", SAPPHIRE_RAPIDS.__contains__)
+    monkeypatch.setattr("torch.cpu._init_amx", lambda: is_usable)
+    assert matmul.matmul_features() == (SAPPHIRE_RAPIDS if is_usable else ZEN_4)
 
 
-def test_a_long_prompt_tells_what_cannot_be_had(tiny: Tiny) -> None:
+def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
     """The driver's hook is called before long prompts and before counts, and for nothing else."""
     checkpoint = tiny("llama-relu")
     asked: list[str] = []
@@ -209,62 +195,55 @@ def test_a_long_prompt_tells_what_cannot_be_had(tiny: Tiny) -> None:
         driver.close()
 
 
-class Handle:
-    """A service's actor that chooses `choice`, and keeps what it is told to use."""
+def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may compile meanwhile, so the watch waits for them as while they start."""
+    prepared: list[str] = []
 
-    def __init__(self, choice: MatmulChoice) -> None:
-        self.used: list[MatmulChoice] = []
-        self.choose_matmul = SimpleNamespace(remote=lambda: choice)
-        self.use_matmul = SimpleNamespace(remote=self.used.append)
-        self.ping = SimpleNamespace(remote=lambda: pytest.fail("all have answered"))
+    def handle(name: str) -> Any:
+        def prepare() -> None:
+            assert connection.watch.starting
+            prepared.append(name)
 
+        return SimpleNamespace(
+            prepare_prompts=SimpleNamespace(remote=prepare),
+            ping=SimpleNamespace(remote=lambda: pytest.fail("all have answered")),
+        )
 
-def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chooses; what one cannot none does. Fresh processes are told by the layout."""
-    choices = [MatmulChoice(True, True, True), MatmulChoice(True, False, True)]
-    handles = [Handle(choice) for choice in choices]
     connection: Any = Connection.__new__(Connection)
-    connection.handles, connection.names = handles, ["gpu", "cpu0"]
+    connection.names = ["gpu", "cpu0"]
+    connection.handles = [handle(name) for name in connection.names]
     connection.specs = [None, None]  # one a service
-
-    class Replacer:
-        layout: Any = None
-
-        def change_layout(self, layout: Any) -> None:
-            self.layout = layout
-
-    connection.watch, connection.replacer = ActorWatch(connection.names, handles), Replacer()
+    connection.watch = ActorWatch(connection.names, connection.handles)
     connection.watch.starting = False
-    connection._layout = ArenaLayout(2, 1, 1, 1, 1, 1, 1, 1)
+    connection.replacer = SimpleNamespace(prepares_prompts=False)
     monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
-    monkeypatch.setattr(ray, "get", lambda call, timeout: call)
-    agreed = MatmulChoice(True, False, True)
-    assert connection.agree_on_matmul() == agreed
-    assert [handle.used for handle in handles] == [[agreed], [agreed]]
-    assert connection.replacer.layout.products == agreed
-    assert not connection.watch.starting
 
     def lost(call: Any, timeout: float) -> Any:
         raise ray.exceptions.RayActorError
 
     monkeypatch.setattr(ray, "get", lost)
     with pytest.raises(ServiceLost, match="the gpu service died"):
-        connection.agree_on_matmul()
+        connection.prepare_prompts()
+    assert not connection.has_matmul and not connection.watch.starting
+    monkeypatch.setattr(ray, "get", lambda call, timeout: call)
+    connection.prepare_prompts()
+    assert prepared == connection.names * 2
+    assert connection.has_matmul and not connection.watch.starting
 
 
-def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
+def test_a_lost_service_is_replaced_before_the_rest_prepare() -> None:
     host: Any = SystemServices.__new__(SystemServices)
-    host.system = SystemConfig("somewhere")
-    choice, renewed = MatmulChoice(True, False), []
-    answers: list[Any] = [ServiceLost(1, "the cpu0 service died; start again"), choice]
+    renewed = []
+    answers: list[Any] = [ServiceLost(1, "the cpu0 service died; start again"), None]
 
     class Services:
-        def agree_on_matmul(self) -> MatmulChoice:
+        has_matmul = False
+
+        def prepare_prompts(self) -> None:
             answer = answers.pop(0)
-            if isinstance(answer, Exception):
+            if answer is not None:
                 raise answer
-            found: MatmulChoice = answer
-            return found
+            self.has_matmul = True
 
     class Exchange:
         def renew(self, service: int, cause: str) -> None:
@@ -272,15 +251,15 @@ def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
 
     host.connection, host.exchange = Services(), Exchange()
     host.prepare_matmul()
-    host.prepare_matmul()  # agreed, for the system's life
+    host.prepare_matmul()  # once is enough
     assert renewed == [(1, "the cpu0 service died")]
-    assert host.system.products == choice and not answers
+    assert not answers
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("local_ray")
-def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
-    """Prepared for when idle, agreed on with a service that was lost, kept by one lost later."""
+def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
+    """Also by services that replace lost ones, which multiply as those did."""
     config = SystemConfig(
         str(tiny("llama-gqa", "float16").path), context_length=128, prefill_chunk=64
     )
@@ -296,18 +275,13 @@ def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]
 
         for _ in range(600):
-            if all(of_services(lambda host: host._service._products._made is not None)):
+            if all(of_services(lambda host: host._service._matmul._made is not None)):
                 break
             threading.Event().wait(0.1)
         else:
             raise AssertionError("nothing was prepared")
         system.complete(short)
-        assert system.call("describe").products is None  # until a long prompt needs it
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         expected = system.complete(long).ids
-        agreed = system.call("describe").products
-        assert agreed is not None
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         assert system.complete(long).ids == expected
-        assert system.call("describe").products == agreed
-        assert of_services(lambda host: host._service._products._choice) == [agreed] * 2

@@ -69,7 +69,7 @@ def test_services_stay_on_their_nodes(
         services = {service.pid: service for service in running_services()}
     assert set(threads["cpu0"]) == {(first,)}
     assert set(threads["cpu1"]) == {(second,)}
-    # Its serving threads and its products' threads; the others follow the process.
+    # Its serving threads and those of its matmul; the others follow the process.
     assert threads["gpu"][(first,)] >= 1 and threads["gpu"][(second,)] >= 1
     assert set(threads["gpu"]) == {(first,), (second,), (first, second)}
     assert (first,) not in threads["driver"] and (second,) not in threads["driver"]

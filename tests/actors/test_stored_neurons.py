@@ -22,7 +22,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from hotcold.actors.protocol.offloaded_neurons import ALONE, OffloadedShare
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.bundles import direct
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
@@ -323,7 +323,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
 
 def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     path = make_model("q-llama-tied", tmp_path / "m")
-    common: dict[str, Any] = {"weight_dtype": "q8", "products": MatmulChoice(True, True)}
+    common: dict[str, Any] = {"weight_dtype": "q8"}
     packed(path, "q8")
     stores = [StoredSystem(path, 1, 2, **common, **store) for store in STORES[:3]]
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
@@ -334,7 +334,6 @@ def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     path = make_model("q-llama", tmp_path / "m")
     packed(path, weight_dtype)
     common: dict[str, Any] = {"weight_dtype": weight_dtype, "has_down_norms": True}
-    common |= {"products": MatmulChoice(True, True)}
     stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
     modes = ["exact", "dense", "sign", THRESHOLD]
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)

@@ -14,7 +14,6 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -57,7 +56,6 @@ class Hosts:
             kv_dtype="float32",
             predictors_path=str(predictors_path(self.path, "sign")) if mode == "sign" else "",
             hosts=hosts,
-            products=MatmulChoice(bfloat16=False, integers=False),
             storage=storage,
         )
 

@@ -12,7 +12,6 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import AnswerFailed
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,

@@ -22,7 +22,7 @@ from hotcold.actors.attention.cuda.prompt import PromptWork
 from hotcold.actors.attention.cuda.step import StepWork, TokenPositions, whole_length, whole_step
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from hotcold.numba_kernels.serve.mailbox import (

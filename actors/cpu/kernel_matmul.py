@@ -1,4 +1,7 @@
-"""Products of 16-bit weights with many tokens' vectors, by this project's kernels."""
+"""Matmul of many tokens' vectors by this project's kernels, one class a format of operands.
+
+Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,6 +11,7 @@ import numpy as np
 from hotcold.actors.cpu.thread_team import Then
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt import bfloat16_matmul, int16_matmul
@@ -18,21 +22,17 @@ from hotcold.numba_kernels.prompt.bfloat16_matmul import (
     pack_tokens_kernel,
 )
 from hotcold.numba_kernels.prompt.int16_matmul import (
-    linear_words_kernel,
+    linear_int16_kernel,
     num_column_groups,
-    pack_words_kernel,
+    pack_int16_kernel,
 )
+from hotcold.numba_kernels.prompt.quantized_matmul import matmul_kernel, quantize_kernel
 
-
-class Words(NamedTuple):
-    """Tokens in pairs of int16, and the scales of their groups of columns."""
-
-    tokens: np.ndarray
-    scales: np.ndarray
+_ROWS = 8  # of quantized weights a thread has whole ones: as many as some tile takes side by side
 
 
 class _Space:
-    """An array that is kept from call to call, as it takes long to get."""
+    """An array that is kept from call to call: new memory takes long to get."""
 
     def __init__(self, dtype: type) -> None:
         self._items = aligned_empty((0,), dtype)
@@ -45,11 +45,8 @@ class _Space:
         return self._items[:count].reshape(shape)
 
 
-class PairMatmul:
-    """Products of bfloat16.
-
-    Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
-    """
+class Bfloat16Matmul:
+    """16-bit weights times activations, both rounded to bfloat16; sums are float32."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
@@ -98,18 +95,25 @@ class PairMatmul:
         self._then(multiply)
 
 
-class WordMatmul:
-    """Products of int16 with scales; each thread has rows, and a buffer of its own."""
+class Int16Tokens(NamedTuple):
+    """Tokens in pairs of int16, and the scales of their groups of columns."""
+
+    tokens: np.ndarray
+    scales: np.ndarray
+
+
+class Int16Matmul:
+    """16-bit weights times activations, both rounded to int16 with a scale a group of columns."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
-        """See `PairMatmul`."""
+        """As `Bfloat16Matmul`."""
         self._num_threads, self._then = num_threads, then
         self._buffers = _buffers(int16_matmul.BUFFER_PAIRS, num_threads)
         self._tokens, self._scales, self._sums = (
             _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
         )
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> Words:
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> Int16Tokens:
         """x (T, d) float32 in pairs with scales, LANES tokens side by side, in space kept."""
         groups, parts = num_groups(x.shape[0]), num_column_groups(x.shape[1])
         tokens = self._tokens.shaped(groups, parts * GROUP_PAIRS, LANES)
@@ -117,20 +121,52 @@ class WordMatmul:
 
         def pack(thread: int) -> None:
             part = split_range(groups, thread, self._num_threads, 1)
-            pack_words_kernel(x, tokens, scales, self._buffers[thread], *part)
+            pack_int16_kernel(x, tokens, scales, self._buffers[thread], *part)
 
         self._then(pack)
-        return Words(tokens, scales)
+        return Int16Tokens(tokens, scales)
 
-    def linear(self, operand: Words, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T; see `PairMatmul.linear`."""
+    def linear(self, operand: Int16Tokens, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T, as `Bfloat16Matmul.linear`."""
         groups = operand.tokens.shape[0]
         sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS, groups, LANES)
 
         def multiply(thread: int) -> None:
             part = split_range(weights.shape[0], thread, self._num_threads, LANES)
             buffer = self._buffers[thread]
-            linear_words_kernel(weights, *operand, buffer, sums[thread], out, *part)
+            linear_int16_kernel(weights, *operand, buffer, sums[thread], out, *part)
+
+        self._then(multiply)
+
+
+class QuantizedMatmul:
+    """Quantized weights times vectors quantized like them, as integers."""
+
+    def __init__(self, num_threads: int, then: Then) -> None:
+        """As `Bfloat16Matmul`."""
+        self._num_threads, self._then = num_threads, then
+        self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
+
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> QuantizedVectors:
+        """The vectors of x (T, d) float32, in space that is kept from call to call."""
+        num_tokens, width = x.shape
+        if self._vectors.values.shape[1] < num_tokens or self._vectors.values.shape[2] < width:
+            self._vectors = empty_vectors(1, num_tokens, width)
+        vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
+
+        def quantize(thread: int) -> None:
+            part = split_range(num_tokens, thread, self._num_threads, 1)
+            quantize_kernel(weights, x, vectors, *part)
+
+        self._then(quantize)
+        return vectors
+
+    def linear(self, operand: QuantizedVectors, weights: np.ndarray, out: np.ndarray) -> None:
+        """out (T, N) float32 = vectors @ weights.T; weights (N, row bytes) of ROW_FORMATS."""
+
+        def multiply(thread: int) -> None:
+            part = split_range(weights.shape[0], thread, self._num_threads, _ROWS)
+            matmul_kernel(weights, operand, out, *part)
 
         self._then(multiply)
 

@@ -1,4 +1,4 @@
-"""Products in pairs of bfloat16 against float64 products of the same rounded numbers."""
+"""Matmul in pairs of bfloat16 against float64 of the same rounded numbers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu.pair_matmul import PairMatmul
-from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
+from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_pair_matmul(), reason="a CPU with AVX512-BF16")
+pytestmark = pytest.mark.skipif(not has_feature("avx512bf16"), reason="a CPU with AVX512-BF16")
 KINDS = ["f16", "bf16"]
 
 
@@ -22,31 +22,31 @@ def narrowed(array: np.ndarray) -> np.ndarray:
     return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16).double().numpy()
 
 
-def in_turn(num_threads: int) -> PairMatmul:
-    """Products by threads that are played one after the other."""
+def in_turn(num_threads: int) -> Bfloat16Matmul:
+    """With threads that are played one after the other."""
 
-    def each_thread(run: Callable[[int], None]) -> None:
+    def each_thread(phase: Callable[[int], None]) -> None:
         for thread in range(num_threads):
-            run(thread)
+            phase(thread)
 
-    return PairMatmul(num_threads, each_thread)
+    return Bfloat16Matmul(num_threads, each_thread)
 
 
-def ask(
-    products: PairMatmul, name: str, x: np.ndarray, weights: np.ndarray, out: np.ndarray
+def run(
+    matmul: Bfloat16Matmul, name: str, x: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> None:
     """out = x @ weights.T ("linear") or x @ weights ("combine")."""
     if name == "linear":
-        products.linear(products.operand(x, weights), weights, out)
+        matmul.linear(matmul.operand(x, weights), weights, out)
     else:
-        products.combine(x, weights, out)
+        matmul.combine(x, weights, out)
 
 
 def multiply(name: str, x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.ndarray:
     """x @ weights.T ("linear") or x @ weights ("combine")."""
     width = weights.shape[0] if name == "linear" else weights.shape[1]
     out = np.full((x.shape[0], width), np.nan, np.float32)
-    ask(in_turn(num_threads), name, x, weights, out)
+    run(in_turn(num_threads), name, x, weights, out)
     return out
 
 
@@ -56,7 +56,7 @@ def multiply(name: str, x: np.ndarray, weights: np.ndarray, num_threads: int = 1
     ("num_tokens", "height", "width"),
     [(1, 1, 1), (5, 37, 71), (16, 6, 2), (33, 101, 1027), (70, 97, 1184), (130, 600, 96)],
 )
-def test_products(kind: str, name: str, num_tokens: int, height: int, width: int) -> None:
+def test_linear_and_combine(kind: str, name: str, num_tokens: int, height: int, width: int) -> None:
     weights = random_bits(1, BITS[kind], height, width)
     x = random_floats(2, num_tokens, width if name == "linear" else height)
     rows = narrowed(reference.widened(weights))
@@ -68,7 +68,7 @@ def test_products(kind: str, name: str, num_tokens: int, height: int, width: int
 
 
 @pytest.mark.parametrize("name", ["linear", "combine"])
-def test_a_token_does_not_depend_on_its_company(name: str) -> None:
+def test_a_token_does_not_depend_on_its_batch_mates(name: str) -> None:
     weights, x = random_bits(3, BITS["f16"], 300, 300), random_floats(4, 90, 300)
     together = multiply(name, x, weights, 2)
     for first, last in ((0, 1), (3, 20), (20, 85), (89, 90)):
@@ -98,12 +98,12 @@ def test_what_is_not_finite_stays_in_its_place(kind: str, name: str) -> None:
 
 def test_space_that_held_other_numbers_does_not_matter() -> None:
     """One object for matrices of many sizes, as a service has it."""
-    products = in_turn(2)
+    matmul = in_turn(2)
     for seed, (num_tokens, height, width) in enumerate([(64, 97, 600), (3, 7, 5), (40, 61, 33)]):
         weights = random_bits(seed, BITS["f16"], height, width)
         weights[0, 0] = 0x7C00 if seed == 0 else weights[0, 0]
         for name, inner in (("linear", width), ("combine", height)):
             x = random_floats(9 + seed, num_tokens, inner)
             out = np.empty((num_tokens, height if name == "linear" else width), np.float32)
-            ask(products, name, x, weights, out)
+            run(matmul, name, x, weights, out)
             assert out.tobytes() == multiply(name, x, weights).tobytes()

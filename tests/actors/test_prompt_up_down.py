@@ -10,7 +10,6 @@ import pytest
 
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.prompt_ffn import prompt_ffn
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 
@@ -19,8 +18,8 @@ NUM_TOKENS, WIDTH, NEURONS = 40, 32, 64
 
 
 @pytest.fixture
-def products() -> Iterator[Matmul]:
-    made = Matmul(2, [np.dtype(np.float32)], choice=MatmulChoice(False, False))
+def matmul() -> Iterator[Matmul]:
+    made = Matmul(2, [])
     yield made
     made.close()
 
@@ -28,13 +27,13 @@ def products() -> Iterator[Matmul]:
 @pytest.mark.parametrize(
     ("name", "skip_silent", "order"),
     [
-        ("relu", True, ["products", "rest", "products"]),
-        ("relu", False, ["rest", "products"]),
-        ("drelu", True, ["rest", "products", "products"]),
+        ("relu", True, ["matmul", "up_down", "matmul"]),
+        ("relu", False, ["up_down", "matmul"]),
+        ("drelu", True, ["up_down", "matmul", "matmul"]),
     ],
 )
 def test_when_up_and_down_rows_are_awaited(
-    products: Matmul,
+    matmul: Matmul,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     skip_silent: bool,
@@ -45,14 +44,14 @@ def test_when_up_and_down_rows_are_awaited(
     x = draw.standard_normal((NUM_TOKENS, WIDTH)).astype(np.float32)
     late = np.full_like(up, np.nan), np.full_like(down, np.nan)
     seen: list[str] = []
-    run = products.run
+    run = matmul.run
 
     def noted_run() -> None:
-        seen.append("products")
+        seen.append("matmul")
         run()
 
     def await_up_down() -> None:
-        seen.append("rest")
+        seen.append("up_down")
         late[0][:], late[1][:] = up, down
 
     def output(rows: tuple[np.ndarray, np.ndarray], **options: Any) -> np.ndarray:
@@ -61,11 +60,11 @@ def test_when_up_and_down_rows_are_awaited(
         arrays = FfnArrays(offsets, gate, *rows, none, none, no_bias, NO_NORMS)
         out = np.empty((NUM_TOKENS, WIDTH), np.float32)
         function = activation(name, 0.0)
-        prompt_ffn(products, arrays, 0, x, function, out, skip_silent=skip_silent, **options)
+        prompt_ffn(matmul, arrays, 0, x, function, out, skip_silent=skip_silent, **options)
         return out
 
     expected = output((up, down))
     assert np.abs(expected).max() > 1
-    monkeypatch.setattr(products, "run", noted_run)
+    monkeypatch.setattr(matmul, "run", noted_run)
     np.testing.assert_array_equal(output(late, await_up_down=await_up_down), expected)
     assert seen == order

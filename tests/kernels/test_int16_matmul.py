@@ -1,4 +1,4 @@
-"""Products in pairs of int16 against float64 products, exact and of the same rounded numbers."""
+"""Products in pairs of int16 against float64 matmul, exact and of the same rounded numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.pair_matmul import WordMatmul
-from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
+from hotcold.actors.cpu.kernel_matmul import Int16Matmul
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI")
+pytestmark = pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
 KINDS = ["f16", "bf16"]
 COLUMN_GROUP = 64
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,27 +38,27 @@ def rounded(array: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-def in_turn(num_threads: int) -> WordMatmul:
-    """Products by threads that are played one after the other."""
+def in_turn(num_threads: int) -> Int16Matmul:
+    """With threads that are played one after the other."""
 
     def each_thread(run: Callable[[int], None]) -> None:
         for thread in range(num_threads):
             run(thread)
 
-    return WordMatmul(num_threads, each_thread)
+    return Int16Matmul(num_threads, each_thread)
 
 
 def multiply(x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.ndarray:
     """x @ weights.T."""
     out = np.full((x.shape[0], weights.shape[0]), np.nan, np.float32)
-    products = in_turn(num_threads)
-    products.linear(products.operand(x, weights), weights, out)
+    matmul = in_turn(num_threads)
+    matmul.linear(matmul.operand(x, weights), weights, out)
     return out
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_tokens", "height", "width"), SHAPES)
-def test_products(kind: str, num_tokens: int, height: int, width: int) -> None:
+def test_linear(kind: str, num_tokens: int, height: int, width: int) -> None:
     weights = random_bits(1, BITS[kind], height, width)
     x, wide = random_floats(2, num_tokens, width), reference.widened(weights).astype(np.float64)
     near_x, near = rounded(x, 8191), rounded(wide, 4095)
@@ -81,7 +81,7 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     assert not multiply(x, np.zeros_like(weights)).any()
 
 
-def test_a_token_does_not_depend_on_its_company() -> None:
+def test_a_token_does_not_depend_on_its_batch_mates() -> None:
     weights, x = random_bits(3, BITS["f16"], 300, 300), random_floats(4, 90, 300)
     together = multiply(x, weights, 2)
     for first, last in ((0, 1), (3, 20), (20, 85), (89, 90)):
@@ -110,25 +110,25 @@ def test_what_is_not_finite_stays_in_its_place(kind: str, width: int) -> None:
 
 def test_space_that_held_other_numbers_does_not_matter() -> None:
     """One object for matrices of many sizes, as a service has it."""
-    products = in_turn(2)
+    matmul = in_turn(2)
     for seed, (num_tokens, height, width) in enumerate([(64, 97, 600), (3, 7, 5), (40, 61, 33)]):
         weights, x = random_bits(seed, BITS["f16"], height, width), random_floats(9, 64, width)
         x = x[:num_tokens]
         if seed == 0:
             weights[0, 0] = 0x7C00
         out = np.empty((num_tokens, height), np.float32)
-        products.linear(products.operand(x, weights), weights, out)
+        matmul.linear(matmul.operand(x, weights), weights, out)
         assert out.tobytes() == multiply(x, weights).tobytes()
 
 
 MULTIPLY = """
 import numpy as np
-from hotcold.actors.cpu.pair_matmul import WordMatmul
+from hotcold.actors.cpu.kernel_matmul import Int16Matmul
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)
-products = WordMatmul(1, lambda phase: phase(0))
-products.linear(products.operand(np.ones((2, 64), np.float32), weights), weights, out)
+matmul = Int16Matmul(1, lambda phase: phase(0))
+matmul.linear(matmul.operand(np.ones((2, 64), np.float32), weights), weights, out)
 assert np.allclose(out, 64)
 """
 
@@ -141,7 +141,7 @@ def test_a_process_that_was_killed_while_it_compiled_harms_no_later_one(tmp_path
         subprocess.run([sys.executable, "-c", MULTIPLY], env=environment, cwd=ROOT, check=True)
 
     multiply_in_a_process()
-    kernels = list(tmp_path.rglob("*linear_words_kernel*"))
+    kernels = list(tmp_path.rglob("*linear_int16_kernel*"))
     assert kernels
     for file in kernels:
         file.unlink()
