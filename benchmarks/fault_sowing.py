@@ -11,7 +11,6 @@ hangs or dies has failed too. OUT.json keeps the results of each commit; a later
 of its own faults.
 """
 
-import ast
 import hashlib
 import json
 import multiprocessing
@@ -219,8 +218,6 @@ def _run_tests(
     for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "tests")]:
         del sys.modules[name]
     compiles = changed is not None and changed.relative_to(folder).parts[0].endswith("_kernels")
-    if changed is not None and "numba_kernels" in changed.parts:
-        _keep_kernels(folder / "numba_kernels", changed, cache)
     import pytest
 
     options = ["-n0", "-q", "--tb=no", "-p", "no:cacheprovider"]
@@ -229,57 +226,6 @@ def _run_tests(
     status = pytest.main([*options, f"--basetemp={spare / 'tests'}", *tests])
     sys.stdout.flush()
     os._exit(int(status))  # threads of a service that a fault has broken may never end
-
-
-def _keep_kernels(package: Path, changed: Path, cache: Path) -> None:
-    """Copy those compiled kernels that the changed file has no part in.
-
-    Kernels lie in a folder named after all sources, so that none is found after a change. Those of
-    files that do not import the changed one, through whatever others, are as they were.
-    """
-    from hotcold.numba_kernels.kernel_cache import cache_folder
-
-    target, before = cache_folder(), (cache / "unchanged").read_text()
-    if target.exists():
-        return
-    target.mkdir(parents=True)
-    stale = _importers(package, changed)
-    for kernel in Path(before).iterdir():
-        if kernel.name.partition(".")[0] not in stale:
-            shutil.copy2(kernel, target)
-
-
-def _importers(package: Path, changed: Path) -> set[str]:
-    """Stems of the changed file, and of those that import it, directly or not."""
-    imports: dict[str, set[str]] = {}
-    for file in package.rglob("*.py"):
-        imported = set()
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                imported |= {name.rpartition(".")[2] for name in names}
-        imports[file.stem] = imported
-    found, more = set(), {changed.stem}
-    while more:
-        found |= more
-        more = {stem for stem, names in imports.items() if names & found} - found
-    return found
-
-
-def _note_kernels(tree: Tree, cache: Path) -> None:
-    """Write down where kernels of the unchanged sources lie."""
-    code = "from hotcold.numba_kernels.kernel_cache import cache_folder; print(cache_folder())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tree.folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(tree.folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    folder = Path(done.stdout.strip())
-    folder.mkdir(parents=True, exist_ok=True)
-    (cache / "unchanged").write_text(str(folder))
 
 
 def unfit_tests(tree: Tree, runner: Runner, faults: Sequence[Fault]) -> dict[str, str]:
@@ -348,7 +294,6 @@ def try_all(
             # Copies share no cache: whoever runs without a fault writes to it.
             own = (cache or Path(spare) / "cache") / str(number)
             own.mkdir(parents=True, exist_ok=True)
-            _note_kernels(tree, own)
             runner, part = Runner(tree, own), faults[number::jobs]
             unfit = unfit_tests(tree, runner, part)
             for fault in part:

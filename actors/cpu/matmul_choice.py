@@ -31,7 +31,7 @@ from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.formats import Q8, row_items
 from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
 from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
-from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.load.convert import widen_kernel
 from hotcold.numba_kernels.own_cache import own_folder
 
@@ -82,7 +82,7 @@ def _kept_path() -> Path:
 
     Errors:  OSError where there is no folder of this user's alone
     """
-    key = [cache_folder().name, torch.__version__, llvmlite.binding.get_host_cpu_name()]
+    key = [sources_digest(), torch.__version__, llvmlite.binding.get_host_cpu_name()]
     key += [os.environ.get(name, "") for name in _INSTRUCTIONS]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return own_folder("products") / f"{digest}.json"

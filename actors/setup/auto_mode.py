@@ -13,7 +13,7 @@ import llvmlite.binding
 from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.predictors.predictor_file import Predictors, predictors_path, read_predictors
 
@@ -60,7 +60,7 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
     """
     key = asdict(system) | {
         "model_path": ModelIdentity.of(system.model_path).digest,
-        "kernels": cache_folder().name,
+        "kernels": sources_digest(),
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],
     }

@@ -13,7 +13,10 @@ from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_pair_matmul(), reason="a CPU with AVX512-BF16")
+pytestmark = [
+    pytest.mark.skipif(not has_pair_matmul(), reason="a CPU with AVX512-BF16"),
+    pytest.mark.sweep,
+]
 KINDS = ["f16", "bf16"]
 
 

@@ -19,6 +19,8 @@ from hotcold.numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
 
+pytestmark = pytest.mark.sweep(kind=["f32", "f16"])
+
 WIDTHS = [1, 3, 16, 17, 100]
 HEIGHTS = [1, 2, 5, 97]
 
