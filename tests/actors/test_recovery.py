@@ -155,6 +155,7 @@ def recovering(
 
 # Every so many questions that Python asks or goes on with. Where compiled code asks, those are the
 # heads', and of the others whichever had to be waited for.
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),
     [(mode, 61, False) for mode in ("dense", "exact", "sign", THRESHOLD)]
