@@ -189,9 +189,9 @@ def test_python_is_told_whom_to_ask(norm: bool) -> None:
     assert layer_state[layer_loop.SUM_GATES] == LAYERS * 30
 
 
-@pytest.mark.parametrize("patience_ns", [LONG, 0])
+@pytest.mark.parametrize("timeout_ns", [LONG, 0])
 def test_by_doorbells_the_same(timeout_ns: int) -> None:
-    """Without patience the walk comes back while services still work, and goes on later."""
+    """With no time to wait the loop yields while services still work, and goes on later."""
     model, lock = Model(), threading.Lock()
     cells, request_state = model.buffers.cells, new_request_state(2**31 - 4, timeout_ns)
 
