@@ -332,7 +332,7 @@ def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
 
 
-@pytest.mark.sweep(weight_dtype=["q4"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("weight_dtype", ["q4", "q4_1"])
 def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     path = make_model("q-llama", tmp_path / "m")
