@@ -11,6 +11,7 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numba import typeof
@@ -85,7 +86,7 @@ def test_same_sources_share_folders(copy: Path) -> None:
 
 
 @pytest.mark.sweep(source=["decode/finite.py", "ir/target.py"])
-@pytest.mark.parametrize("source", map(str, KERNELS))
+@pytest.mark.parametrize("source", [str(path) for path in KERNELS])
 def test_a_changed_source_changes_the_folders_of_what_imports_it(copy: Path, source: str) -> None:
     changed = copy / "hotcold/numba_kernels" / source
     before = folders_of(copy)
@@ -121,8 +122,8 @@ for kernel in (convert.widen_kernel, finite.finite_row):
 
 def test_named_tuples_are_told_apart_by_their_fields() -> None:
     """Their class may be in a source that the kernel's does not import."""
-    first, second = (namedtuple("Two", names) for names in ("a b", "b a"))
-    keys = [_field_names((typeof((each(1, 2), 3)),)) for each in (first, second)]
+    classes: list[Any] = [namedtuple("Two", names) for names in ("a b", "b a")]
+    keys = [_field_names((typeof((each(1, 2), 3)),)) for each in classes]
     assert keys == [(("a", "b"),), (("b", "a"),)]
 
 

@@ -300,7 +300,7 @@ def test_other_threads_run_while_a_template_does(tmp_path: Path) -> None:
     num_digits = sum(len(str(number)) for number in range(99_999))
     worst: list[float] = []
     while len(worst) < 5 and min(worst, default=2) >= 2:  # the machine may be busy with others
-        gaps, answers = [0.0], []
+        gaps, answers = [0.0], list[str]()
         rendering = threading.Thread(
             target=lambda to=answers: to.append(tokenizer.render_chat(told))
         )
