@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
-pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
 
 FORMATS = [*BITS, *KINDS]
 

@@ -28,7 +28,7 @@ from tests.kernels.quantized_rows import (
     random_rows,
 )
 
-pytestmark = pytest.mark.sweep(kind=["f32", "q8", "q4"])
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
 
 NO_BIAS = np.empty(0, np.float32)
 
