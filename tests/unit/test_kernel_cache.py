@@ -276,11 +276,16 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.nbc")) and not list(tmp_path.rglob("*.tmp.*"))
 
 
-def test_what_a_loss_of_power_has_damaged_is_compiled_again(tmp_path: Path) -> None:
-    for pattern, content in (("*.nbi", b""), ("*.nbc", b"\x80\x05damaged"), ("*.nbi", b"none")):
-        compiled(tmp_path)
-        for file in tmp_path.rglob(pattern):
-            file.write_bytes(content)
-        done = compiled(tmp_path)
-        assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
-        assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
+@pytest.mark.sweep(pattern=["*.nbc"])
+@pytest.mark.parametrize(
+    ("pattern", "content"), [("*.nbi", b""), ("*.nbc", b"\x80\x05damaged"), ("*.nbi", b"none")]
+)
+def test_what_a_loss_of_power_has_damaged_is_compiled_again(
+    tmp_path: Path, pattern: str, content: bytes
+) -> None:
+    compiled(tmp_path)
+    for file in tmp_path.rglob(pattern):
+        file.write_bytes(content)
+    done = compiled(tmp_path)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
+    assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
