@@ -33,7 +33,7 @@ from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.unit.test_reference import relative_difference
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.sweep(weight_dtype=["q4"])
 
 Tiny = Callable[..., TinyCheckpoint]
 # Tokens of each step, in turn: graphs of several sizes, steps that are filled up, and prompts.
