@@ -102,6 +102,7 @@ def test_stored_neurons_are_read_on_each_node(
     assert set(threads["cpu0"]) == {(first,)} and set(threads["cpu1"]) == {(second,)}
 
 
+@pytest.mark.thorough
 def test_threads_have_cores_of_their_own_until_others_want_those(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
