@@ -62,9 +62,13 @@ TOGETHER = [
 # begin at the same time need different kernels: one would wait for what the other compiles.
 FIRST = [
     *TOGETHER[0],
-    "kernels/test_other_cpus.py",
     "e2e/test_profile_command.py",
     *TOGETHER[1],
+    "actors/test_rehearsal.py",
+    "kernels/test_other_cpus.py",
+    "cluster/test_stored_hosts.py",
+    "actors/test_gguf_system.py",
+    "actors/test_stored_neurons.py",
     *TOGETHER[2],
     "actors/test_in_process.py",
     "e2e/test_generate_command.py",
