@@ -1,4 +1,4 @@
-"""Plain classes made into Ray actors: the only place that says so."""
+"""Starts a private Ray, and makes plain classes into Ray actors (nothing else does)."""
 
 import logging
 import os
@@ -11,35 +11,35 @@ from typing import Any
 
 import psutil
 import ray
+from hotcold.actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
-from hotcold.actors.private_ray.session_folder import LONGEST_CHOSEN, SessionFolder, base_folder
 from hotcold.actors.private_ray.start import init_private
+from hotcold.actors.private_ray.temp_folder import MAX_CHOSEN_BYTES, TempFolder, base_folder
 from hotcold.actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
-from hotcold.actors.protocol.shared_memory import require_shared_memory, reserve_object_store
-from hotcold.actors.setup.hosts import node_ids
+from hotcold.actors.setup.connection import node_ids
 from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _MIN_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
-_MIN_ROOM_BYTES = 4 << 20  # for logs of a session, which begins with 0.2 MB of them
+_MIN_FREE_BYTES = 4 << 20  # for Ray's logs, which begin with 0.2 MB
 _LOOPBACK = "127.0.0.1"
-_REACHED_S = 10.0
-_STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
+_CONNECT_S = 10.0
+_MAX_STARTS = 3  # of Ray, whose node has 30 s for each: a busy machine may take longer
 _ENDED_S = 10.0  # for processes that were killed
-_FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
-_CONTROL_CALLS = 8  # at once, whatever their number: calls in the group CONTROL, which are short
+_FIRST_WORKERS = 3  # of the driver, the attention service and a CPU service
+_CONTROL_CALLS = 8  # concurrent calls in the group CONTROL, which are short
 CONTROL = "control"
 
-# Ray otherwise keeps a record of every call, and there are many: 250 MB after an hour.
+# Else Ray records every call, 250 MB in an hour.
 _UNRECORDED = {"enable_task_events": False}
 
 RemoteDriver = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS}, **_UNRECORDED)(DriverActor)
@@ -50,21 +50,20 @@ RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
 def start_local_ray(
     num_cpus: int, arena_bytes: int, num_gpus: int = 0, bits_bytes: int = 0
 ) -> None:
-    """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
+    """Start a private Ray on this machine, without a dashboard; it ends with this process.
 
-    Its object store holds the arena and little else: weights live in the actors. There is room for
-    a second one, which lacks the `bits_bytes` of predictors that the first has besides. All of it
-    is taken of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
-    Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where others could use this
-             Ray, the folder for Ray's files is full, or the loopback is down; those of `ray.init`,
-             of any kind
+    Its object store has space for two arenas (one serves, one is made when services change), the
+    first with `bits_bytes` of predictors. All of it is allocated in /dev/shm now, before anything
+    else can fill it. Weights are in the actors.
+    Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where other users could use
+             this Ray, the folder for its files is full, or the loopback is down; any of `ray.init`
     """
-    os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
-    # What fits was checked; Ray would kill services while there are megabytes for them.
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
+    # The memory was checked; Ray's monitor would kill services that still fit.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
     store_bytes = max(_MIN_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
     require_shared_memory(store_bytes)
-    _require_room()
+    _require_disk_space()
     _require_loopback()
     options = {
         "address": "local",
@@ -77,12 +76,11 @@ def start_local_ray(
         "namespace": NAMESPACE,
     }
     others = _children()
-    # Ray's processes stay in the folder that this one stands in now, and its workers would look for
-    # modules there.
+    # Ray's processes keep this one's current folder, and workers would import modules from it.
     with elsewhere(), _environment(environment_of_python()):
         try:
             init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
-        except Exception as error:  # of any kind, where this Ray is not like those that were known
+        except Exception as error:  # any, with an unknown version of Ray
             _end(_children() - others)
             _init(options)
             _log.warning("Ray has started in its own way, which takes longer: %s", error)
@@ -96,7 +94,7 @@ def start_local_ray(
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Let these be variables of what is started meanwhile."""
+    """Environment variables for processes that are started within this context."""
     before = dict(os.environ)
     os.environ |= variables
     try:
@@ -107,33 +105,33 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ |= {name: before[name] for name in variables if name in before}
 
 
-def _require_room() -> None:
-    """Where they cannot write, Ray's processes die without a word. Errors: ServiceError."""
+def _require_disk_space() -> None:
+    """Ray's processes die silently if they cannot write. Errors: ServiceError."""
     folder = base_folder()
     if not folder.is_dir():
         raise ServiceError(
             f"Ray could not be started: {folder} is no directory; set RAY_TMPDIR to one"
         )
-    if len(os.fsencode(folder)) > LONGEST_CHOSEN:
+    if len(os.fsencode(folder)) > MAX_CHOSEN_BYTES:
         raise ServiceError(
             f"{folder}: its path is too long for the sockets of Ray; set RAY_TMPDIR to a folder "
-            f"whose path has at most {LONGEST_CHOSEN} bytes"
+            f"whose path has at most {MAX_CHOSEN_BYTES} bytes"
         )
     free = shutil.disk_usage(folder).free
-    if free < _MIN_ROOM_BYTES:
+    if free < _MIN_FREE_BYTES:
         raise ServiceError(
             f"{folder}, where Ray writes its logs, has {free / 1e6:.1f} MB free, and "
-            f"{_MIN_ROOM_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
+            f"{_MIN_FREE_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
             "another folder"
         )
 
 
 def _require_loopback() -> None:
-    """Ray's processes try for minutes to reach each other, without a word. Errors: ServiceError."""
+    """Ray's processes would silently try for minutes to connect. Errors: ServiceError."""
     try:
         with (
-            socket.create_server((_LOOPBACK, 0)) as door,
-            socket.create_connection(door.getsockname(), timeout=_REACHED_S),
+            socket.create_server((_LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_S),
         ):
             pass
     except OSError as problem:
@@ -144,13 +142,13 @@ def _require_loopback() -> None:
 
 
 def _init(options: dict[str, Any]) -> None:
-    """`ray.init`, again where the machine was too busy for it.
+    """`ray.init`, repeated if it times out on a busy machine.
 
-    Its folder is removed by the next start after this process has ended.
+    The next start after the end of this process removes its folder.
     """
     others = _children()
-    folder = SessionFolder()
-    for starts_left in reversed(range(_STARTS)):
+    folder = TempFolder()
+    for starts_left in reversed(range(_MAX_STARTS)):
         try:
             with closed_to_others(folder.path):
                 ray.init(_temp_dir=str(folder.temp_dir), job_config=OwnFolders(), **options)
@@ -169,39 +167,39 @@ def _end(processes: set[psutil.Process]) -> None:
 
 
 def _children() -> set[psutil.Process]:
-    """All processes that this one has started, and those that they have."""
+    """All descendants of this process."""
     return set(psutil.Process().children(recursive=True))
 
 
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
-    """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none.
+    """Start a service's actor on node `node_id`, or on any node.
 
-    On the node `node_id` and no other, or on any where it is None. Where that node offers NUMA
-    nodes as the resource numa_node, a CPU service takes its own.
+    A CPU service reserves a Ray CPU a thread, and its share of the node's resource numa_node, if
+    there is one; the attention service reserves neither.
     """
     num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
-    # Without one of its GPUs Ray would hide them all from the process.
+    # If it reserved no GPU, Ray would hide all GPUs from the process.
     options["num_gpus"] = 0 if spec.gpu is None else 1
-    options["max_restarts"] = -1  # the driver says when it is enough
+    options["max_restarts"] = -1  # the driver decides when to give up
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    # Ray keeps what a process is started with again only where it is small; `load` gets the rest.
+    # Ray keeps only small arguments for restarts; `load` gets the rest.
     return RemoteService.options(**options).remote(replace(spec, neuron_ids=None))
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:
-    """Start the relay of another host; it waits most of the time and takes no Ray CPU."""
+    """Start another host's relay, which mostly waits and reserves no Ray CPU."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "max_task_retries": 0}
     return RemoteRelay.options(scheduling_strategy=there, **options).remote(names, handles)
 
 
 def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
-    """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job.
+    """Start the driver's actor, on the first host of --hosts if there are any.
 
-    On the first of the system's hosts, if it names any.
+    By `name` other processes attach; a `detached` one outlives this job.
     Errors:  ValueError where the name is taken; UsageError for hosts that are not in the cluster
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_STREAMS}

@@ -100,7 +100,7 @@ class System:
         loading = self._driver.load.remote()
         reports = Pulse("driver", lambda: self.begin("progress"))
         while not ray.wait([loading], timeout=POLL_S)[0]:
-            progress = reports.look(STARTING_POLLS)
+            progress = reports.poll(STARTING_POLLS)
             if progress is not None:
                 on_progress(progress)
         self._get(loading)
@@ -198,7 +198,7 @@ class System:
         """
         pulse, num_polls = Pulse("driver", lambda: self.begin("ping")), 0
         while not ray.wait([coming], timeout=POLL_S)[0]:
-            pulse.look(DRIVER_POLLS)
+            pulse.poll(DRIVER_POLLS)
             num_polls += 1
             if num_polls >= max_polls:
                 raise service_error("driver", ray.exceptions.GetTimeoutError())

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.llama_cpp import run_program
 from benchmarks.runs import Json, hotcold, where_and_when
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.hot_neurons import hot_neurons, system_plan
+from hotcold.actors.setup.assignment import hot_neurons, system_plan
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.system import System
 from hotcold.cuda_kernels.device import first_gpu

@@ -20,12 +20,11 @@ from typing import Any
 import click
 import numpy as np
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
-from hotcold.cuda_kernels.timing import graph_seconds
+from hotcold.cuda_kernels.timing import graph_seconds, measure_gpu_bandwidth
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")

@@ -32,7 +32,7 @@ from hotcold.actors.system import System
 from hotcold.jobs.bench.decode import batch_tokens_per_s, decode_report, decode_request
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.ir.target import has_feature
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 
 DTYPES = ("f16", "q8", "q4")
 AS_STORED = "as stored"  # of a GGUF file, which both programs read

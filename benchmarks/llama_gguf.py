@@ -28,7 +28,7 @@ from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_te
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import TensorNames
-from hotcold.model.config.gguf_architecture import LLAMA_LAYER, LLAMA_NAMES
+from hotcold.model.config.gguf_architectures import LLAMA_LAYER, LLAMA_NAMES
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint

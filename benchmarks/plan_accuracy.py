@@ -33,7 +33,7 @@ from hotcold.actors.system import System
 from hotcold.jobs.bench.decode import decode_report, decode_request
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 
 CASES = (("llama-7b", 0.10), ("opt-6.7b", 0.03), ("falcon-7b-like", 0.05))
 _PROFILE_TOKENS = 2048

@@ -35,7 +35,7 @@ from benchmarks.quality_models import (
 from benchmarks.runs import Json, hotcold, shape_text, table_option, where_and_when, write_report
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.messages import THRESHOLD
-from hotcold.actors.setup.threshold_mode import has_thresholds
+from hotcold.actors.setup.modes import has_thresholds
 from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.text.tokenizer import Tokenizer

@@ -1,1 +1,1 @@
-"""CUDA kernels: sources in csrc/, one thin CuPy wrapper each. CuPy is imported when one is used."""
+"""CUDA kernels: sources in csrc/, each with a thin CuPy wrapper. CuPy is imported on first use."""

@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC for the current device, and kept on disk."""
+"""Kernels compiled by NVRTC for the current device, and cached on disk."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def compiled_file(entry: Entry) -> Path:
-    """A file with the compiled kernel; it is made where it is not there yet.
+    """The compiled kernel's file in `cache_folder`, compiled first where there is none.
 
-    CuPy's RawModule would do nearly the same, but has small numbers flushed to zero (-ftz=true),
-    which the CPU's kernels do not. Files are in `cache_folder`.
+    CuPy's RawModule would do nearly the same but flush subnormals to zero (-ftz=true), which the
+    CPU's kernels do not.
     """
     from cupy.cuda import Device, compiler, nvrtc
 
@@ -35,9 +35,9 @@ def compiled_file(entry: Entry) -> Path:
 
 @functools.cache
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: below XDG_CACHE_HOME or, if that is not absolute, ~/.cache.
+    """hotcold/cuda below XDG_CACHE_HOME or, if that is not absolute, ~/.cache.
 
-    Where that cannot be written, or others may write there, a folder of this process.
+    A temporary folder of this process where that is not writeable, or others can write to it.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "hotcold" / "cuda"
@@ -64,7 +64,7 @@ def _only_we_write(folder: Path) -> bool:
 
 
 def _kept(path: Path, code: bytes) -> Path:
-    """Where a kernel was written: `path`, or where that has no room a file of this process."""
+    """The written file: `path`, or where the disk is full one in this process's folder."""
     try:
         _write(path, code)
     except OSError:
@@ -74,10 +74,7 @@ def _kept(path: Path, code: bytes) -> Path:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """So that another process finds the whole file or none, also after a loss of power.
-
-    One that is cut off could not be loaded, by no start.
-    """
+    """Write atomically: other processes find the whole file or none, also after a power loss."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(code)

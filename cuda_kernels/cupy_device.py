@@ -1,7 +1,6 @@
 """One GPU through CuPy: memory, copies, graphs, events and matrix products of one service.
 
-It is `actors.attention.cuda.device.Device`. Work goes to one stream, in order; copies that run
-ahead of it to a second one.
+Work goes to one stream, in order; copies that run ahead of it go to a second one.
 """
 
 from __future__ import annotations
@@ -14,18 +13,27 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
-from hotcold.cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
+from hotcold.cuda_kernels.kernels import (
+    DRELU,
+    FATRELU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SILU,
+    CudaKernels,
+)
 
 _SMI_S = 20.0
-# Of cublas_api.h; CuPy does not promise names for them.
+# Constants of cublas_api.h, which CuPy does not export.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
 _MAX_FLOAT16 = 65504.0
-# By the numbers of functions: of the gate's product g, and of up's, f; h is a threshold.
-_CUT, _AS_IT_IS = "(g <= h ? 0.0f : g)", "f"
+# By codes of functions, of g = gate . x and a threshold h; factors of f = up . x.
+_CUT_OFF = "(g <= h ? 0.0f : g)"
 _EXPRESSIONS = {
-    RELU: _CUT,
-    FATRELU: _CUT,
-    DRELU: _CUT,
+    RELU: _CUT_OFF,
+    FATRELU: _CUT_OFF,
+    DRELU: _CUT_OFF,
     RELU2: "(g <= 0 ? 0.0f : g * g)",
     SILU: "(g / (1.0f + expf(-g)))",
     GELU: "(0.5f * g * (1.0f + erff(g * 0.70710678118654752f)))",
@@ -41,7 +49,7 @@ y = (bits & 0x7fffffffu) > 0x7f800000u ? (short)0x7fc0
 
 
 class CupyDevice:
-    """The first GPU that this process sees."""
+    """The first GPU that this process sees, as a `Device` of `actors.attention.cuda.device`."""
 
     def __init__(self) -> None:
         """Open it. Errors: RuntimeError, in one line, where it cannot be used."""
@@ -60,7 +68,7 @@ class CupyDevice:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = cupy.cuda.Stream(non_blocking=True)
             self._blas = self._open_blas()
-            self.kernels = self._kernels()
+            self.kernels = CudaKernels()
         except Exception as problem:  # CuPy's and CUDA's errors have no common base
             raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
         self._pool = cupy.get_default_memory_pool()
@@ -71,13 +79,7 @@ class CupyDevice:
 
         return cublas.create()
 
-    def _kernels(self) -> Any:
-        from hotcold.cuda_kernels.kernels import CudaKernels
-
-        return CudaKernels()
-
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """See `Device.empty`."""
         try:
             return self.xp.empty(shape, dtype)
         except Exception as problem:
@@ -86,7 +88,6 @@ class CupyDevice:
             raise
 
     def upload(self, target: Any, source: np.ndarray) -> None:
-        """See `Device.upload`."""
         if source.nbytes == 0:
             return
         source = np.ascontiguousarray(source)
@@ -94,14 +95,12 @@ class CupyDevice:
         self._stream.synchronize()
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """See `Device.pinned`."""
         num_items = int(np.prod(shape))
         memory = self.xp.cuda.alloc_pinned_memory(max(1, num_items * np.dtype(dtype).itemsize))
         items: np.ndarray = np.frombuffer(memory, dtype, num_items)  # it holds the memory
         return items.reshape(shape)
 
     def register(self, address: int, num_bytes: int) -> str:
-        """See `Device.register`."""
         try:
             self._runtime.hostRegister(address, num_bytes, 0)
         except Exception as problem:
@@ -109,13 +108,11 @@ class CupyDevice:
         return ""
 
     def unregister(self, address: int) -> None:
-        """See `Device.unregister`."""
         self._stream.synchronize()
         self._copies.synchronize()
         self._runtime.hostUnregister(address)
 
     def copy_in(self, target: Any, source: np.ndarray) -> None:
-        """See `Device.copy_in`."""
         self._copy_in(target, source, self._stream)
 
     def _copy_in(self, target: Any, source: np.ndarray, stream: Any) -> None:
@@ -126,7 +123,6 @@ class CupyDevice:
             )
 
     def copy_out(self, target: np.ndarray, source: Any) -> None:
-        """See `Device.copy_out`."""
         kind, to, start = self._runtime.memcpyDeviceToHost, target.ctypes.data, source.data.ptr
         if target.ndim == 1:
             self._runtime.memcpyAsync(to, start, target.nbytes, kind, self._stream.ptr)
@@ -144,11 +140,9 @@ class CupyDevice:
         )
 
     def stream(self) -> Any:
-        """See `Device.stream`."""
         return self._stream
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """See `Device.capture`."""
         with self._stream:
             self._stream.begin_capture()
             try:
@@ -159,43 +153,36 @@ class CupyDevice:
             return self._stream.end_capture()
 
     def _end_failed_capture(self) -> None:
-        with suppress(Exception):  # the first error is the one that tells
+        with suppress(Exception):  # the first error is raised
             self._stream.end_capture()
 
     def launch(self, graph: Any) -> None:
-        """See `Device.launch`."""
         graph.launch(self._stream)
 
     def record(self, *, spin: bool) -> Any:
-        """See `Device.record`."""
         event = self.xp.cuda.Event(block=not spin, disable_timing=True)
         event.record(self._stream)
         return event
 
     def wait(self, event: Any) -> None:
-        """See `Device.wait`."""
         event.synchronize()
 
     def record_copies(self) -> Any:
-        """See `Device.record_copies`."""
         event = self.xp.cuda.Event(block=True, disable_timing=True)
         event.record(self._copies)
         return event
 
     def copy_ahead(self, target: Any, source: np.ndarray) -> None:
-        """See `Device.copy_ahead`."""
         self._copy_in(target, source, self._copies)
 
     def follow_copies(self) -> None:
-        """See `Device.follow_copies`."""
         self._stream.wait_event(self.record_copies())
 
     def hold_copies(self, event: Any) -> None:
-        """See `Device.hold_copies`."""
         self._copies.wait_event(event)
 
     def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
-        """See `Device.multiply`. cuBLAS has columns where we have rows: it makes out^T = b a^T."""
+        # cuBLAS is column-major, so it computes out^T = b a^T.
         from cupy.cuda import cublas
 
         runtime = self._runtime
@@ -233,7 +220,6 @@ class CupyDevice:
             )
 
     def narrow(self, x: Any, dtype: Any) -> Any:
-        """See `Device.narrow`."""
         kind = np.dtype(dtype)
         if kind == np.float32:
             return x
@@ -246,12 +232,11 @@ class CupyDevice:
         return out
 
     def activate(self, function: Any, gates: Any, factors: Any | None) -> None:
-        """See `Device.activate`."""
         code = function.code
         key = code, factors is not None
         if key not in self._functions:
             inputs = "float32 x, float32 h" + (", float32 f" if key[1] else "")
-            factor = f" * {_FACTORS.get(code, _AS_IT_IS)}" if key[1] else ""
+            factor = f" * {_FACTORS.get(code, 'f')}" if key[1] else ""
             self._functions[key] = self.xp.ElementwiseKernel(
                 inputs,
                 "float32 y",
@@ -262,17 +247,15 @@ class CupyDevice:
         self._functions[key](arrays[0], np.float32(function.threshold), *arrays[1:], gates)
 
     def mark(self) -> Any:
-        """See `Device.mark`."""
         event = self.xp.cuda.Event()
         event.record(self._stream)
         return event
 
     def elapsed_ms(self, first: Any, last: Any) -> float:
-        """See `Device.elapsed_ms`."""
         return float(self.xp.cuda.get_elapsed_time(first, last))
 
     def used_bytes(self) -> int:
-        """See `Device.used_bytes`. It may be asked while another thread captures a graph."""
+        # This may be called while another thread captures a graph.
         return max(0, int(self._free_at_first - self._runtime.memGetInfo()[0]))
 
     def free_bytes(self) -> int:
@@ -280,16 +263,13 @@ class CupyDevice:
         return int(self._runtime.memGetInfo()[0])
 
     def limit(self, num_bytes: int) -> None:
-        """See `Device.limit`."""
         self._pool.set_limit(size=max(1, num_bytes))
 
     def release(self) -> None:
-        """See `Device.release`."""
         self._stream.synchronize()
         self._pool.free_all_blocks()
 
     def explain(self, error: BaseException) -> str:
-        """See `Device.explain`."""
         kinds = ("CUDARuntimeError", "CUDADriverError", "CUBLASError")
         if self._is_memory_error(error) or type(error).__name__ not in kinds:
             return ""
@@ -308,9 +288,9 @@ class CupyDevice:
 
 
 def _free_bytes_of(bus_id: str) -> int | None:
-    """What is free before this process takes its first byte; None where nobody tells.
+    """Free bytes before this process allocates any, by nvidia-smi; None where that fails.
 
-    CUDA itself would take a few hundred MiB before it answers.
+    CUDA itself would allocate a few hundred MiB before it answers.
     """
     query = ["nvidia-smi", f"--id={bus_id}", "--query-gpu=memory.free"]
     try:
@@ -327,9 +307,9 @@ def _free_bytes_of(bus_id: str) -> int | None:
 
 
 def _free_at_first(free_before: int | None, free: int, total: int) -> int:
-    """What was free before this process took anything.
+    """Free bytes before this process allocated any.
 
-    `free_before` is of the whole card, which says nothing of a part of it (MIG).
+    `free_before` is of the whole card, which says nothing about a MIG instance.
     """
     return free if free_before is None or free_before > total else free_before
 

@@ -8,24 +8,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# What an error's text must hold for the service's process to be given up: nothing that runs in it
-# can use the GPU again.
+# Marks errors after which the service's process has to be replaced: it cannot use the GPU again.
 GPU_FAILED = "the GPU failed"
 _MIN_CAPABILITY = 7, 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 class DeviceMemoryError(MemoryError):
-    """There is no room on a GPU, or the process has taken all that it may."""
+    """A GPU is out of memory, or the process has reached its limit."""
 
 
 class DeviceFailure(RuntimeError):
-    """A GPU reported an error that a later call of the same process would meet again."""
+    """A GPU reported an error that every later call of the process would get too."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: the number CUDA gives it, its name, memory in bytes, compute capability (9, 0)."""
+    """One GPU: CUDA's device number, name, memory in bytes, compute capability as (9, 0)."""
 
     device_id: int
     name: str
@@ -35,7 +34,7 @@ class Gpu:
 
 
 def list_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs, and where there are none, one line that says why. Raises nothing."""
+    """The GPUs, and where there are none one line that says why. Raises nothing."""
     has_driver = _DRIVER_FILE.exists()
     try:
         from cupy.cuda import runtime
@@ -53,9 +52,9 @@ def list_gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def first_gpu() -> tuple[str, int] | str:
-    """The name and bytes of the GPU that is used, else one line that says why there is none.
+    """The name and bytes of the first GPU, or one line that says why there is none.
 
-    It takes no memory of the GPU, which asking for what is free would. Raises nothing.
+    Allocates no memory on the GPU, which querying its free memory would. Raises nothing.
     """
     try:
         from cupy.cuda import runtime
@@ -68,7 +67,7 @@ def first_gpu() -> tuple[str, int] | str:
                     "and kernels need 7.5"
                 )
             return properties["name"].decode(), int(properties["totalGlobalMem"])
-    except Exception:  # of many kinds; `list_gpus` has the words for them
+    except Exception:  # of many kinds, which `list_gpus` explains
         pass
     return list_gpus()[1] or "CUDA finds no usable GPU"
 

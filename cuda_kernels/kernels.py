@@ -1,4 +1,4 @@
-"""The kernels of csrc/, each method one launch or a few; `DeviceKernels` says what they compute."""
+"""The kernels of csrc/ as methods, each one launch or a few."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
-from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
-from hotcold.cuda_kernels.protocol import LAYER_NORM, MAX_TOKENS, RMS_NORM, DeviceKernels
+from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -27,12 +26,14 @@ from hotcold.cuda_kernels.sizes import (
 )
 from hotcold.cuda_kernels.source import Entry
 
-__all__ = ["LAYER_NORM", "MAX_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
-
+RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
+# as in numba_kernels.checks
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
+MAX_TOKENS = 32
 _NORM_THREADS = 512
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
-_GROUP = 32
+
 _NORM = Entry("norm", "NORM_TOKENS")
 _SOFTCAP = Entry("softcap", "SOFTCAP")
 _QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
@@ -41,12 +42,14 @@ _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 
 
 class CudaKernels:
-    """`DeviceKernels` on the current device.
+    """The kernels of the current device for a step of 1 <= T <= 32 tokens.
 
-    Vectors that meet quantized rows are quantized first, as on the CPU, into room that the first
-    call of their width takes and that stays: 40 bytes a number. One stream may use an instance at
-    a time.
-    Errors:  ValueError for steps of too many tokens and shapes that kernels do not take
+    Every method only puts work on the current stream: it waits for nothing and allocates nothing,
+    so that it can be captured in a CUDA graph. The first call of each kind compiles its kernel and
+    may allocate work space (quantized activations, 40 bytes a number), so it must precede a
+    capture. Only one stream may use an instance at a time. Arrays are on the device, C-contiguous,
+    float32 where nothing else is said. A token's results are bit-equal whatever its batch-mates.
+    Errors:  ValueError for too many tokens and for shapes that kernels do not support
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -65,7 +68,12 @@ class CudaKernels:
         residual: Any = None,
         factor: float = 1.0,
     ) -> None:
-        """See `DeviceKernels`."""
+        """out[t] = RMSNorm or LayerNorm of x[t]; x[t] itself without weights.
+
+        With `residual` out[t] = residual[t] + factor * norm.
+        Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
+                 bias (d,) or (0,)
+        """
         arguments = (
             np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
             np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual), np.float32(factor),
@@ -74,7 +82,10 @@ class CudaKernels:
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
 
     def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
-        """See `DeviceKernels`."""
+        """RMSNorm, in place, of each `size` numbers of x[t, first:last].
+
+        Shapes:  x (T, d), weight (size,), last - first a multiple of size
+        """
         width, row_items = weight.shape[0], x.shape[1]
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
@@ -85,21 +96,24 @@ class CudaKernels:
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
 
     def softcap(self, x: Any, cap: float) -> None:
-        """See `DeviceKernels`."""
+        """x = cap * tanh(x / cap), in place."""
         arguments = self._at(x), np.int64(x.size), np.float32(cap)
         self._launcher.launch(_SOFTCAP, (ceil_div(x.size, THREADS), 1, 1), THREADS, arguments)
 
     def gemv(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
     ) -> None:
-        """See `DeviceKernels`."""
+        """out[t, n] = weights[n] . x[t] + bias[n] [+ residual[t, n]].
+
+        Shapes:  weights (N, d), bias (N,) or (0,), x (T, d); out, residual (T, N), may be one array
+        """
         num_tokens, num_rows = _checked_tokens(x), weights.num_rows
         if num_rows == 0:
             return
         vectors, at = self._vectors(weights, x), self._at(weights.data)
         is_vector = has_whole_pieces(weights.format, weights.width, at, vectors[0])
         tiles = product_tiles(num_tokens, is_vector)
-        entry = _entry("rows", "ROWS_TIMES_VECTORS", weights.format, is_vector, tiles.tokens)
+        entry = _entry("gemv", "GEMV", weights.format, is_vector, tiles.tokens)
         arguments = (
             at, np.int64(weights.row_bytes), np.int64(num_rows), np.int32(weights.width),
             self._at(bias), *vectors, np.int32(num_tokens), np.int32(tiles.num_tiles),
@@ -120,7 +134,13 @@ class CudaKernels:
         keys: Any,
         values: Any,
     ) -> None:
-        """See `DeviceKernels`."""
+        """Rotate query and key heads in place, write keys and values of this layer to the cache.
+
+        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, half), or (0, 2, 0) for none: 2 * half
+                 items of a head are rotated;
+                 positions, slots (T,); page_tables (slots, pages); keys, values (M, KV, 64, dim)
+        Dtypes:  positions, slots, page_tables int32; keys, values float32 or uint16 (float16 bits)
+        """
         head_dim = keys.shape[3]
         arguments = (
             self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
@@ -151,7 +171,13 @@ class CudaKernels:
         window: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        """See `DeviceKernels`."""
+        """Each token's heads attend to the positions up to its own, grouped-query.
+
+        With a window only to the last `window` of them; with a softcap scores become
+        softcap * tanh(score / softcap). Positions are below `max_length`. scratch:
+        `attention_scratch_items`.
+        Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
+        """
         head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
@@ -195,7 +221,18 @@ class CudaKernels:
         num_fired: Any,
         token_masks: Any = None,
     ) -> None:
-        """See `DeviceKernels`; token_masks (N,) uint32: bit t where wanted for token t."""
+        """The FFN of the hot neurons, those on the device.
+
+        out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
+
+        function, thresholds: `Activation` and `Thresholds` of numba_kernels; drelu applies relu to
+        both factors. A neuron whose gate passes for no token costs its gate row; one that only
+        fails the product threshold also costs its up row. num_fired is set to the number of neurons
+        that fire for any token, and of up rows read. token_masks (N,) uint32: bit t where a neuron
+        is active for token t, None for all. scratch: `ffn_scratch_items`.
+        Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
+                 (d,) or (0,); down_norms (N,) or (0,); num_fired (2,) int32
+        """
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(
@@ -262,15 +299,15 @@ class CudaKernels:
     def attention_scratch_items(
         self, num_tokens: int, num_heads: int, head_dim: int, max_length: int
     ) -> int:
-        """See `DeviceKernels`."""
+        """float32 items that `decode_attention` needs as scratch."""
         return num_tokens * num_heads * ceil_div(max_length, SPLIT_POSITIONS) * (head_dim + 2)
 
     def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
-        """See `DeviceKernels`."""
+        """float32 items that `hot_ffn` needs as scratch."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
-        """See `DeviceKernels`."""
+        """out (n, d) uint16 = rows first..last-1 as float16 bits; infinite where beyond float16."""
         if first >= last:
             return
         at = self._at(weights.data) + np.uint64(first * weights.row_bytes)
@@ -280,11 +317,11 @@ class CudaKernels:
         self._launcher.launch(entry, (last - first, 1, 1), THREADS, arguments)
 
     def _at(self, array: Any) -> np.uint64:
-        """The address of an array; null for none, and for an empty one."""
+        """The address of an array; null for None and for an empty one."""
         return NULL if array is None or array.size == 0 else self._launcher.pointer(array)
 
     def _parts_of(self, scratch: Any, layout: FfnLayout) -> list[np.uint64]:
-        """Addresses of what `FfnLayout.offsets` lists."""
+        """Addresses of the parts of `FfnLayout.offsets`."""
         needed = layout.offsets[-1]
         if scratch.size < needed:
             raise ValueError(f"scratch has {scratch.size} items, the hot FFN needs {needed}")
@@ -294,21 +331,21 @@ class CudaKernels:
     def _vectors(
         self, weights: DeviceMatrix, x: Any
     ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-        """What products with `weights` take of x: itself, or values, scales and sums, made now."""
+        """Pointers of `Input`: x, and for quantized weights values, scales and sums."""
         if weights.format in ITEM_BYTES:
             return self._at(x), NULL, NULL, NULL
         num_tokens, width = x.shape
-        room = self._quantized.get(width)
-        if room is None:
-            room = self._launcher.empty_bytes(MAX_TOKENS * (width + width // _GROUP * 8))
-            self._quantized[width] = room
+        scratch = self._quantized.get(width)
+        if scratch is None:
+            scratch = self._launcher.empty_bytes(MAX_TOKENS * (width + width // QUANT_GROUP * 8))
+            self._quantized[width] = scratch
         scales = np.uint64(MAX_TOKENS * width)
-        sums = scales + np.uint64(MAX_TOKENS * (width // _GROUP) * 4)
-        at = self._at(room)
-        grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
+        sums = scales + np.uint64(MAX_TOKENS * (width // QUANT_GROUP) * 4)
+        at = self._at(scratch)
+        grid = (ceil_div(width // QUANT_GROUP, _WARPS), num_tokens, 1)
         arguments = self._at(x), np.int32(width), at, at + scales, at + sums
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
-        at = self._at(room)
+        at = self._at(scratch)
         return self._at(x), at, at + scales, at + sums
 
 

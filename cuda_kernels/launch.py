@@ -1,4 +1,4 @@
-"""Kernels compiled on first use by CuPy and put on the current stream."""
+"""Launches: kernels are compiled on first use and put on CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NULL = np.uint64(0)
 
 
 class Launcher(Protocol):
-    """What runs kernels over arrays of its own kind."""
+    """Runs kernels over arrays of its own kind."""
 
     def empty_bytes(self, count: int) -> Any:
-        """An array of so many uint8, at an address that is a multiple of 16."""
+        """A new array of `count` uint8, aligned to 16 bytes."""
 
     def pointer(self, array: Any) -> np.uint64:
-        """The address of an array, which the next launch may use."""
+        """The address of an array, for the next launch."""
 
     def launch(
         self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
@@ -30,7 +30,7 @@ class Launcher(Protocol):
 
 
 class CupyLauncher:
-    """The current device's, over CuPy's arrays."""
+    """Launches on the current device, over CuPy's arrays."""
 
     def __init__(self) -> None:
         import cupy
@@ -39,17 +39,15 @@ class CupyLauncher:
         self._kernels: dict[Entry, Any] = {}
 
     def empty_bytes(self, count: int) -> Any:
-        """See `Launcher`."""
         return self._cupy.empty(count, np.uint8)
 
     def pointer(self, array: Any) -> np.uint64:
-        """See `Launcher`."""
         return np.uint64(array.data.ptr)
 
     def launch(
         self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
     ) -> None:
-        """See `Launcher`; the first launch of a kernel compiles and loads it."""
+        """`Launcher.launch`; the first launch of a kernel compiles and loads it."""
         kernel = self._kernels.get(entry)
         if kernel is None:
             kernel = self._kernels[entry] = self._compiled(entry)
@@ -60,7 +58,7 @@ class CupyLauncher:
 
 
 def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:
-    """What copies an array of the host to the current device, and what copies one back."""
+    """Functions that copy an array from the host to the current device, and back."""
     import cupy
 
     return cupy.asarray, cupy.asnumpy

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Their places are the numbers by which kernels know them.
+# In the order of `Format` in csrc/common.cuh.
 FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6", "q4_k", "q5", "q5_k")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 QUANT_GROUP = 32
-# Weights of which a row has whole blocks, and their bytes: values, scales and maybe minima.
+# Weights and bytes of a block; a row has whole blocks.
 QUANT_BLOCKS = {
     "q8": (32, 34),
     "q4": (32, 18),
@@ -23,10 +23,10 @@ QUANT_BLOCKS = {
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """Rows of weights, C-contiguous on a device, with the bytes that they have on the host.
+    """Rows of weights, C-contiguous on a device, with the same bytes as on the host.
 
     data (N, items) is float32 for f32, uint16 (float16 bits) for f16, int16 (bfloat16 bits) for
-    bf16; for quantized formats uint8, the raw bytes of quantized rows. width counts weights.
+    bf16, uint8 (bytes of rows) for quantized formats. width counts weights.
     """
 
     data: Any

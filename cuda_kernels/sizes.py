@@ -1,7 +1,6 @@
-"""How kernels cut their work: into tiles of tokens, parts of neurons, splits of positions.
+"""How kernels split their work: tiles of tokens, parts of neurons, splits of positions.
 
-The numbers that the order of additions depends on (parts and splits) never depend on the tokens of
-a step.
+Parts and splits determine the order of additions, so they do not depend on the step's tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ THREADS = 128  # of a block
 WARP = 32
 SPLIT_POSITIONS = 128
 RUN_PARTS = 4
-_ALIGNED_WIDTH = 8 * QUANT_GROUP  # so that quantized rows, and scales, start at 16 whole bytes
+_ALIGNED_WIDTH = 8 * QUANT_GROUP  # aligns quantized rows and their scales to 16 bytes
 _ALIGNED_WIDTH_Q6 = 8 * _ALIGNED_WIDTH
 _ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16, "q4_1": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
-_WANTED_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
+_MIN_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
 _MIN_PART, _MAX_PART = 16, 128
-_SPREAD_TOKENS = 4  # up to so many, each part is a block's; of more, whole runs
+_SPREAD_TOKENS = 4  # up to this many tokens a block takes one part, beyond a whole run
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -32,7 +31,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
-    """Whether rows can be read in aligned pieces of 16 bytes, and vectors of that width too."""
+    """Whether rows, and vectors of that width, can be read in aligned pieces of 16 bytes."""
     if weight_format in ITEM_BYTES:
         whole = _ITEMS_A_PIECE[weight_format]
     else:
@@ -49,20 +48,20 @@ class Tiles:
 
 
 def product_tiles(num_tokens: int, is_vector: bool) -> Tiles:
-    """How products of rows with vectors cut a step's tokens."""
+    """How dot products of rows with vectors split a step's tokens."""
     bucket = _bucket(num_tokens)
     tokens = min(bucket, 8) if is_vector or bucket == 1 else 8
     return Tiles(tokens, max(1, bucket // tokens))
 
 
 def product_rows_a_block(weight_format: str, tiles: Tiles) -> int:
-    """Rows of weights that a block of `product_tiles` takes."""
+    """Rows of weights of a block of `product_tiles`."""
     rows = _PRODUCT_ROWS[tiles.tokens] if weight_format in ITEM_BYTES else 2
     return rows * (THREADS // WARP // tiles.num_tiles)
 
 
 def down_tiles(weight_format: str, num_tokens: int, is_vector: bool) -> Tiles:
-    """How sums of down rows cut a step's tokens."""
+    """How sums of down rows split a step's tokens."""
     bucket = _bucket(num_tokens)
     if bucket == 1:
         return Tiles(1, 1)
@@ -82,7 +81,7 @@ def down_columns_a_thread(weight_format: str, is_vector: bool) -> int:
 
 @dataclass(frozen=True)
 class FfnLayout:
-    """Parts of neurons, and where the hot FFN's scratch has what, in items of 4 bytes.
+    """Parts of neurons, and the layout of the hot FFN's scratch in items of 4 bytes.
 
     h (N, T), is_fired (N,) int32, fired_counts (parts,) int32, partials (num_partials, T, d)
     """
@@ -93,18 +92,18 @@ class FfnLayout:
 
     @property
     def part_size(self) -> int:
-        """Neurons that are summed one after the other."""
-        wanted = ceil_div(self.num_neurons, _wanted_parts(self.width))
-        return min(max(ceil_div(wanted, _MIN_PART) * _MIN_PART, _MIN_PART), _MAX_PART)
+        """Neurons of a part, which are summed one after the other."""
+        size = ceil_div(self.num_neurons, _min_parts(self.width))
+        return min(max(ceil_div(size, _MIN_PART) * _MIN_PART, _MIN_PART), _MAX_PART)
 
     @property
     def num_parts(self) -> int:
-        """All of them."""
+        """Parts of all neurons."""
         return ceil_div(self.num_neurons, self.part_size)
 
     @property
     def parts_a_block(self) -> int:
-        """One, or for many tokens a run: fewer partial sums are written, in the same order."""
+        """One, or for many tokens a run: fewer partial sums, added in the same order."""
         return 1 if self.num_tokens <= _SPREAD_TOKENS else RUN_PARTS
 
     @property
@@ -114,7 +113,7 @@ class FfnLayout:
 
     @property
     def offsets(self) -> tuple[int, int, int, int, int]:
-        """Where h, is_fired, fired_counts and partials start, and the end."""
+        """Offsets of h, is_fired, fired_counts and partials, and the end."""
         sizes = (
             self.num_neurons * self.num_tokens,
             self.num_neurons,
@@ -128,18 +127,18 @@ class FfnLayout:
 
 
 def ffn_scratch_items(num_tokens: int, num_neurons: int, width: int) -> int:
-    """Items that `FfnLayout` needs for so many tokens and neurons, or fewer of either."""
-    small = min(ceil_div(num_neurons, _MIN_PART), _wanted_parts(width))
+    """Items that `FfnLayout` needs for up to so many tokens and neurons."""
+    small = min(ceil_div(num_neurons, _MIN_PART), _min_parts(width))
     num_parts = max(small, ceil_div(num_neurons, _MAX_PART))
     cells = max(
         num_parts * min(num_tokens, _SPREAD_TOKENS), ceil_div(num_parts, RUN_PARTS) * num_tokens
     )
-    room_to_align = 16
-    return num_neurons * (num_tokens + 1) + num_parts + cells * width + room_to_align
+    alignment = 16  # at most four items for each of four parts
+    return num_neurons * (num_tokens + 1) + num_parts + cells * width + alignment
 
 
-def _wanted_parts(width: int) -> int:
-    return ceil_div(_WANTED_THREADS, max(1, width // 8))
+def _min_parts(width: int) -> int:
+    return ceil_div(_MIN_THREADS, max(1, width // 8))
 
 
 def attention_lanes(head_dim: int) -> int:
@@ -148,10 +147,10 @@ def attention_lanes(head_dim: int) -> int:
 
 
 def attention_queries(heads_a_group: int) -> int:
-    """Query heads that a block computes for one key-value head."""
+    """Query heads of a block, of one key-value head."""
     return 1 if heads_a_group == 1 else 4 if heads_a_group <= 4 else 8
 
 
 def _bucket(num_tokens: int) -> int:
-    """The least power of two that is not less."""
+    """`num_tokens` rounded up to a power of two."""
     return 1 << (num_tokens - 1).bit_length()

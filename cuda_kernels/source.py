@@ -1,4 +1,4 @@
-"""The kernels' sources as one text for a compiler, and what is instantiated from them."""
+"""The kernels' sources as one text for a compiler, and the kernels instantiated from them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).parent / "csrc"
-# Products and sums are fused where the source says so, and nowhere else: the same bits in every
-# specialisation.
+# Multiply-adds are fused only where the source says so: the same bits in every specialisation.
 OPTIONS = ("-std=c++17", "--fmad=false")
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
 
@@ -29,16 +28,15 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """What instantiates it, behind the file."""
+        """The macro call that instantiates it, after the file's text."""
         return f"{self.macro}({', '.join(map(str, self.arguments))})"
 
 
 @functools.cache
 def plain_source(file: str) -> str:
-    """A .cu file with the headers that it includes, each once, in their places.
+    """A .cu file with its headers inlined, each once.
 
-    One text, so that NVRTC needs no folder of headers, and whoever keeps what was compiled can tell
-    by the text whether it is still right.
+    One text: NVRTC needs no include folder, and a hash of it is a cache key.
     """
     return _inlined(f"{file}.cu", set())
 

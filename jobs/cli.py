@@ -1,9 +1,8 @@
 """The `hotcold` command: its table of commands, and how every failure is reported.
 
 Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
-the program; 130 interrupted; 141 nobody reads standard output any more, as of other programs. Every
-failure but the last two is one line on standard error; `--debug`, anywhere on the line, adds the
-traceback.
+the program; 130 interrupted; 141 the reader of standard output has closed it. Every failure but the
+last two is one line on standard error; `--debug`, anywhere on the line, adds the traceback.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 import click
 
+import hotcold
 from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
@@ -26,7 +26,7 @@ from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.until_stopped import interrupt_again
 from hotcold.model.errors import HotcoldError
-from hotcold.model.files import content
+from hotcold.model.files import weights_digest
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -34,8 +34,8 @@ EXIT_DEFECT = 70
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
 
-# Objects made between two looks for garbage: most of those that imports make stay.
-_OBJECTS_A_LOOK = 50_000
+# Objects allocated between two garbage collections: most of those that imports make stay.
+_GC_THRESHOLD = 50_000
 
 COMMANDS = {
     "generate": LazyCommand(
@@ -117,7 +117,7 @@ COMMANDS = {
     lazy_commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(package_name="hotcold")
+@click.version_option(hotcold.__version__)
 def cli() -> None:
     """Large language models on one ordinary computer.
 
@@ -134,7 +134,7 @@ def main(
 ) -> int:
     """Run a command line and return the exit status. Raises nothing but SystemExit."""
     invocation = Invocation()
-    content.progress = progress_bar
+    weights_digest.progress = progress_bar
     try:
         status = command.main(
             args=None if arguments is None else list(arguments),
@@ -152,11 +152,11 @@ def main(
         return status
 
 
-def have_home() -> None:
-    """Have a HOME for this process and all that it starts, where there is none or a relative one.
+def ensure_home() -> None:
+    """Set HOME to / for this process and its children where it is missing or relative.
 
-    A user whom the system does not know, as in many containers, is at home in / then, as docker has
-    it. Otherwise each library would end in its own way, or take a folder "~" in the current one.
+    As docker does for an unknown user. Otherwise each library would fail in its own way, or use a
+    folder "~" in the current one.
     """
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = "/"
@@ -165,16 +165,15 @@ def have_home() -> None:
 def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     """Run this process's command line and end the process with its exit status.
 
-    What was left to the end (`atexit`) is done and what was written is flushed, both beyond the
-    reach of Ctrl-C. Then the process ends at once: C's `exit` would take apart what threads still
-    use. Where Ray's start was interrupted, Ray's `CoreWorkerProcess::HandleAtExit` does, and ends
-    in a segmentation fault.
+    `atexit` functions run and output is flushed, both with Ctrl-C ignored. Then the process ends at
+    once: C's `exit` would destroy what threads still use. After an interrupted start of Ray, its
+    `CoreWorkerProcess::HandleAtExit` does, and ends in a segmentation fault.
     """
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
     use_own_streams()
     sys.unraisablehook = interrupt_again
-    gc.set_threshold(_OBJECTS_A_LOOK)
-    have_home()
+    gc.set_threshold(_GC_THRESHOLD)
+    ensure_home()
     try:
         if command is cli:
             _begin_workers(sys.argv[1:])
@@ -196,13 +195,13 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
 
 
 def _begin_workers(arguments: Sequence[str]) -> None:
-    """Let workers' imports begin beside those of a command that will start a Ray of its own."""
+    """Start the workers' imports beside those of a command that will start a private Ray."""
     command = COMMANDS.get(arguments[0]) if arguments else None
     asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
     if not command or not command.starts_system or asks_for_help:
         return
     if command.uses_running and may_be_running():
-        return  # where none of those is for it, they begin with Ray
+        return  # if none of those suits, workers start with Ray
     begin_workers()
 
 

@@ -1,8 +1,8 @@
-"""The process that holds a system which stays: started by a command, and out of its terminal.
+"""The daemon of a kept system: a process that a command starts, detached from its terminal.
 
-It answers at a Unix socket (`ui/control_api.py`) and ends when nobody has asked for as long as was
-wanted, or by `hotcold stop`. What it was started with comes as JSON on standard input; until it is
-ready, its standard error is read by the command that has started it.
+It answers at a Unix socket (`ui/control_api.py`). It ends once no request has come for the time
+that --keep gave, or by `hotcold stop`. Its arguments come as JSON on standard input. Until it is
+ready, the command that started it reads its standard error.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from hotcold.actors.exchange.watch import Pulse
 from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.cli import run
-from hotcold.jobs.kept.records import Claim, Record, start_of
-from hotcold.jobs.support.listening import require_server_packages
+from hotcold.jobs.kept.registry import Record, Registration, start_of
+from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.until_stopped import Signals
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0
-_FOREVER_S = 1e8  # an answer's time is its client's to limit
+_FOREVER_S = 1e8  # clients limit an answer's time themselves
 
 
 class _IdleError(Exception):
-    """Nobody has asked for as long as the system was to stay."""
+    """No request has come for as long as the system stays."""
 
 
 @click.command()
 def keep() -> None:
-    """Hold a system until nobody wants it any more."""
+    """Hold a system until it is idle for too long or stopped."""
     handed = json.load(sys.stdin)
-    claim = Claim(
+    registration = Registration(
         Path(handed["folder"]),
         Record(**handed["record"]),
         handed["lock"],
         socket.socket(fileno=handed["listener"]),
     )
-    for descriptor in (claim.lock, claim.listener.fileno()):
+    for descriptor in (registration.lock, registration.listener.fileno()):
         os.set_inheritable(descriptor, False)
     with ExitStack() as stack:
-        stack.callback(claim.leave)
-        claim.publish(pid=os.getpid(), started=start_of(os.getpid()))
+        stack.callback(registration.remove)
+        registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
         begin_workers()
         signals = stack.enter_context(Signals())
-        _hold(claim, handed["model"], _options(handed["options"]), handed["keep_s"], signals, stack)
+        options = _options(handed["options"])
+        _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)
 
 
 def _options(given: dict[str, Any]) -> SystemOptions:
@@ -62,57 +63,65 @@ def _options(given: dict[str, Any]) -> SystemOptions:
 
 
 def _hold(
-    claim: Claim,
+    registration: Registration,
     model: str,
     options: SystemOptions,
     keep_s: float,
     signals: Signals,
     stack: ExitStack,
 ) -> None:
-    """Load, answer, and return at a signal or when the time is over; what runs is answered then."""
-    require_server_packages("--keep")
-    from hotcold.jobs.kept.holder import Holder
+    """Load and answer until a signal comes or the system was idle; then finish what runs."""
+    require_extra("ui", "--keep")
+    from hotcold.jobs.kept.endpoint import ControlEndpoint
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.serving import LoadingGate, ServerThread
+    from hotcold.ui.server_thread import LoadingGate, ServerThread
 
-    settings = ServerSettings(claim.record.name, max_tokens=1 << 31, request_timeout_s=_FOREVER_S)
+    settings = ServerSettings(
+        registration.record.name, max_tokens=1 << 31, request_timeout_s=_FOREVER_S
+    )
     gate = LoadingGate(settings.model_name)
-    holder = Holder(claim, gate, model, options)
+    endpoint = ControlEndpoint(registration, gate, model, options)
     server = ServerThread(
-        None, gate, (), True, settings.max_body_bytes, ConnectionLimits(), own=holder.own
+        None,
+        gate,
+        (),
+        True,
+        settings.max_body_bytes,
+        ConnectionLimits(),
+        control=endpoint.socket_app,
     )
     stack.callback(server.stop)
 
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
     from hotcold.model.files.locate import locate_model
+    from hotcold.ui.app import create_app
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.server import create_app
 
     system, _ = prepare_system(locate_model(model), options)
-    running = stack.enter_context(running_system(system, on_progress=holder.show))
+    running = stack.enter_context(running_system(system, on_progress=endpoint.show))
     backend = Backend(running, system, settings)
     server.use(create_app(ServedModels([backend])))
-    stay = holder.open(backend, running.call("describe"), keep_s)
+    timer = endpoint.open(backend, running.call("describe"), keep_s)
     _silence()
     pulse = Pulse("driver", partial(running.begin, "driver_load"))
 
-    def look() -> None:
+    def poll() -> None:
         pulse.look(_TIMEOUT_POLLS)
-        if stay.left_s == 0:
+        if timer.left_s == 0:
             raise _IdleError
 
     with suppress(_IdleError):
-        signals.wait(look)
-    claim.leave()
+        signals.wait(poll)
+    registration.remove()
     server.refuse_new()
     signals.wait_while(lambda: backend.num_active > 0)
     server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
 
 
 def _silence() -> None:
-    """From now on nobody reads what is written on standard error."""
+    """Discard standard error: the command that read it goes on without this process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

@@ -38,7 +38,7 @@ from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.jobs.support.options import own_option, split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
 

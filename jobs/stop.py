@@ -23,7 +23,7 @@ def stop(name: str) -> None:
     connect("auto")
     system = System.attach(name)
     if system is None:
-        raise UsageError(f"no system named {name!r} is running")
+        raise UsageError(f"no system named {name!r} is running; see `ray list actors`")
     system.end()
     deadline = time.monotonic() + _TIMEOUT_S
     while System.attach(name) is not None:

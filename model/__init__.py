@@ -1,1 +1,1 @@
-"""A checkpoint on disk: its configuration, weights, tokenizer, sampling and dense reference."""
+"""A checkpoint on disk: configuration, weights, tokenizer, chat template, sampling options."""

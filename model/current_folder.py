@@ -1,8 +1,8 @@
-"""The current folder is foreign: no module in it is run, no settings in it are obeyed.
+"""The current folder is not trusted: no module in it is imported, no settings in it are read.
 
-Users stand in folders of models that others made. Python looks for modules in the current folder
-where a program is run by `python -m`, and where PYTHONPATH has an empty entry (which
-`PYTHONPATH=$PYTHONPATH:/mine` leaves). Some libraries look for settings there.
+Users run commands in folders of models that others made. Python searches the current folder for
+modules in programs run by `python -m`, and where PYTHONPATH has an empty entry (which
+`PYTHONPATH=$PYTHONPATH:/mine` leaves). Some libraries search it for settings.
 """
 
 import os
@@ -17,42 +17,43 @@ import hotcold
 
 _OWN = os.path.realpath(os.path.dirname(os.path.dirname(hotcold.__file__)))
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
-# Modules that read settings in the current folder when they are imported: `.numba_config.yaml` and
-# `matplotlibrc`, which may both name modules to import.
+# On import these read settings in the current folder, `.numba_config.yaml` or `matplotlibrc`, which
+# may name modules to import.
 _READ_SETTINGS = {"numba.core.config", "matplotlib"}
 
 
 def ignore_modules_there() -> None:
-    """Let this process look for modules anywhere but there; what it has imported before stays."""
+    """Remove the current folder from `sys.path`; modules imported before stay."""
     sys.path[:] = module_folders()
 
 
 def ignore_settings_there() -> None:
-    """Let what is imported from now on read no settings in the current folder; may be repeated."""
+    """Let modules imported from now on read no settings there; may be repeated."""
     if not any(isinstance(finder, _Elsewhere) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Elsewhere())
 
 
 def module_folders() -> list[str]:
-    """`sys.path` without the current folder, unless this program lies there.
+    """`sys.path` without the current folder and the script's, unless this program lies there.
 
     Behind the standard library are folders of what is installed, wherever one stands.
     """
     here = _current_folder()
+    foreign = {here, _script_folder()} - {_OWN}
     folders = [folder for folder in (one or here for one in sys.path) if os.path.isabs(folder)]
     is_first = [folder == _STANDARD_LIBRARY for folder in folders]
     num_before = is_first.index(True) if any(is_first) else len(folders)
-    before = [one for one in folders[:num_before] if here == _OWN or os.path.realpath(one) != here]
+    before = [one for one in folders[:num_before] if os.path.realpath(one) not in foreign]
     return before + folders[num_before:]
 
 
 def own_folders(folders: Sequence[str]) -> list[str]:
-    """Those of them in which this program lies."""
+    """Return the folders among `folders` in which this program lies."""
     return [folder for folder in folders if os.path.realpath(folder) == _OWN]
 
 
 def environment_of_python() -> dict[str, str]:
-    """Variables with which a Python finds modules where this process does, and nowhere else."""
+    """Variables that give a Python process this process's folders of modules, and no others."""
     return {"PYTHONPATH": os.pathsep.join(module_folders()), "PYTHONSAFEPATH": "1"}
 
 
@@ -63,12 +64,18 @@ def _current_folder() -> str:
         return ""
 
 
+def _script_folder() -> str:
+    """The folder of the script that Python was started with, where Python looks first; or ""."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.realpath(script)) if script else ""
+
+
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Let this process, with all its threads, stand in the root folder meanwhile."""
+    """Change this process's current folder, that of all its threads, to / meanwhile."""
     try:
         here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
-    except OSError:  # it may not be looked into, so nothing in it is found either
+    except OSError:  # unreadable: nothing is found in it either
         yield
         return
     try:
@@ -80,7 +87,7 @@ def elsewhere() -> Iterator[None]:
 
 
 class _Elsewhere(MetaPathFinder):
-    """Finds modules that read settings in the current folder, and has them run elsewhere."""
+    """Finds modules that read settings in the current folder, and runs them in another."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -93,7 +100,7 @@ class _Elsewhere(MetaPathFinder):
         def run_elsewhere(module: ModuleType) -> None:
             with elsewhere():
                 run(module)
-            if hasattr(module, "_config_fname"):  # Numba reads it again when it compiles
+            if hasattr(module, "_config_fname"):  # Numba reads it again when compiling
                 setattr(module, "_config_fname", os.devnull)  # noqa: B010
 
         setattr(spec.loader, "exec_module", run_elsewhere)  # noqa: B010

@@ -5,6 +5,7 @@ without a traceback; everything else that is raised is a defect of the program.
 """
 
 from collections.abc import Sized
+from pathlib import Path
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 LONGEST_POINTER = 1024
@@ -31,7 +32,7 @@ class PromptError(HotcoldError):
 
 
 class PromptTooLongError(PromptError):
-    """A prompt leaves no room for an answer in the context."""
+    """A prompt leaves no space for an answer in the context."""
 
 
 class MemoryBudgetError(HotcoldError):
@@ -52,12 +53,33 @@ def shown(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def first_line(problem: BaseException, limit: int = 120) -> str:
+    """Return a library's error as one printable line, quoted."""
+    return shown(str(problem).split("\n")[0], limit)
+
+
+def first_line_of_any(problem: BaseException) -> str:
+    """As `first_line`, for `except BaseException`: Ctrl-C and exits are raised again.
+
+    tokenizers' Rust core raises PanicException, which is no Exception.
+    """
+    if isinstance(problem, KeyboardInterrupt | SystemExit):
+        raise problem
+    return first_line(problem)
+
+
 def refuse_pointer(source: object, head: bytes, error: type[HotcoldError]) -> None:
-    """Raise `error` where a file begins as what Git LFS keeps in its place."""
+    """Raise `error` where a file's first bytes are those of a Git LFS pointer."""
     if head.startswith(_POINTER):
         raise error(
             f"{source}: is Git LFS's pointer in the file's place; run `git lfs pull` in its folder"
         )
+
+
+def refuse_pointer_file(path: Path, error: type[HotcoldError]) -> None:
+    """Raise `error` where the file is a Git LFS pointer. Errors: OSError."""
+    with path.open("rb") as file:
+        refuse_pointer(path, file.read(LONGEST_POINTER), error)
 
 
 def require_something(prompt: Sized) -> None:

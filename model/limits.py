@@ -1,6 +1,6 @@
-"""What limits this process on its machine: control groups, a CPU set, a quota of CPU time.
+"""Limits of this process: cgroups, its CPU set, its quota of CPU time.
 
-All is read below a `root`, so that tests can make up machines. What cannot be read limits nothing.
+Files are read below a `root`, so that tests can invent machines. An unreadable file is no limit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _V2 = ""  # the controllers of cgroup v2's one hierarchy, as /proc/self/cgroup n
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Folders of the groups that this process is in and of all above them, the innermost first.
+    """Return the folders of this process's cgroups and all their parents, the innermost first.
 
-    `controller` is "cpu" or "memory": of cgroup v1 only its hierarchy counts. Limits of all of them
-    hold at once. In a container the path may be the host's, which is not to be seen: then the top
-    of what is mounted is the container's own group. Folders need not be there.
+    `controller`, "cpu" or "memory", chooses a hierarchy of cgroup v1. Limits of all folders apply
+    at once. In a container the path may be the host's, which is not mounted: then the top of the
+    mount is the container's own group. Folders may not exist.
     """
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):  # 0::/user.slice or 4:cpu,cpuacct:/docker/...
@@ -36,7 +36,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs' time this process's groups may use; None without a limit.
+    """Return the CPU time a second that this process's cgroups may use; None without a limit.
 
     cgroup v2 has "quota period" in cpu.max, v1 a file for each; microseconds.
     """
@@ -51,17 +51,17 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def num_cpus(root: Path = Path("/")) -> int:
-    """Logical cores that this process may run on, or as many as its quota pays for if fewer.
+    """Return the logical cores that this process may run on, or its quota if that is less.
 
-    At least 1. A quota between two numbers counts as the nearest: with two threads, 1.2 CPUs are
-    slower than with one, because threads that wait for each other spend it; 1.5 are faster.
+    At least 1. The quota is rounded: with 1.2 CPUs two threads are slower than one, because they
+    spend the quota waiting for each other; with 1.5 they are faster.
     """
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     return cores if quota is None else max(1, min(cores, math.floor(quota + 0.5)))
 
 
 def memory_nodes(root: Path = Path("/")) -> frozenset[int] | None:
-    """The NUMA nodes whose memory this process may take, by its cpuset; None where unsaid."""
+    """Return the NUMA nodes whose memory the cpuset allows; None where Linux does not say."""
     for line in _lines(root / "proc/self/status"):
         if line.startswith("Mems_allowed_list:"):
             return frozenset(parse_core_list(line.partition(":")[2]))
@@ -69,7 +69,7 @@ def memory_nodes(root: Path = Path("/")) -> frozenset[int] | None:
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list as Linux writes it: "0-3,8" is 0, 1, 2, 3, 8."""
+    """Parse a list as Linux writes it: "0-3,8" is 0, 1, 2, 3, 8."""
     cores: list[int] = []
     for part in text.strip().split(","):
         if part:
@@ -79,9 +79,9 @@ def parse_core_list(text: str) -> tuple[int, ...]:
 
 
 def _mounts(controller: str, root: Path) -> list[tuple[str, str, Path]]:
-    """Where hierarchies that may limit are mounted: hierarchy, the group at its top, folder.
+    """Mounts of cgroup hierarchies: hierarchy, the group at its top, folder.
 
-    Without a word of the kernel they are where they usually are.
+    Where mountinfo has none, the usual folders.
     """
     found = []
     for line in _lines(root / "proc/self/mountinfo"):

@@ -1,4 +1,7 @@
-"""A file mapped into memory, of which parts are let go of again."""
+"""Files mapped into memory, page by page, and whether a file is still the same one.
+
+NumPy is imported on first use: commands import `file_state` and start without it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,22 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hotcold.model.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def file_state(path: str | Path) -> tuple[int, int, int, int]:
+    """Return size, mtime and ctime in nanoseconds, and inode: compared without reading the file.
+
+    A program that writes into a file can set mtime back, but not ctime. A copy has another state.
+    Errors:  OSError
+    """
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 class MappedFile:
@@ -22,6 +37,8 @@ class MappedFile:
 
     def view(self, start: int, end: int) -> np.ndarray:
         """Return the bytes `start` to `end`: uint8, read-only."""
+        import numpy as np
+
         if self._data is None:
             self._data = np.frombuffer(self._open(), np.uint8)
         if end > self._data.size:
@@ -34,27 +51,27 @@ class MappedFile:
         return self._region
 
     def release(self, start: int, end: int) -> None:
-        """Give up the whole pages among these bytes; they are mapped again if read."""
+        """Unload the whole pages of these bytes (MADV_DONTNEED); reading maps them again."""
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
             self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def read_ahead(self, start: int, end: int) -> None:
-        """These bytes are wanted soon, all of them."""
+        """Have the kernel read all these bytes now (MADV_WILLNEED)."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end and hasattr(mmap, "MADV_WILLNEED"):
             self._open().madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def read_apart(self, start: int, end: int) -> None:
-        """Of these bytes only those that are looked at are read from now on, nothing ahead."""
+    def advise_random(self, start: int, end: int) -> None:
+        """Read single rows of these bytes from now on: the kernel reads nothing ahead."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end and hasattr(mmap, "MADV_RANDOM"):
             self._open().madvise(mmap.MADV_RANDOM, start, end - start)
 
 
 def forget_pages(path: Path) -> None:
-    """Let the kernel free what it keeps of a file in memory, but for what is mapped just now."""
+    """Drop the file's pages from the page cache, but for those mapped now."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

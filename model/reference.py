@@ -1,6 +1,6 @@
-"""The whole model as plain formulas in float64: what every kernel and service is compared with.
+"""The model in plain float64 PyTorch: the reference for every kernel and service.
 
-No cache, no batching, no speed: a sequence of T tokens in, logits of all T positions out.
+No cache, no batching: a sequence of T tokens in, logits of all T positions out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import read_config
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.torch_activations import activated, activated_up
 from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
 from hotcold.model.weights.ffn import FfnWeights, load_ffn
@@ -32,13 +32,13 @@ def reference_logits(
 ) -> np.ndarray:
     """Return the logits after each token of `ids`.
 
-    thresholds[l]: neurons of layer l count only where |fn(gate)| exceeds the first, and |fn(gate) *
-    up| times the length of the down row the second.
+    thresholds[l]: a neuron of layer l counts only where |fn(gate)| exceeds the first threshold and
+    |fn(gate) * up| * |down row| the second.
 
     Shapes:  ids (T,), result (T, V)
     Dtypes:  computed and returned in float64 from the checkpoint's weights; `dtype` such as "q8"
              quantizes them first
-    Errors:  ConfigError, CheckpointError, UsageError for a dtype that cannot be had
+    Errors:  ConfigError, CheckpointError, UsageError for an unknown dtype
     """
     config = read_config(checkpoint_dir)
     checkpoint = Checkpoint(checkpoint_dir)
@@ -84,7 +84,7 @@ def _layer(
 
 
 def _added(config: ModelConfig, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:
-    """What attention and FFN add to the residual: normed and scaled, where the model does so."""
+    """Attention's or FFN's output as it is added to the residual: normed, scaled."""
     normed = _norm(config, x, norm_weight, norm_weight[:0]) if norm_weight.size else x
     return normed * config.residual_scale
 
@@ -116,7 +116,7 @@ def _norm(
 
 
 def _rope(config: ModelConfig, layer: int, x: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + size / 2) of the first `size` of x (T, heads, hd) by an angle."""
+    """Rotate each pair (i, i + size / 2) of the first `size` dimensions of x (T, heads, hd)."""
     index = config.rope_of_layer(layer)
     if index < 0:
         return x
@@ -174,16 +174,16 @@ def _ffn(
 ) -> torch.Tensor:
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
     name = config.activation_fn
-    products = _linear(x, weights.gate[part], weights.gate_bias[part])
-    fired = activated(name, products, config.activation_threshold)
+    gate = _linear(x, weights.gate[part], weights.gate_bias[part])
+    h = activated(name, gate, config.activation_threshold)
     if config.has_gate:
-        gates = fired
-        fired = gates * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
+        gates = h
+        h = gates * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
         if thresholds is not None:
             lengths = _double(weights.down[part]).norm(dim=1)
-            passes = _exceeds(gates, thresholds[0]) & _exceeds(fired * lengths, thresholds[1])
-            fired = torch.where(passes, fired, 0)
-    out = fired @ _double(weights.down[part])  # (T, N) @ (N, d)
+            passes = _exceeds(gates, thresholds[0]) & _exceeds(h * lengths, thresholds[1])
+            h = torch.where(passes, h, 0)
+    out = h @ _double(weights.down[part])  # (T, N) @ (N, d)
     return out + _double(weights.down_bias[layer]) if weights.down_bias.size else out
 
 

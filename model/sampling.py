@@ -1,4 +1,4 @@
-"""How tokens are drawn, as a user asks for it; the drawing itself is a kernel."""
+"""Sampling options of a request, checked, and a model's defaults; a kernel draws the tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GENERATION_CONFIG = "generation_config.json"
 class SamplingParams:
     """Sampling of one request; the defaults are llama.cpp's.
 
-    Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
-    `top_k` 0 keeps all. Generation ends after `max_tokens` (None: with the context), at a `stop`
-    text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`; but for the first none
-    does before `min_tokens`. What ended it is in the text only with `include_stop_str_in_output`.
-    Before all that `logit_bias`, pairs of a token and what is added to its logit, applies, and the
-    last `repeat_last_n` tokens, -1 for all, of prompt and answer become less likely by the three
-    penalties; presence and frequency are the answer's alone without `penalize_prompt`.
-    `repeat_penalty` 1 and the others' 0 leave them as they are.
+    First `logit_bias`, pairs of a token id and a number, is added to logits. Then the penalties
+    lower the logits of the last `repeat_last_n` tokens (-1: all) of prompt and answer; presence and
+    frequency penalties of the answer alone without `penalize_prompt`. `repeat_penalty` 1 and the
+    others 0 change nothing. Then top_k, top_p and min_p filter, in this order; `top_k` 0 keeps all
+    tokens, and `temperature` 0 takes the most likely one.
+    Generation ends after `max_tokens` (None: with the context), and from `min_tokens` on at a
+    `stop` text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`. The answer
+    includes these only with `include_stop_str_in_output`.
     Errors:  UsageError naming the value that is out of range
     """
 
@@ -86,10 +86,10 @@ class SamplingParams:
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:
-        """Return what the model's generation_config.json recommends, if it does.
+        """Return the options in the model's generation_config.json, and defaults for others.
 
-        Where it says do_sample, what it leaves out is as in transformers: greedy for false,
-        temperature 1 and top_k 50 for true.
+        Where it has do_sample the defaults are transformers': greedy for false, temperature 1 and
+        top_k 50 for true.
         Errors:  ConfigError for a malformed file
         """
         file = Path(path) / GENERATION_CONFIG

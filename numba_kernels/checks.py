@@ -1,11 +1,11 @@
-"""Argument checks that the wrappers of this package share."""
+"""Argument checks that this package's wrappers share, and codes of activation functions."""
 
 import numpy as np
 
 from hotcold.numba_kernels.formats import FLOATS, QUANTIZED, row_width
 
-# An FFN's function, which kernels know by its number. drelu is relu of the gate's product times
-# relu of up's; fatrelu has a threshold.
+# Codes of an FFN's function in kernels. drelu is relu(gate . x) * relu(up . x); fatrelu has a
+# threshold.
 RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
 ACTIVATION_CODES = {
     "relu": RELU,
@@ -26,10 +26,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """A matrix of weights whose rows are contiguous and whose items are aligned.
+    """A matrix of weights with contiguous rows and aligned items; other views are copied.
 
-    `columns` counts weights. An unaligned view (as safetensors may give) is copied, because
-    the compiled loads assume alignment.
+    `columns` counts weights. safetensors may give unaligned views, and compiled loads assume
+    alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(
@@ -55,31 +55,20 @@ def float_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndar
 
 
 def optional_floats(name: str, array: np.ndarray | None, length: int) -> np.ndarray:
-    """A float32 vector of `length`, or an empty one where there is none."""
+    """A float32 vector of `length`; an empty one for None."""
     if array is None:
         return np.empty(0, np.float32)
     return float_array(name, array, (length,))
 
 
-def row_ids(name: str, ids: np.ndarray, limit: int) -> np.ndarray:
-    """int32 indices, each within 0..limit-1."""
-    require(ids.ndim == 1, f"{name} must have 1 dimension, not {ids.ndim}")
-    require(ids.dtype == np.int32, f"{name} must be int32, not {ids.dtype}")
-    if ids.size:
-        require(
-            int(ids.min()) >= 0 and int(ids.max()) < limit, f"{name} must lie in 0..{limit - 1}"
-        )
-    return np.ascontiguousarray(ids)
-
-
 def read_only(array: np.ndarray) -> np.ndarray:
-    """A view that cannot be written through; to Numba another type than one that can be."""
+    """A view that is not writeable, which is another type to Numba."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def activation_code(activation_fn: str) -> int:
-    """The number by which kernels know an activation function."""
+    """The code of an activation function. Errors: ValueError for an unknown name."""
     require(activation_fn in ACTIVATION_CODES, f"no activation function named {activation_fn!r}")
     return ACTIVATION_CODES[activation_fn]

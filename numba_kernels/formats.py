@@ -1,8 +1,8 @@
-"""Formats of weights, told apart by the dtype of the arrays that hold them.
+"""Formats of weights, identified by the dtype of the arrays that hold them.
 
 float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
-`Q4_1`, `Q4_K`, `Q5`, `Q5_K` and `Q6` hold bytes of quantized rows: a row's weights stand in groups
-of 32 that share one scale, or in Q6 in halves of such groups.
+`Q4_1`, `Q4_K`, `Q5`, `Q5_K` and `Q6` hold bytes of quantized rows: groups of 32 weights share a
+scale, in Q6 halves of such groups.
 
     Q8:   weight = scale * value           value int8 in -127..127
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
@@ -16,14 +16,14 @@ of 32 that share one scale, or in Q6 in halves of such groups.
 These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K and Q6_K hold. A row is its
 values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same).
 
-In Q4_K, Q5_K and Q6 blocks of 8 groups share float16 numbers, which end the row: of each block its
-scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256 weights. Between values and
-these stand, chunk by chunk, in Q6 the int8 scales of first halves, then of second ones; in the
-others a byte for each of g groups with the low nibbles of its scale and, high, of its minimum, then
-g / 2 bytes: the upper two bits of both for group i, and above them those of group i + g / 2.
-Nothing adds up rows of blocks or of 5 bits: they are no rows of a down projection.
+In Q4_K, Q5_K and Q6 blocks of 8 groups share float16 numbers at the end of the row: each block's
+scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256 weights. Between the values
+and these, chunk by chunk, Q6 has the int8 scales of first halves, then of second ones; Q4_K and
+Q5_K have a byte for each of g groups with the low nibbles of its scale and, high, of its minimum,
+then g / 2 bytes: the upper two bits of both for group i, and above them those of group i + g / 2.
+Rows of blocks or of 5 bits cannot be added up, so no down projection has them.
 
-Values stand in chunks of 16 groups (the last may have fewer, g), step by step: step j of a chunk
+Values are in chunks of 16 groups (the last may have fewer, g), step by step: step j of a chunk
 holds four bytes of group 0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one
 group in each lane.
 
@@ -38,8 +38,8 @@ group in each lane.
 
 So a chunk's integer products add up lane by lane, and its scales are one vector too.
 
-Rows of GGUF files stand in blocks of ggml's formats, `BLOCK_FORMATS`. They are read from files and
-become one of the formats above; nothing computes with them.
+Rows of GGUF files are blocks of ggml's formats, `BLOCK_FORMATS`. They are converted to one of the
+formats above when they are loaded.
 """
 
 from typing import NamedTuple
@@ -62,17 +62,17 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 
 
 class RowFormat(NamedTuple):
-    """How a quantized row stores its weights: values of so many bits, scales, maybe minima.
+    """How a quantized row stores its weights: values of `bits` bits, scales, maybe minima.
 
-    A group has a scale and maybe a minimum, float16; or, in a block of several groups, small whole
-    numbers instead, and the block a float16 that they are multiplied with.
+    A group's scale and minimum are float16; or, in blocks of several groups, small integers that
+    are multiplied with the block's float16.
     """
 
     bits: int
     has_min: bool = False
-    block_groups: int = 1  # of which a row has whole ones
-    group_bits: int = 0  # of a group's small whole numbers
-    has_halves: bool = False  # whether each half of a group has a scale of its own
+    block_groups: int = 1  # a row has whole blocks
+    group_bits: int = 0  # of a group's small integers
+    has_halves: bool = False  # each half of a group has its own scale
 
     @property
     def in_blocks(self) -> bool:
@@ -81,12 +81,12 @@ class RowFormat(NamedTuple):
 
     @property
     def is_summed(self) -> bool:
-        """Whether rows can be added up, as down rows are."""
+        """Whether kernels can add up rows, as down projections do."""
         return self.bits in (4, 8) and not self.in_blocks
 
     @property
     def block_weights(self) -> int:
-        """Weights of which a row has a multiple."""
+        """Weights of a block: a row has a multiple."""
         return QUANT_GROUP * self.block_groups
 
     @property
@@ -114,9 +114,9 @@ QUANTIZED = tuple(ROW_FORMATS)
 
 
 class BlockFormat(NamedTuple):
-    """A block of one of ggml's formats: so many weights in so many bytes (ggml-common.h)."""
+    """A block of one of ggml's formats: its weights and bytes (ggml-common.h)."""
 
-    code: int  # by which kernels know it
+    code: int  # for kernels
     weights: int
     num_bytes: int
 
@@ -156,7 +156,7 @@ def is_quantized(dtype: np.dtype) -> bool:
 
 
 def row_items(dtype: np.dtype, width: int) -> int:
-    """Items of an array of this dtype that a row of `width` weights takes: its second dimension.
+    """Items of a row of `width` weights in an array of this dtype: its second dimension.
 
     Errors:  ValueError for a quantized row whose width is no multiple of 32, for a row of no whole
              blocks, and for another dtype
@@ -179,10 +179,10 @@ def row_items(dtype: np.dtype, width: int) -> int:
 
 
 def steps_side_by_side(groups: int, steps: int) -> int:
-    """How many of a last chunk's steps stand in one vector of 16 lanes: a power of two.
+    """How many steps of a last chunk share a vector of 16 lanes: a power of two.
 
-    A chunk of so many groups has so many steps: as many as bits. Step i of those that stand side by
-    side is in lanes i * groups to (i + 1) * groups - 1.
+    The chunk has `groups` groups and `steps` steps, as many as bits. Step i of a vector is in lanes
+    i * groups to (i + 1) * groups - 1.
     """
     side = 1
     while 2 * side * groups <= CHUNK_GROUPS and 2 * side <= steps:
@@ -191,12 +191,12 @@ def steps_side_by_side(groups: int, steps: int) -> int:
 
 
 def whole_chunks(width: int) -> int:
-    """The width of rows filled up to whole chunks: what sums in lane order take."""
+    """`width` rounded up to whole chunks: the length of sums in lane order."""
     return -(-width // CHUNK) * CHUNK
 
 
 def row_width(dtype: np.dtype, num_items: int) -> int:
-    """Weights of a row of so many items; the inverse of `row_items`.
+    """Weights of a row of `num_items`; the inverse of `row_items`.
 
     Errors:  ValueError for a number of bytes that no row has
     """

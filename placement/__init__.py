@@ -1,1 +1,1 @@
-"""Offline, without Ray: what this machine has, how neurons fire, where each is kept."""
+"""Offline, without Ray: the machine, activation profiles, memory needs, placement plans."""

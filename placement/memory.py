@@ -1,4 +1,4 @@
-"""What a system needs of memory, part by part, compared with what is free, before loading."""
+"""The memory that a system needs, part by part, compared with free memory before loading."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,10 +31,7 @@ class MemoryNeed:
 
 
 def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
-    """Bytes of weights that the services load, all together.
-
-    `kept_ffn_bytes`: of neurons, where not all are kept in memory.
-    """
+    """Bytes of weights that all services load; `kept_ffn_bytes` of neurons, by default all."""
     if kept_ffn_bytes is None:
         kept_ffn_bytes = ffn_bytes(config, config.num_layers * config.ffn_size)
     return attention_bytes(config) + head_bytes(config) + kept_ffn_bytes
@@ -48,9 +45,9 @@ def memory_need(
     arena_bytes: int,
     predictor_bytes: int = 0,
 ) -> MemoryNeed:
-    """What a system of so many processes needs with its KV cache full.
+    """The need of a system of so many processes, with its KV cache full.
 
-    `config` has the dtype that matrices are loaded in; `arena_bytes` is all arenas together.
+    `config` has the dtype that matrices are loaded in; `arena_bytes` is that of all arenas.
     """
     return MemoryNeed(
         attention_bytes=attention_bytes(config),
@@ -69,10 +66,10 @@ def require_memory(
     quantized: Iterable[tuple[str, MemoryNeed]] = (),
     kept_bytes: int = 0,
 ) -> None:
-    """Raise MemoryBudgetError, with the bytes needed and free, if `need` does not fit.
+    """Raise MemoryBudgetError if `need` does not fit in free memory and `budget_bytes`.
 
-    `quantized` is what each --dtype would need, the preferred first. It is looked at only then: the
-    error names the first that fits. `kept_bytes`: of what is available, these must stay free.
+    `quantized` are the needs of other --dtypes, the preferred first; the error names the first that
+    fits. `kept_bytes` of the available memory must stay free.
     """
     free = max(0, available_bytes() - kept_bytes)
     if budget_bytes is not None:

@@ -1,4 +1,4 @@
-"""A plan: which device holds each neuron and each other part of one model, and for what request."""
+"""A placement plan: which device holds each neuron and each other part of one model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan was made for; another request is another plan.
+    """The request that a plan answers; another request needs another plan.
 
-    Units:   memory limits in bytes, None for all that is free; digests are empty where there is no
-             profile or predictor, weight_dtype where weights are loaded as they are stored
+    Units:   memory limits in bytes, None for all free memory; digests are empty without profile or
+             predictor, weight_dtype if weights are loaded as stored
     """
 
     mode: str
@@ -50,20 +50,19 @@ class PlanRequest:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: PlanRequest) -> list[str]:
-        """What this one asks otherwise than `other`, in the command line's words."""
+        """The entries in which this differs from `other`, as command-line options."""
         mine, others = asdict(self), asdict(other)
         return [_words(name, mine[name]) for name in mine if mine[name] != others[name]]
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementPlan:
-    """Where everything of a model lies.
+    """The device of each part of a model.
 
-    `report` holds figures for people: bytes of each device, expected time of each part, and how the
-    plan was found (`placement/report.py`).
+    `report` holds figures for people (`placement/report.py`).
     Shapes:  neuron_device (L, N), attention_device (L,)
-    Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host, which
-             only attention and head can be on. Predictors are there always: the driver runs them
+    Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host,
+             for attention and head only. Predictors are always there: the driver runs them
     """
 
     request: PlanRequest
@@ -90,7 +89,7 @@ class PlacementPlan:
 
 
 def plan_path(model_path: str | Path, request: PlanRequest) -> Path:
-    """Where the plan for `request` lies unless told otherwise: every request has its own file."""
+    """The default path of the plan for `request`: every request has its own file."""
     return artifact_path(model_path, f"plan-{request.digest[:12]}.safetensors")
 
 
@@ -114,19 +113,19 @@ def read_plan(
 ) -> PlacementPlan:
     """Read the plan that was made for `identity` and `request`.
 
-    Errors:  ArtifactError where it is missing, damaged, of another model or for another request, or
-             where it leaves something without a place
+    Errors:  ArtifactError where it is missing, damaged, incomplete, of another model or for another
+             request
     """
     plan = load_plan(path, identity, config)
     different = plan.request.differences(request)
     if different:
-        asked = ", ".join(request.differences(plan.request))
-        raise ArtifactError(f"{path}: was made for {', '.join(different)}, not {asked}; {_REMEDY}")
+        wanted = ", ".join(request.differences(plan.request))
+        raise ArtifactError(f"{path}: was made for {', '.join(different)}, not {wanted}; {_REMEDY}")
     return plan
 
 
 def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> PlacementPlan:
-    """Read a plan of `identity`, whatever it was made for. Errors: as in `read_plan`."""
+    """Read a plan of `identity` for any request. Errors: as in `read_plan`."""
     artifact = read_artifact(path, _KIND, identity)
     made_for = _request(artifact)
     layers = (config.num_layers,)
@@ -143,7 +142,7 @@ def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> Place
 
 
 def _request(artifact: Artifact) -> PlanRequest:
-    """The request of the file. Memory limits alone may be None."""
+    """The request in the file. Only memory limits may be None."""
     values = artifact.fact("request", dict)
     kinds = {name: str(kind) for name, kind in PlanRequest.__annotations__.items()}
     is_right = values.keys() == kinds.keys() and all(
@@ -171,7 +170,7 @@ def _check_devices(path: Path, plan: PlacementPlan) -> None:
 
 
 def _words(name: str, value: Any) -> str:
-    """One entry of a request as a user would name it."""
+    """One entry of a request as a command-line option."""
     match name:
         case "machine_digest" | "profile_digest" | "predictor_digest":
             what = name.removesuffix("_digest")

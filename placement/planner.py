@@ -1,4 +1,4 @@
-"""Makes a plan: costs, solver, and from groups of neurons back to neurons."""
+"""Makes a placement plan: computes costs, solves, maps groups of neurons back to neurons."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import kv_cache_bytes
-from hotcold.placement.assumptions import assumptions
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.placement.profile import ActivationProfile
-from hotcold.placement.report import Expected, make_report
+from hotcold.placement.report import Expected, assumptions, make_report
 from hotcold.placement.solver.cost import (
     KV_ITEM_BYTES,
     PlanDevice,
@@ -41,8 +40,8 @@ def make_plan(
 ) -> PlacementPlan:
     """Place the model `config` (of the checkpoint's dtype) on `machine` as `request` asks.
 
-    Without a profile every neuron counts as always firing. `host_reserve_bytes` is what processes
-    and arena take of the host's memory.
+    Without a profile every neuron counts as always firing. `host_reserve_bytes` is the memory of
+    processes and arena on the host.
     Errors:  MemoryBudgetError where it does not fit
     """
     devices = make_plan_devices(
@@ -81,7 +80,7 @@ def make_plan(
 
 
 def neuron_places(problem: Problem, assignment: Assignment, frequency: np.ndarray) -> np.ndarray:
-    """The device of each neuron, from that of its group: (L, N) int16. frequency (L, N)."""
+    """The device of each neuron, by that of its group: (L, N) int16. frequency (L, N)."""
     by_rank = np.repeat(assignment.group_device, problem.group_sizes, axis=1)
     places = np.empty_like(by_rank)
     np.put_along_axis(places, group_order(frequency), by_rank, axis=1)

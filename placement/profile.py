@@ -1,4 +1,4 @@
-"""How often each neuron fires: the activation profile that plans and predictors are made from."""
+"""The activation profile: how often each neuron fires. Plans and predictors are made from it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY, power_law_rates
 
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import ArtifactError
+from hotcold.model.errors import ArtifactError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 
 PROFILE_FILE = "profile.safetensors"
 _KIND = "profile"
+_STATED_TOKENS = 1_000_000  # of a stated profile: even the rarest neurons have whole counts
 _REMEDY = "make it again with `hotcold profile`"
 
 
@@ -37,12 +39,12 @@ class ActivationProfile:
 
     @property
     def is_stated(self) -> bool:
-        """Whether nobody counted: `text_name` then says what was stated."""
+        """Whether the counts were not measured; `text_name` then says who stated them."""
         return bool(self.text_name) and not self.text_digest
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits over the counts: what is made from a profile names it by them."""
+        """12 hexadecimal digits over the counts, by which plans and predictors name a profile."""
         content = hashlib.sha256(f"{self.num_tokens} {self.counts.shape}".encode())
         content.update(np.ascontiguousarray(self.counts).data)
         return content.hexdigest()[:12]
@@ -77,6 +79,26 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
     )
     _check(path, profile)
     return profile
+
+
+def stated_profile(config: ModelConfig, density: float, why: str) -> ActivationProfile:
+    """A profile by a power law, with mean firing rate `density`, for a model that is not here.
+
+    `why` says where the number comes from.
+    Errors:  UsageError for a density out of range
+    """
+    if not MIN_DENSITY <= density <= MAX_DENSITY and density != 1:
+        raise UsageError(
+            f"--density is {density}; give a share from {MIN_DENSITY} to {MAX_DENSITY}, or 1"
+        )
+    rates = np.ones(config.ffn_size) if density == 1 else power_law_rates(config.ffn_size, density)
+    counts = np.rint(rates * _STATED_TOKENS).astype(np.int64)
+    return ActivationProfile(
+        np.repeat(counts[None], config.num_layers, axis=0),
+        _STATED_TOKENS,
+        f"{density:.3g} of the neurons fire at a token, at rates of a power law ({why})",
+        "",
+    )
 
 
 def _check(path: Path, profile: ActivationProfile) -> None:

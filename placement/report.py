@@ -1,14 +1,17 @@
-"""What a plan says of itself: bytes of each device, time of each part, the solver's word."""
+"""A plan's report: bytes by device, expected time by part, solver figures, assumptions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hotcold.placement.solver.cost import PartCost, PlanDevice
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.plan import PlanRequest
+from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.solver.cost import PartCost, PlanDevice, PredictorCost
 from hotcold.placement.solver.problem import (
     ATTENTION,
     HEAD,
@@ -30,7 +33,7 @@ _KINDS = (ATTENTION, HEAD, PREDICTOR)
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What each device reads and computes of the neurons for one token.
+    """The neuron bytes that each device reads for one token, and the neurons it computes.
 
     Shapes:  neuron_bytes, active_neurons (D,) float64
     """
@@ -49,8 +52,8 @@ def make_report(
 ) -> dict[str, Any]:
     """Figures that JSON can hold: `devices`, `parts`, `token_s`, `tokens_per_s`, `solver`.
 
-    Of a device: what it holds in bytes by part, neurons, their share of the expected active ones.
-    Of a part: bytes read a token, GB/s, ms. The parts' ms add up to token_s.
+    A device has bytes by part, neurons and their share of the expected active ones; a part has
+    bytes read a token, GB/s and ms. The parts' ms add up to token_s.
     """
     assignment = solution.assignment
     token_s = objective_s(problem, assignment)
@@ -87,7 +90,7 @@ def _devices(
     work_s = device_seconds(problem, assignment).sum(axis=0)
     found = []
     for index, device in enumerate(devices):
-        # Every layer has as much cache as weights in proportion, so every piece of a layer has.
+        # The ratio of cache to weights is the same in every layer, so in every piece of one.
         kv = int(held[ATTENTION][index]) * kv_bytes // max(1, attention_total)
         content = {
             "attention": int(held[ATTENTION][index]) - kv,
@@ -168,3 +171,32 @@ def _speed(read_bytes: float, seconds: float) -> dict[str, float]:
         "gb_per_s": float(read_bytes / seconds / 1e9) if seconds else 0.0,
         "ms": float(seconds) * 1e3,
     }
+
+
+def assumptions(
+    machine: Machine,
+    request: PlanRequest,
+    profile: ActivationProfile | None,
+    predictor: PredictorCost | None,
+) -> Iterator[str]:
+    """What a plan assumes: a clause for each assumption, the most important first."""
+    if profile is None:
+        yield "every neuron fires at every token (no profile; `hotcold profile` counts)"
+    elif profile.is_stated:
+        yield profile.text_name
+    if predictor is not None and predictor.note:
+        yield predictor.note
+    if machine.was_busy:
+        yield (
+            f"{machine.name} reads no faster than it did on {machine.date} while other programs "
+            f"took {machine.busy_cores:.1f} of its cores (`hotcold doctor --fresh` measures again)"
+        )
+    if not machine.date:
+        yield f"{machine.name} is as fast as its description says"
+    for gpu in machine.gpus:
+        if machine.date and not gpu.measured:
+            yield (
+                f"{gpu.name} reads {gpu.read_gb_per_s:.0f} GB/s, and {gpu.link_gb_per_s:.0f} GB/s "
+                "from the host (not measured)"
+            )
+    yield f"one request at a time, whose {request.context_length} positions are half full"

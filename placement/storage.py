@@ -1,4 +1,4 @@
-"""What a token reads from storage, by which rows of its neurons stay in memory."""
+"""Expected reads from storage for a token, given which rows are kept in memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 _RUN_BYTES = 256 << 10  # of one read of neighbours
-LISTED = 2.0  # neurons that a predictor lists for one that fires
-_READ_CPU_S = 8e-6  # of a core: to read a neuron, check its sum, copy it into a slot
-_HIDDEN = 0.7  # of the shorter of products and reads
+LISTED = 2.0  # neurons that a predictor lists for each that fires
+_READ_CPU_S = 8e-6  # of a core: read a neuron, verify its checksum, copy it into a slot
+_HIDDEN = 0.7  # share of the shorter of compute and reads that overlaps
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Of one token: how many reads, and bytes."""
+    """Reads for one token: their number, and bytes."""
 
     number: float
     num_bytes: float
@@ -22,9 +22,9 @@ class Reads:
 
 @dataclass(frozen=True)
 class Disk:
-    """Seconds of a read, and bytes a second, of many at once: the whole takes as long as both.
+    """A disk under many parallel reads: seconds a read plus bytes over bandwidth.
 
-    Without figures a virtual disk's whose host keeps what was read (docs/lab_log.md).
+    Defaults are those of a virtual disk whose host caches reads (docs/lab_log.md).
     """
 
     read_s: float = 20e-6
@@ -39,15 +39,15 @@ class Disk:
         return cls(max(0.0, seconds[0] - small[0] / bytes_per_s), bytes_per_s)
 
     def seconds(self, reads: Reads) -> float:
-        """How long a token's reads take if nothing else is to be waited for."""
+        """The time of a token's reads alone."""
         return reads.number * self.read_s + reads.num_bytes / self.bytes_per_s
 
 
 def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int) -> float:
-    """How long a token takes of which parts are read.
+    """The time of a token with neurons on storage.
 
     memory + max(disk - HIDDEN * min(memory, disk), CPU time of reads / threads)
-    `memory_s` is a token's time with everything in memory, `disk_s` its reads'.
+    `memory_s` is a token's time with everything in memory, `disk_s` that of its reads.
     Source:  docs/lab_log.md
     """
     waits_s = disk_s - _HIDDEN * min(memory_s, disk_s)
@@ -57,10 +57,10 @@ def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int
 def expected_reads(
     wanted: np.ndarray, num_slots: int, read_bytes: int, in_sequence: bool = False
 ) -> Reads:
-    """What a token misses where those neurons are in slots that are wanted most.
+    """The reads for a token if the most wanted neurons are in slots.
 
-    `wanted` (neurons of all layers,) is how often each is wanted, from 0 to 1; neighbours that are
-    missed are read together where they are read `in_sequence`.
+    `wanted` (neurons of all layers,) is the rate at which each is needed, from 0 to 1. With
+    `in_sequence` neighbours are read together.
     """
     missed = float(np.sort(wanted, axis=None)[: max(0, wanted.size - num_slots)].sum())
     num_bytes = missed * read_bytes
@@ -69,7 +69,7 @@ def expected_reads(
 
 @dataclass(frozen=True)
 class Kept:
-    """Those that are wanted most: of how many the gate row stays, the up and down rows; bytes."""
+    """How many gate rows, and up and down rows, are kept in memory, and the bytes of one read."""
 
     num_gates: int
     num_up_downs: int
@@ -78,7 +78,7 @@ class Kept:
 
 
 def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
-    """What a token misses where gates of listed neurons are read, and the rest of those that fire.
+    """The reads for a token: gates of listed neurons, up and down rows of those that fire.
 
     A predictor lists LISTED neurons for each that fires.
     """
@@ -89,7 +89,7 @@ def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
 
 
 def whole_bundles(fired: np.ndarray, kept: Kept) -> Reads:
-    """The same where all that a listed neuron lacks is read at once, unless its gate is there."""
+    """The reads for a token if a listed neuron is read whole, unless its gate is in memory."""
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
     gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
     up_downs = expected_reads(fired, kept.num_up_downs, kept.up_down_bytes)
@@ -102,6 +102,6 @@ def whole_bundles(fired: np.ndarray, kept: Kept) -> Reads:
 
 
 def listed_rates(fired: np.ndarray, listed: float) -> np.ndarray:
-    """How often a predictor lists each neuron: all that fire, and others, alike, up to `listed`."""
+    """The rate at which a predictor lists each neuron: all that fire, others evenly to `listed`."""
     share = max(0.0, listed - float(fired.mean())) / max(1e-9, 1 - float(fired.mean()))
     return fired + (1 - fired) * share

@@ -1,1 +1,1 @@
-"""Which cold neurons will fire for a token, and how that is learned."""
+"""Predictors of the neurons that fire for a token, their files, and how they are fitted."""

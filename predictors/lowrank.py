@@ -1,4 +1,4 @@
-"""The low-rank predictor: two bias-free linear layers with ReLU between, as PowerInfer's."""
+"""The low-rank predictor: two linear layers without bias, ReLU between, as PowerInfer's."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class LowRankLayer:
 
     sum over j of scales[j] * relu(down[j] . x) * up[j, n] > thresholds[n]
     Shapes:  down (r, d), scales (r,), up (r, N), thresholds (N,)
-    Dtypes:  down and up uint16 (float16 bits) or int8, whose scale of column n is left to its
-             threshold; scales and thresholds float32
+    Dtypes:  down and up uint16 (float16 bits) or int8; a column of int8 has no scale, and its
+             threshold is in the column's units; scales and thresholds float32
     Source:  PowerInfer section 5.1
     """
 
@@ -25,7 +25,7 @@ class LowRankLayer:
 
     @property
     def num_neurons(self) -> int:
-        """Neurons that are scored."""
+        """Number of neurons."""
         return self.up.shape[1]
 
     @property
@@ -35,11 +35,11 @@ class LowRankLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a token reads at most."""
+        """Most bytes that a token reads."""
         return sum(a.nbytes for a in (self.down, self.scales, self.up, self.thresholds))
 
     def arranged(self, neuron_ids: np.ndarray) -> "LowRankLayer":
-        """The same predictor for the neurons `neuron_ids`, in their order."""
+        """Return the predictor of the neurons `neuron_ids`, in that order."""
         return LowRankLayer(
             self.down,
             self.scales,
@@ -48,7 +48,7 @@ class LowRankLayer:
         )
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """See LayerPredictor."""
+        """Write scores as `LayerPredictor.score`."""
         hidden = np.empty((x.shape[0], self.hidden_size), np.float32)
         lowrank_hidden_kernel(self.down, self.scales, x, hidden, 0, self.hidden_size)
         for t in range(x.shape[0]):

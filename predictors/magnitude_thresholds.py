@@ -20,7 +20,7 @@ _REMEDY = "make it again with `hotcold profile`"
 
 @dataclass(frozen=True, eq=False)
 class LayerThresholds:
-    """Which neurons of each layer fire: `numba_kernels.decode.activations.Thresholds`.
+    """The thresholds of all layers; see `numba_kernels.decode.activations.Thresholds`.
 
     Shapes:  gate, product (L,)
     Dtypes:  float32, none below zero
@@ -30,16 +30,16 @@ class LayerThresholds:
     product: np.ndarray
 
     def of_layers(self) -> list[Thresholds]:
-        """As kernels take them."""
+        """Return the thresholds layer by layer, for kernels."""
         return [Thresholds(*pair) for pair in zip(self.gate, self.product, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """Thresholds with what they cost and leave out, both measured on the text they were made from.
+    """Thresholds, with cost and savings measured on the text that they were fitted to.
 
-    mean_kld: KL divergence from the model's own distribution to that with thresholds, in nats;
-    up_share, down_share: of all neurons of a layer, those whose row is read for a token
+    mean_kld: KL divergence of the model with thresholds from the model, in nats;
+    up_share, down_share: share of a layer's neurons whose row a token reads
     Shapes:  up_share, down_share (L,) float64
     """
 
@@ -52,12 +52,12 @@ class Calibrated:
 
 
 def thresholds_path(model_path: str | Path) -> Path:
-    """Where a model's thresholds lie unless told otherwise."""
+    """Return the default path of a model's thresholds."""
     return artifact_path(model_path, THRESHOLDS_FILE)
 
 
 def write_thresholds(path: Path, identity: ModelIdentity, found: Calibrated) -> None:
-    """Write them. Errors: ArtifactError."""
+    """Write the thresholds of the model `identity`. Errors: ArtifactError."""
     tensors = {
         "gate": found.thresholds.gate,
         "product": found.thresholds.product,
@@ -73,22 +73,22 @@ def write_thresholds(path: Path, identity: ModelIdentity, found: Calibrated) -> 
 
 
 def read_thresholds(path: Path, identity: ModelIdentity, config: ModelConfig) -> Calibrated:
-    """Read the thresholds of the model `identity`, whose shape is `config`'s.
+    """Read the thresholds of the model `identity`.
 
     Errors:  ArtifactError where the file is missing, damaged or another model's, or holds numbers
-             that are no thresholds
+             out of range
     """
     artifact = read_artifact(path, _KIND, identity)
 
-    def take(name: str, dtype: Any, most: float) -> np.ndarray:
+    def take(name: str, dtype: Any, largest: float) -> np.ndarray:
         found = artifact.tensor(name, dtype, (config.num_layers,))
-        if not ((found >= 0) & (found <= most)).all():
+        if not ((found >= 0) & (found <= largest)).all():
             raise ArtifactError(f"{path}: its {name} is wrong; {_REMEDY}")
         return found
 
-    largest = float(np.finfo(np.float32).max)
+    max_float = float(np.finfo(np.float32).max)
     thresholds = LayerThresholds(
-        take("gate", np.float32, largest), take("product", np.float32, largest)
+        take("gate", np.float32, max_float), take("product", np.float32, max_float)
     )
     return Calibrated(
         thresholds,

@@ -1,4 +1,4 @@
-"""The interface of predictors: which of a layer's neurons will fire, said beforehand."""
+"""The interface of predictors: which of a layer's neurons will fire, before they are computed."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, Self
@@ -19,20 +19,20 @@ class LayerPredictor(Protocol):
 
     @property
     def num_neurons(self) -> int:
-        """How many it scores."""
+        """Number of neurons."""
 
     def arranged(self, neuron_ids: np.ndarray) -> Self:
-        """The same predictor for the neurons of the rows `neuron_ids`, in their order."""
+        """Return the predictor of the neurons in the rows `neuron_ids`, in that order."""
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """scores[t, n] > 0 where neuron n is expected to fire for token t.
+        """Write scores[t, n] > 0 where neuron n is expected to fire for token t.
 
         Shapes:  x (T, d), scores (T, num_neurons), both float32
         """
 
 
 class NeuronPredictor:
-    """The predictors of all layers, and how the services share out their neurons."""
+    """The predictors of all layers, for neurons divided among services."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class NeuronPredictor:
     ) -> None:
         """layers[l] is None where all neurons of layer l are computed.
 
-        shard_sizes[l, s] says how many of layer l's neurons service s holds; the predictors know
-        them in that order. `input_name`: the FFN's input, or the residual stream before its norm.
+        shard_sizes[l, s] is the number of layer l's neurons in service s; the predictors have them
+        in that order. `input_name`: the FFN's input, or the residual stream before its norm.
         """
         self.input_name = input_name
         self._layers = list(layers)
@@ -54,9 +54,9 @@ class NeuronPredictor:
     def rearranged(
         self, before: Sequence[Sequence[np.ndarray]], shards: Sequence[Sequence[np.ndarray]]
     ) -> "NeuronPredictor":
-        """The same predictors for services that hold the neurons shards[s][l], in that order.
+        """Return the predictors for services s with the neurons shards[s][l], in that order.
 
-        before[s][l]: the order in which these know the neurons; both are of the same neurons.
+        before[s][l]: the same neurons in this predictor's order.
         """
         sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
         layers: list[LayerPredictor | None] = []
@@ -70,9 +70,10 @@ class NeuronPredictor:
     def use_threads(
         self, buffers: SharedBuffers, service: int, num_threads: int, max_tokens: int
     ) -> None:
-        """Score on several cores, at once when `service` answers; only sign predictors do.
+        """Have threads score as soon as `service` replies; only sign predictors do so.
 
-        It is of use where doorbells ring in `buffers`; `announce` and `close` go with it.
+        `buffers` must be shared with that service. Call `announce` before each request, `close` at
+        the end.
         """
         known = [layer for layer in self._layers if isinstance(layer, SignLayer)]
         if not known or len(known) < sum(layer is not None for layer in self._layers):
@@ -83,11 +84,11 @@ class NeuronPredictor:
 
     @property
     def team(self) -> PredictTeam:
-        """The threads of `use_threads`, for compiled code that asks and chooses by itself."""
+        """The threads of `use_threads`, for the compiled layer loop."""
         return NO_TEAM if self._team is None else self._team.compiled
 
     def announce(self, layer: int, num_tokens: int, array_name: str, number: int) -> None:
-        """The service is about to be asked for the input; see `SignTeam.announce`."""
+        """Prepare to score the reply to request `number`; see `SignTeam.announce`."""
         if self._team is not None and self._layers[layer] is not None:
             self._team.announce(layer, num_tokens, array_name, number)
 
@@ -99,7 +100,7 @@ class NeuronPredictor:
     def choose(
         self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_masks: np.ndarray
     ) -> np.ndarray | None:
-        """Write each service's candidates; returns their numbers, or None for all neurons.
+        """Write each service's expected neurons; return their numbers, or None for all neurons.
 
         Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_masks (S, N) uint32
                  as in numba_kernels.serve.mailbox; result (S,) int64

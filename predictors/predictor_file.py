@@ -1,9 +1,11 @@
-"""The file of a model's predictors: one for each layer, of either kind, or none."""
+"""A model's predictors and their file: a sign or low-rank predictor for each layer, or none."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, cast, get_args, overload
 
 import numpy as np
 
@@ -20,11 +22,41 @@ from hotcold.model.files.artifact import (
 from hotcold.model.mapped_file import forget_pages
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
-from hotcold.predictors.quality import Quality
 from hotcold.predictors.sign import SignLayer
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from torch import Tensor
 
 KINDS = ("sign", "lowrank")
 AnyLayer = SignLayer | LowRankLayer
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a layer's predictor does on tokens that it was not fitted to, from 0 to 1."""
+
+    recall: float  # share of the firing neurons that is computed
+    precision: float  # share of the computed neurons that fires
+    computed: float  # share of all neurons that is computed
+    active: float  # share of all neurons that fires
+
+    @classmethod
+    def of(cls, computed: Tensor, fires: Tensor) -> Quality:
+        """Return the quality of a prediction. Shapes: both (T, N) bool."""
+        both = int((computed & fires).sum())
+        num_computed, num_fires = int(computed.sum()), int(fires.sum())
+        return cls(
+            recall=both / num_fires if num_fires else 1.0,
+            precision=both / num_computed if num_computed else 1.0,
+            computed=num_computed / computed.numel(),
+            active=num_fires / fires.numel(),
+        )
+
+    @classmethod
+    def of_all(cls, fires: Tensor) -> Quality:
+        """Return the quality of computing all neurons. Shapes: (T, N) bool."""
+        active = int(fires.sum()) / fires.numel()
+        return cls(recall=1.0, precision=active, computed=1.0, active=active)
 
 
 @dataclass(frozen=True)
@@ -32,7 +64,7 @@ class Predictors:
     """All layers' predictors in the checkpoint's neuron order, and how good they are.
 
     layers[l] is None where all neurons of layer l are computed. `qualities` and `target_recall` are
-    None where they were never measured.
+    None where they are unknown.
     """
 
     layers: Sequence[AnyLayer | None]
@@ -43,11 +75,11 @@ class Predictors:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a token reads of all of them."""
+        """Bytes that a token reads."""
         return sum(layer.num_bytes for layer in self.layers if layer is not None)
 
     def arranged(self, shards: Sequence[Sequence[np.ndarray]]) -> NeuronPredictor:
-        """The predictors for services that hold the neurons shards[s][l], in that order."""
+        """Return the predictors for services s with the neurons shards[s][l], in that order."""
         sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
         layers = [
             None if layer is None else layer.arranged(np.concatenate([s[i] for s in shards]))
@@ -57,9 +89,9 @@ class Predictors:
 
 
 class FileLayers(Sequence[AnyLayer | None]):
-    """Layers in a file, each of which is read whenever it is asked for; none is kept.
+    """Layers in a file, each read anew at every access.
 
-    Errors:  ArtifactError where one is damaged
+    Errors:  ArtifactError where a layer is damaged
     """
 
     def __init__(
@@ -81,7 +113,7 @@ class FileLayers(Sequence[AnyLayer | None]):
     @overload
     def __getitem__(self, layer: slice) -> Sequence[AnyLayer | None]: ...
     def __getitem__(self, layer: int | slice) -> AnyLayer | Sequence[AnyLayer | None] | None:
-        """Layer `layer`, its arrays its own."""
+        """Read layer `layer`."""
         if isinstance(layer, slice):
             return [self[i] for i in range(len(self))[layer]]
         layer = range(len(self))[layer]
@@ -93,16 +125,16 @@ class FileLayers(Sequence[AnyLayer | None]):
 
 
 def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
-    """Where a model's predictors of a kind lie unless told otherwise.
+    """Return the default path of a model's predictors of a kind.
 
-    Those made for quantized weights, `weight_dtype` such as "q8", lie beside the others.
+    Quantized weights, `weight_dtype` such as "q8", have predictors of their own.
     """
     name = "-".join(filter(None, ("predictors", kind, weight_dtype)))
     return artifact_path(model_path, f"{name}.safetensors")
 
 
 def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors) -> None:
-    """Write them. Errors: ArtifactError."""
+    """Write the predictors of the model `identity`. Errors: ArtifactError."""
     tensors: dict[str, np.ndarray] = {}
     kinds = []
     for i, layer in enumerate(predictors.layers):
@@ -125,10 +157,9 @@ def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors
 def read_predictors(
     path: Path, identity: ModelIdentity, config: ModelConfig, keeps_pages: bool = True
 ) -> Predictors:
-    """Check the predictors of the model `identity`, whose shape is `config`'s.
+    """Check the predictors of the model `identity` and return them, layers as `FileLayers`.
 
-    Their layers are read when they are looked at, one at a time. Without `keeps_pages` nothing of
-    the file is left in the page cache.
+    Without `keeps_pages` the file does not stay in the page cache.
     Errors:  ArtifactError where the file is missing, damaged or another model's
     """
     artifact = Artifact(path, {}, check_artifact(path, "predictors", identity))
@@ -143,7 +174,7 @@ def read_predictors(
         target_recall = artifact.fact("target_recall", float)
     layers = FileLayers(path, identity, config, kinds, keeps_pages)
     for _ in layers:
-        pass  # each is checked
+        pass  # reading checks
     return Predictors(
         layers,
         cast(PredictorInput, input_name),

@@ -1,4 +1,4 @@
-"""Predictors as a service has them that reads its next layer's neurons ahead."""
+"""Sign predictors of a service that reads the next layer's neurons ahead, from storage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hotcold.predictors.sign_team import NOWHERE, bit_starts, stacked
 
 
 def words_to_read_ahead(predictors: Predictors) -> int:
-    """Words of their bits; 0 where neurons cannot be read ahead by them.
+    """Return the number of words of bits; 0 where these predictors cannot read ahead.
 
-    All have to be bits, which take little memory, and to look at the FFN's input.
+    All must be sign predictors, which take little memory, of the FFN's input.
     """
     num_words = 0
     for layer in predictors.layers if predictors.input_name == "ffn_input" else ():
@@ -30,11 +30,11 @@ def words_to_read_ahead(predictors: Predictors) -> int:
 def shard_predictors(
     predictors: Predictors, neuron_ids: Sequence[np.ndarray], among: np.ndarray | None = None
 ) -> SignPredictors | None:
-    """Those of a shard's neurons, neuron_ids[l] of layer l; None where they cannot be used.
+    """Return the predictors of a shard's neurons, neuron_ids[l] of layer l; None if unusable.
 
-    among (L, 2) int64: how many of each layer's neurons come before the shard's among those of
-    `Predictors.arranged`, and how many these are. Then bits are not taken, but still to be added:
-    `predictors.sign_team.stacked` laid all of them in one array.
+    among (L, 2) int64: for each layer the number of neurons before the shard's in the order of
+    `Predictors.arranged`, and the total. Then the result has no bits: the caller adds the array
+    into which `predictors.sign_team.stacked` wrote those of all shards.
     """
     if predictors.input_name != "ffn_input":
         return None

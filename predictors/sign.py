@@ -1,4 +1,4 @@
-"""The sign predictor: bits of gate rows against a few bits of the input. Nothing is trained."""
+"""The sign predictor: a few bits of gate rows times a few bits of the input; nothing is trained."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 
 @dataclass(frozen=True)
 class SignLayer:
-    """One layer's weight bits and thresholds; see numba_kernels.decode.predict.
+    """One layer's weight bits and thresholds; the formula is in numba_kernels.decode.predict.
 
     Shapes:  bits (N, P * ceil(d / 64)) uint64; thresholds (N,), center, scale (d,) float32
     Source:  SparseInfer (arXiv 2411.12692), with three bits of the centred input, one or two of the
-             weights, and a threshold for every neuron
+             weights, and a threshold for each neuron
     """
 
     bits: np.ndarray
@@ -25,7 +25,7 @@ class SignLayer:
 
     @property
     def num_neurons(self) -> int:
-        """Neurons that are scored."""
+        """Number of neurons."""
         return self.bits.shape[0]
 
     @property
@@ -39,7 +39,7 @@ class SignLayer:
         return sum(a.nbytes for a in (self.bits, self.thresholds, self.center, self.scale))
 
     def arranged(self, neuron_ids: np.ndarray) -> "SignLayer":
-        """The same predictor for the neurons `neuron_ids`, in their order."""
+        """Return the predictor of the neurons `neuron_ids`, in that order."""
         return SignLayer(
             _copied_rows(self.bits, neuron_ids),
             np.ascontiguousarray(self.thresholds[neuron_ids]),
@@ -48,7 +48,7 @@ class SignLayer:
         )
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """See LayerPredictor."""
+        """Write scores as `LayerPredictor.score`."""
         planes = np.empty((INPUT_PLANES, -(-x.shape[1] // 64)), np.uint64)
         for t in range(x.shape[0]):
             unit = pack_planes_kernel(x[t], self.center, self.scale, planes)
@@ -58,6 +58,6 @@ class SignLayer:
 
 
 def _copied_rows(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """array[ids], in memory of huge pages: every token reads all of it."""
+    """array[ids] in huge pages: every token reads all of it."""
     out = aligned_empty((ids.size, *array.shape[1:]), array.dtype)
     return np.take(array, ids, axis=0, out=out)

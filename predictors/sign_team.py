@@ -1,4 +1,4 @@
-"""Sign predictors shared out over threads of the driver's process."""
+"""Sign predictors computed by several threads of the driver's process."""
 
 import threading
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from hotcold.numba_kernels.serve.predict_team import (
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
 from hotcold.predictors.sign import SignLayer
 
-_NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
+_NO_REQUEST = -1  # no request has this number, so no thread sleeps on it
 NOWHERE = np.zeros(0, np.uint64)
 INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 
@@ -36,8 +36,8 @@ INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 class SignTeam:
     """Threads that score a layer's neurons together; see `numba_kernels.serve.predict_team`.
 
-    The driver is one of them: it announces a task before it asks the service whose answer is the
-    input, and scores with the others when that has come.
+    The driver is one of them: it announces a task, sends the service the request whose reply is the
+    input, and scores with the others when the reply is there.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class SignTeam:
         max_tokens: int,
         bounds: np.ndarray,
     ) -> None:
-        """Start num_threads - 1 helpers, which wake when `service` of the buffers answers.
+        """Start num_threads - 1 helpers, which wake when `service` of the buffers replies.
 
-        Bits are laid into the buffers where these have room for them. bounds: as in `PredictTeam`
+        Weight bits go into the buffers where they fit. bounds: as in `PredictTeam`
         """
         self._predictors = stacked(layers, buffers.predictor_bits)
         self._buffers = buffers
         self._service = service
         self._num_threads = num_threads
-        most = max(layer.num_neurons for layer in layers if layer is not None)
+        max_neurons = max(layer.num_neurons for layer in layers if layer is not None)
         words = -(-self._predictors.centers.shape[1] // 64)
         self._work = TeamWork(
             task=np.zeros(NUM_TASK_WORDS, np.int64),
             doors=np.zeros(NUM_DOORS * INTS_A_CELL, np.int32),
-            scores=np.empty((max_tokens, most), np.float32),
+            scores=np.empty((max_tokens, max_neurons), np.float32),
             planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
             counters=new_block_counters(max_tokens, num_threads),
         )
-        # For compiled code, which announces and scores by itself.
+        # For the compiled layer loop, which announces and scores itself.
         self.compiled = PredictTeam(num_threads, self._predictors, self._work, bounds)
-        seen = self._answered()
+        seen = self._last_reply()
         shared = (buffers, self._predictors, self._work)
         self._work.task[STOP] = 1
         help_predict(0, num_threads, service, _NO_REQUEST, *shared)  # compiled here, if at all
@@ -97,16 +97,16 @@ class SignTeam:
         return found
 
     def announce(self, layer: int, num_tokens: int, input_name: str, number: int) -> None:
-        """Say what to score when the service answers request `number`.
+        """Say what to score when the service replies to request `number`.
 
-        input_name: the array of the buffers that holds the input, "ffn_input", "mixed" or "hidden"
+        input_name: the buffer that holds the input, "ffn_input", "mixed" or "hidden"
         """
         write_task(self.compiled, layer, num_tokens, INPUTS[input_name], number)
 
     def score(self, layer: int, num_tokens: int) -> np.ndarray | None:
-        """Scores (T, N) float32 of the layer, overwritten by the next.
+        """Return the layer's scores (T, N) float32, which the next call overwrites.
 
-        None if it was not announced, or for another request than the service answered last.
+        None unless it was announced for the request that the service replied to last.
         """
         if not score_task(self.compiled, layer, num_tokens, self._buffers, self._service):
             return None
@@ -114,23 +114,23 @@ class SignTeam:
         return self._work.scores[:num_tokens, :count]
 
     def close(self) -> None:
-        """End the helpers, once nothing is asked of the service any more."""
+        """End the helpers, after the service's last request."""
         self._work.task[STOP] = 1
-        answered = self._answered()
+        number = self._last_reply()
         ring(self._buffers.cells, cell(self._service, DONE), np.int32(_NO_REQUEST))
         for helper in self._helpers:
             helper.join()
-        self._buffers.cells[cell(self._service, DONE) * INTS_A_CELL] = answered
+        self._buffers.cells[cell(self._service, DONE) * INTS_A_CELL] = number
 
-    def _answered(self) -> int:
-        """The number of the request that the service answered last."""
+    def _last_reply(self) -> int:
+        """The number of the request that the service replied to last."""
         return int(self._buffers.cells[cell(self._service, DONE) * INTS_A_CELL])
 
 
 def stacked(layers: Sequence[SignLayer | None], into: np.ndarray = NOWHERE) -> SignPredictors:
-    """All layers' arrays one after the other; a layer without a predictor has no neurons.
+    """Return all layers' arrays one after the other; without a predictor a layer has no neurons.
 
-    `into` (words,) uint64: where bits are written if all of them fit there.
+    Bits are written to `into` (words,) uint64 where they fit.
     """
     known = [layer for layer in layers if layer is not None]
     counts = [0 if layer is None else layer.num_neurons for layer in layers]
@@ -150,7 +150,7 @@ def stacked(layers: Sequence[SignLayer | None], into: np.ndarray = NOWHERE) -> S
 
 
 def bit_starts(counts: ArrayLike, row_words: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where the rows of each layer begin, counts[l] of row_words[l] words; and words of all."""
+    """Return where each layer's rows begin, counts[l] of row_words[l] words, and the total."""
     ends = np.cumsum(np.asarray(counts, np.int64) * row_words)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     return starts, int(ends[-1])

@@ -64,7 +64,7 @@ FIRST = [
     *TOGETHER[0],
     "e2e/test_profile_command.py",
     *TOGETHER[1],
-    "actors/test_rehearsal.py",
+    "actors/test_precompile.py",
     "kernels/test_other_cpus.py",
     "cluster/test_stored_hosts.py",
     "actors/test_gguf_system.py",

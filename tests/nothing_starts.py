@@ -17,14 +17,14 @@ import ray
 def nothing_starts() -> Iterator[None]:
     """Until it is left, starting Ray, an actor of it or a process raises, and so does leaving.
 
-    But for the process in which a chat template is looked at.
+    But for the subprocess that checks a chat template.
     """
     started: list[str] = []
     popen = subprocess.Popen.__init__
 
     def refuse(name: str) -> object:
         def start(*given: Any, **options: Any) -> None:
-            if name == "Popen.__init__" and "hotcold.model.text.apart" in str(given[1:]):
+            if name == "Popen.__init__" and "text.subprocess_worker" in str(given[1:]):
                 popen(*given, **options)
                 return
             started.append(name)

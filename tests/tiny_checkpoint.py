@@ -96,7 +96,7 @@ class TinyCheckpoint:
         ]
 
     def _model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """In float32 unless told otherwise."""
+        """In float32 by default."""
         import torch
 
         return load_model(self.path, dtype or torch.float32)

@@ -1,1 +1,1 @@
-"""Faces: chat page, neuron map, HTTP API."""
+"""The HTTP server: its API, the chat page with the neuron map, the local control API."""

@@ -1,4 +1,4 @@
-"""A line for each answer: who asked for what, how it ended, how long it took."""
+"""The access log: a line for each answer with its client, path, status and time."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# What programs and the page ask for again and again is told only where it is refused.
+# Paths that programs and the page poll are logged only where the request fails.
 _QUIET = (
     "/health",
     "/metrics",
@@ -18,12 +18,12 @@ _QUIET = (
     "/config",
     "/theme.css",
 )
-_PAGE_OF_ONE = re.compile(r"^/model/[^/]+")  # one of several pages
-_CUT_OFF = 499  # the client was gone before there was an answer
+_MODEL_PAGE = re.compile(r"^/model/[^/]+")  # of a server with several models
+_CUT_OFF = 499  # the client disconnected before there was an answer
 
 
 class AccessLog:
-    """Passes everything on to `app`, and tells of each answer once it is sent or cut off."""
+    """Passes requests on to `app`, and logs each answer once it is sent or cut off."""
 
     def __init__(self, app: ASGIApp, kind: str, tell: Callable[[str], None]) -> None:
         """`kind` is "text" or "json"; `tell` gets a line without its end."""
@@ -32,7 +32,7 @@ class AccessLog:
         self._tell = tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -49,29 +49,29 @@ class AccessLog:
         try:
             await self._app(scope, receive, counted)
         finally:
-            asked = _PAGE_OF_ONE.sub("", scope["path"])
-            if status >= 400 or not asked.startswith(_QUIET):
+            path = _MODEL_PAGE.sub("", scope["path"])
+            if status >= 400 or not path.startswith(_QUIET):
                 seconds = time.perf_counter() - started
                 self._tell(self._line(scope, status, num_bytes, seconds))
 
     def _line(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> str:
-        """Without the query, in which some clients send keys. A route leaves the model's name."""
+        """Without the query, in which some clients send keys. Routes set `state.model`."""
         address = (scope.get("client") or ("-",))[0]
         model = scope["state"].get("model")
         at = _now()
         if self._is_json:
-            told = {
+            fields = {
                 "time": at, "client": address, "method": scope["method"], "path": scope["path"],
                 "status": status, "bytes": num_bytes, "seconds": round(seconds, 3),
             }  # fmt: skip
-            return json.dumps(told if model is None else {**told, "model": model})
-        asked = ascii(f"{scope['method']} {scope['path']}")  # what is not plain is escaped
-        line = f"{at} {address} {asked} {status} {num_bytes} bytes {seconds:.3f} s"
+            return json.dumps(fields if model is None else {**fields, "model": model})
+        request = ascii(f"{scope['method']} {scope['path']}")
+        line = f"{at} {address} {request} {status} {num_bytes} bytes {seconds:.3f} s"
         return line if model is None else f"{line} {model!a}"
 
 
 def event_line(kind: str, event: str, model: str) -> str:
-    """What happened to a model, beside the lines of an `AccessLog` of this kind."""
+    """A line for an event of a model, in the format of an `AccessLog` of this kind."""
     if kind == "json":
         return json.dumps({"time": _now(), "event": event, "model": model})
     return f"{_now()} {event} {model!a}"

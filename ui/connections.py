@@ -1,4 +1,4 @@
-"""Connections to the server: how many there may be, and how long one may keep it waiting."""
+"""Limits of the server's connections: how many, and how long the server waits for a client."""
 
 import asyncio
 import json
@@ -18,63 +18,62 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a server allows its connections, whoever is at the other end."""
+    """Limits for every client."""
 
     most: int = 512
-    head_s: float = 30.0  # until a request's head is there, from the start or the last answer
+    head_s: float = 30.0  # from the start or the last answer to a request's head
     body_s: float = 60.0  # from the head to the whole request
-    send_s: float = 30.0  # with something to send, of which the client reads nothing
+    send_s: float = 30.0  # in which the client reads nothing of an answer
 
 
 class Connections:
     """All connections of one server; uvicorn makes each by calling this as a protocol's class."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
-        """There is none yet."""
         self.limits = limits
         self.open: set[Connection] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> asyncio.Protocol:
-        """See `uvicorn.Config(http=)`."""
+        """A connection for `uvicorn.Config(http=)`."""
         return Connection(self, *args, **kwargs)
 
     async def watch(self) -> None:
-        """Cut off connections that are late, for as long as the server's loop runs."""
+        """Poll for late connections for as long as the server's loop runs."""
         while True:
             await asyncio.sleep(_POLL_S)
-            self.look(time.monotonic())
+            self.poll(time.monotonic())
 
-    def look(self, now: float) -> None:
-        """Cut off each connection that has kept the server waiting for too long at `now`."""
+    def poll(self, now: float) -> None:
+        """Abort each connection whose client is late at `now`."""
         for connection in list(self.open):
-            if connection.look(now):
-                connection.cut_off()
+            if connection.is_late(now):
+                connection.abort()
 
     def make_room(self) -> bool:
-        """Whether there is room for one more; who has waited longest without asking makes some."""
+        """Whether one more may open; where too many are, the longest idle one is aborted."""
         if len(self.open) < self.limits.most:
             return True
         idle = [one for one in self.open if one.waits_for == "head"]
         if not idle:
             return False
-        min(idle, key=lambda one: one.since).cut_off()
+        min(idle, key=lambda one: one.since).abort()
         return True
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, with an end to every wait for its client."""
+    """Uvicorn's connection, with a timeout for every wait for its client."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         """The arguments after `connections` are uvicorn's."""
         super().__init__(*args, **kwargs)
         self._all = connections
-        self.waits_for = "head"  # or "body", "send", "" for nothing: it is the server's turn
+        self.waits_for = "head"  # or "body", "send"; "" while the server works
         self.since = time.monotonic()
-        self._mark = 0  # of what it waits for: requests begun, or bytes that are not sent
+        self._mark = 0  # the wait's progress: requests answered, or bytes not sent yet
         self._num_requests = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
+        """Refuse it where there are too many."""
         super().connection_made(transport)
         has_room = self._all.make_room()
         self._all.open.add(self)
@@ -83,40 +82,40 @@ class Connection(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Forget it."""
         self._all.open.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Read a piece of a request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
         self._note(time.monotonic())
 
     def on_response_complete(self) -> None:
-        """An answer has been handed over to be sent; the next request may come."""
+        """Count an answer that is written; the next request may come."""
         self._num_requests += 1
         super().on_response_complete()
         self._note(time.monotonic())
 
-    def look(self, now: float) -> bool:
-        """Whether the client has kept the server waiting for too long."""
+    def is_late(self, now: float) -> bool:
+        """Whether the server has waited for the client for too long."""
         self._note(now)
         limits = self._all.limits
         allowed = {"head": limits.head_s, "body": limits.body_s, "send": limits.send_s}
         return self.waits_for in allowed and now - self.since >= allowed[self.waits_for]
 
-    def cut_off(self) -> None:
-        """End it at once, whatever is still to be sent."""
+    def abort(self) -> None:
+        """Close it at once, without sending the rest."""
         self._all.open.discard(self)
-        if self.waits_for == "send":  # else the kernel would go on offering it what is unsent
+        if self.waits_for == "send":  # else the kernel would go on sending
             own = self.transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def _note(self, now: float) -> None:
-        """Look what it waits for; a wait begins anew where the client has done something."""
+        """Update what it waits for; a wait starts again where the client made progress."""
         waits_for, mark = self._wait()
         is_same = waits_for == self.waits_for
         if not is_same or (mark < self._mark if waits_for == "send" else mark != self._mark):
@@ -133,7 +132,7 @@ class Connection(H11Protocol):
 
 
 def _refusal() -> bytes:
-    """A whole answer to whatever would have been asked."""
+    """A whole answer, for a connection that is refused."""
     error = unavailable("the server has too many connections; try again later", "connections")
     body = json.dumps(error.body).encode()
     lines = [

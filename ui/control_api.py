@@ -1,15 +1,16 @@
-"""What commands of the same user ask at the server's Unix socket; nobody else comes there.
+"""The local control API, which commands of the same user use at a system's Unix socket.
 
 POST /own/generate, GET /own/state, /own/attend and /own/telemetry. Answers are lines of JSON.
+Other versions' commands use these paths too.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, create_model
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,41 +23,24 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
+from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.strict import StrictModel
 from hotcold.ui.telemetry import telemetry_json
 
 _PREFIX = "/own/"
-_ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # what their processes are called
+_ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # their processes' names
 _LONGEST_S = 1e9
 
 
-class OwnSampling(StrictModel):
-    """The fields of `SamplingParams`, which checks them."""
-
-    max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    stop: list[str]
-    ignore_eos: bool
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    penalize_prompt: bool
-    stop_token_ids: list[int]
-    min_tokens: int
-    include_stop_str_in_output: bool
-    logit_bias: list[tuple[int, float]]
+# The fields of `SamplingParams`, all required; it checks their values.
+_SAMPLING_FIELDS: Any = {name: (hint, ...) for name, hint in get_type_hints(SamplingParams).items()}
+ControlSampling: Any = create_model("ControlSampling", __base__=StrictModel, **_SAMPLING_FIELDS)
 
 
-class OwnPrompt(StrictModel):
+class ControlPrompt(StrictModel):
     """One of a text, a conversation and token ids."""
 
-    sampling: OwnSampling
+    sampling: ControlSampling
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
@@ -66,77 +50,73 @@ class OwnPrompt(StrictModel):
         given = (self.prompt, self.messages, self.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in self.sampling.model_dump().items()
-        }
-        sampling = SamplingParams(**values)
+        sampling = SamplingParams(**self.sampling.model_dump())
         return GenerateRequest(
             sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
         )
 
 
-class OwnRequest(StrictModel):
+class ControlRequest(StrictModel):
     """POST /own/generate."""
 
-    request: OwnPrompt
-    # Seconds that the system is to stay after it; less than 0: for ever; None: as it is.
+    request: ControlPrompt
+    # Seconds that the system stays after it; less than 0: for ever; None: unchanged.
     keep_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
 
-class Stay:
-    """How long a system stays that nobody asks: `hotcold serve` for ever, a kept one a while."""
+class IdleTimer:
+    """How long an idle system stays: one of `hotcold serve` for ever, a kept one `keep_s`."""
 
     def __init__(self, backend: Backend, keep_s: float | None) -> None:
-        """`keep_s`: seconds, less than 0 for ever; None for a system that others end."""
+        """`keep_s`: seconds, less than 0 for ever; None: the server ends it."""
         self.keep_s = keep_s
         self._backend = backend
         self._attended_at = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        """How long nobody has asked or attended."""
+        """Seconds since the last request or attending client."""
         if not self._backend.is_idle:
             return 0.0
         return time.monotonic() - max(self._attended_at, self._backend.used_at)
 
     @property
     def left_s(self) -> float | None:
-        """How long it stays if nobody asks; None: for ever."""
+        """Seconds that it stays if no request comes; None: for ever."""
         if self.keep_s is None or self.keep_s < 0:
             return None
         return max(0.0, self.keep_s - self.idle_s)
 
-    def ask(self, keep_s: float | None) -> None:
-        """A request that wants the system to stay so long from now on."""
+    def extend(self, keep_s: float | None) -> None:
+        """Let the system stay so long after each request from now on."""
         if keep_s is not None and self.keep_s is not None:
             self.keep_s = min(keep_s, _LONGEST_S)
 
     def attend(self, count: int) -> None:
-        """So many more attend."""
+        """Count clients that attend without a request: 1 when one comes, -1 when one leaves."""
         self._backend.attend(count)
         self._attended_at = time.monotonic()
 
 
-class ControlDoor:
-    """Stands at the Unix socket: the routes below /own, and for all others `app`."""
+class ControlRouter:
+    """The Unix socket's application: the control API below /own, and `app` for all other paths."""
 
     def __init__(self, app: ASGIApp, state: Callable[[], dict[str, Any]]) -> None:
-        """Nothing is loaded yet; `state` says meanwhile how far it is."""
+        """`state` gives the state until `use` is called."""
         self._app = app
         self._state = state
-        self._own: ASGIApp | None = None
+        self._control: ASGIApp | None = None
 
-    def use(self, own: ASGIApp) -> None:
+    def use(self, control: ASGIApp) -> None:
         """Answer with the routes of `create_control_app` from now on."""
-        self._own = own
+        self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
             await self._app(scope, receive, send)
-        elif self._own is not None:
-            await self._own(scope, receive, send)
+        elif self._control is not None:
+            await self._control(scope, receive, send)
         elif scope["path"] == f"{_PREFIX}state":
             await _Line({"status": "loading", **self._state()})(scope, receive, send)
         else:
@@ -144,13 +124,13 @@ class ControlDoor:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
 
-def create_control_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starlette:
-    """The routes of a system that has loaded; `facts` are what a state begins with."""
+def create_control_app(backend: Backend, timer: IdleTimer, facts: dict[str, Any]) -> Starlette:
+    """The routes of a system that has loaded; `facts` are the first keys of its state."""
 
     async def generate(request: Request) -> Response:
-        body = parse(OwnRequest, await request.body())
+        body = parse(ControlRequest, await request.body())
         request.state.model = backend.name  # for the access log
-        stay.ask(body.keep_s)
+        timer.extend(body.keep_s)
         return await sse.unless_gone(request.receive, _answer(backend, body.request.request()))
 
     async def state(request: Request) -> Response:
@@ -164,18 +144,18 @@ def create_control_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> S
                 "memory_bytes": memory,
                 "tokens_per_s": backend.tokens_per_s,
                 "num_active": backend.num_active,
-                "idle_s": stay.idle_s,
-                "left_s": stay.left_s,
+                "idle_s": timer.idle_s,
+                "left_s": timer.left_s,
             }
         )
 
     async def attend(request: Request) -> Response:
         async def held() -> AsyncGenerator[bytes, None]:
-            yield sse.line({})  # nobody reads more
+            yield sse.line({})  # the client reads no more
             await asyncio.Event().wait()
 
-        stay.attend(1)
-        return sse.LineStream(held(), at_end=lambda: stay.attend(-1))
+        timer.attend(1)
+        return sse.LineStream(held(), at_end=lambda: timer.attend(-1))
 
     async def telemetry(request: Request) -> Response:
         try:
@@ -184,12 +164,12 @@ def create_control_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> S
             raise as_api_error(error) from error
         return _Line(telemetry_json(found))
 
-    async def told(request: Request, error: Exception) -> Response:
+    async def as_answer(request: Request, error: Exception) -> Response:
         answer = as_api_error(error)
         return JSONResponse(answer.body, answer.status, answer.headers)
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
 
     return Starlette(
         routes=[
@@ -198,7 +178,7 @@ def create_control_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> S
             Route("/own/attend", attend),
             Route("/own/telemetry", telemetry),
         ],
-        exception_handlers={sse.ClientGoneError: gone, ApiError: told, Exception: told},
+        exception_handlers={sse.ClientGoneError: gone, ApiError: as_answer, Exception: as_answer},
     )
 
 
@@ -234,7 +214,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
 
 
 def _about(backend: Backend) -> dict[str, Any]:
-    """What `hotcold generate` says of the system behind an answer."""
+    """Facts about the system behind an answer, which `hotcold generate` shows."""
     system = backend.described  # with --mode auto, the mode chosen
     config = backend.prompts.config
     return {
@@ -250,9 +230,9 @@ def _has_template(backend: Backend) -> bool:
 
 
 def memory_bytes(backend: Backend) -> int:
-    """What this process and those below it have in memory, shared pages once.
+    """Memory of this process and its descendants, without other models' services.
 
-    Without the services of other models.
+    Units:  bytes; shared pages count once
     """
     import psutil
 

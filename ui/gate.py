@@ -1,4 +1,4 @@
-"""Who may ask what: hosts, keys and sizes, looked at before anything else reads a request."""
+"""Filters every request first, by Host, Origin, key and size; adds security headers to answers."""
 
 import base64
 import binascii
@@ -13,12 +13,35 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.headers import with_headers
 from hotcold.ui.keys import Keys
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)
-_WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # which proxies are asked for
+_WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # as proxies are sent
+
+# A model may write an image's address, which a browser would fetch: nothing leaves this host.
+# Gradio's page has inline scripts and styles.
+_POLICY = (
+    "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; "
+    "base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    b"content-security-policy": _POLICY.encode(),
+    b"x-frame-options": b"DENY",
+    b"x-content-type-options": b"nosniff",
+    b"x-dns-prefetch-control": b"off",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cross-origin-resource-policy": b"same-origin",
+}
+
+
+def with_headers(message: Message) -> Message:
+    """An answer's start with the security headers; other messages unchanged."""
+    if message["type"] != "http.response.start":
+        return message
+    given = [(name, value) for name, value in message["headers"] if name.lower() not in _HEADERS]
+    return {**message, "headers": [*given, *_HEADERS.items()]}
 
 
 def is_loopback(host: str) -> bool:
@@ -32,20 +55,20 @@ def is_loopback(host: str) -> bool:
 
 
 class Gate:
-    """Passes on to `app` what may pass, and answers the rest with an error in OpenAI's form.
+    """Passes allowed requests on to `app`, and answers others with an error in OpenAI's form.
 
-    Where whoever can connect may ask, a page elsewhere could make a browser ask, by a name of its
-    own that leads to this machine (DNS rebinding): so the Host must be a local name. A page's own
-    requests come from where it lies, so another Origin is refused, also where a browser adds a
-    password by itself.
+    Without keys a web page elsewhere could make a browser send requests here, by a domain of its
+    own that resolves to this machine (DNS rebinding): so the Host must be a local name. Another
+    Origin is refused too, also with a key that the browser sends by itself as a password.
     """
 
     def __init__(
         self, app: ASGIApp, *, keys: Sequence[str], local: bool, max_body_bytes: int
     ) -> None:
-        """`local`: listening at a loopback address. With `keys` one of them is needed, by any name:
+        """`local`: the server listens at a loopback address.
 
-        a proxy on this machine may pass on what came to another one.
+        With `keys` one of them is required, and any Host is allowed: a proxy on this machine may
+        pass on requests for another name.
         """
         self._app = app
         self._keys = Keys(keys)
@@ -53,7 +76,7 @@ class Gate:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -80,7 +103,7 @@ class Gate:
             raise too_large(self._max_body_bytes)
 
     def _require_key(self, path: str, headers: Headers, address: str) -> bool:
-        """Whether it was given as a password. Errors: ApiError 401, 429."""
+        """Whether the key came as a password. Errors: ApiError 401, 429."""
         if not self._keys or path in _OPEN_PATHS:
             return False
         if wait_s := self._keys.seconds_to_wait(address):
@@ -99,7 +122,7 @@ class Gate:
 
 
 class _BodyLimit:
-    """Counts what a request's body brings, whatever its headers say."""
+    """Counts the bytes of a request's body, whatever its headers say."""
 
     def __init__(self, receive: Receive, send: Send, most_bytes: int) -> None:
         self.has_answered = False
@@ -121,7 +144,7 @@ class _BodyLimit:
 
 
 def _origin_form(scope: Scope) -> Scope:
-    """The same request with a target that is a path; of a whole address the Host is its own."""
+    """The request with a path as its target; an absolute URL's host becomes the Host."""
     match = _WHOLE_ADDRESS.fullmatch(scope.get("raw_path") or b"")
     if match is None:
         return scope
@@ -136,12 +159,12 @@ def _origin_form(scope: Scope) -> Scope:
 
 
 def too_large(most_bytes: int) -> ApiError:
-    """413: more than the server reads."""
+    """413: larger than the server reads."""
     return ApiError(413, f"the request is larger than {most_bytes} bytes; send less")
 
 
 def too_many_failures(wait_s: float) -> ApiError:
-    """429: the address has given too many wrong keys to be told at once whether one is right."""
+    """429: the address has sent too many wrong keys."""
     seconds = math.ceil(wait_s)
     return ApiError(
         429, f"too many wrong keys; try again in {seconds} s", "authentication_error",
@@ -172,11 +195,11 @@ def _name_of(host: str) -> str:
 
 
 def _is_of_another_page(method: str, headers: Headers) -> bool:
-    """Whether a browser says that a page from elsewhere asks; a link from there may lead here."""
+    """Whether a browser says that another site's page sent it; following a link is allowed."""
     origin = headers.get("origin")
     if origin is not None:
         return origin.lower().partition("://")[2] != headers.get("host", "").lower()
-    # No Origin comes with what a page shows, such as pictures and frames.
+    # Requests for a page's images and frames have no Origin.
     if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
         return False
     fetched_for = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))

@@ -1,4 +1,4 @@
-"""The keys that clients must send, and how those that guess are slowed down."""
+"""The API keys that clients must send, and a limit on guessing."""
 
 import hashlib
 import hmac
@@ -9,46 +9,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MIN_KEY_CHARS = 16
-_FREE_FAILURES = 5  # in which a person may mistype
+_FREE_FAILURES = 5  # for a person's typing errors
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-_MAX_ADDRESSES = 4096  # that are remembered, those that were seen last
+_MAX_ADDRESSES = 4096  # the last ones are remembered
 _NETWORK_BITS = 64  # of an IPv6 address: what one client usually has
 
 
 @dataclass
 class _Record:
-    """What an address has given so far."""
+    """The keys that an address has sent so far."""
 
     num_failures: int = 0
     may_ask_at: float = 0.0
-    is_known: bool = False  # it has given a key that is right
+    is_known: bool = False  # it has sent a right key
 
 
 class Keys:
-    """The server's keys, and the addresses that have given keys.
+    """The server's keys, and the addresses that have sent keys.
 
-    After five wrong keys an address waits for a second, and twice as long after each further one,
-    up to a minute; meanwhile it is not told whether a key is right. An address that has once given
-    a right key never waits: behind a proxy all clients have the same one.
+    After five wrong keys an address is locked out for a second, and twice as long after each
+    further one, up to a minute. An address that has once sent a right key never is: behind a proxy
+    all clients have the same one.
     """
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """Without keys everybody may ask. `clock` counts seconds."""
+        """Without keys every request is allowed. `clock` counts seconds."""
         self._digests = [_digest(key.encode()) for key in keys]
         self._clock = clock
         self._records: OrderedDict[str, _Record] = OrderedDict()
 
     def __bool__(self) -> bool:
-        """Whether a key is needed."""
+        """Whether a key is required."""
         return bool(self._digests)
 
     def seconds_to_wait(self, address: str) -> float:
-        """How long the address must wait until a key of its is looked at; 0 where it need not."""
+        """How long the address is still locked out."""
         record = self._records.get(_network(address))
         return 0.0 if record is None else max(0.0, record.may_ask_at - self._clock())
 
     def is_right(self, given: bytes, address: str) -> bool:
-        """Whether this is one of the keys; as long as it takes says nothing about them."""
+        """Whether this is one of the keys, in constant time."""
         digest = _digest(given)
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         right = any(found)
@@ -72,7 +72,7 @@ class Keys:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, whatever the key's."""
+    """SHA-256, so that all have one length."""
     return hashlib.sha256(key).digest()
 
 

@@ -1,4 +1,4 @@
-"""Loads models when they are asked for; where memory is short, the least used one gives way."""
+"""Loads models with their first request; unloads the least recently used where memory is short."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Need:
-    """What a model takes once it is loaded, by its plan."""
+    """The memory and devices of a loaded model, by its plan."""
 
     memory_bytes: int
     uses_gpu: bool = False  # which holds one model at a time
-    reserved_bytes: int = 0  # of memory_bytes, what the first start has taken for all
+    reserved_bytes: int = 0  # of memory_bytes, reserved by the first start for all
 
 
 class Starter(Protocol):
-    """Starts and ends systems; both take long, and run in a thread of their own."""
+    """Starts and ends systems; both take long and run in another thread."""
 
     def start(self, backend: Backend) -> System:
         """A system that has loaded the model. Errors: HotcoldError."""
@@ -35,7 +35,7 @@ class Starter(Protocol):
 
 
 class ModelLoader:
-    """Decides which models are loaded; all of it is for the server's loop."""
+    """Decides which models are loaded; called in the server's loop."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class ModelLoader:
         free_bytes: Callable[[], int],
         tell: Callable[[str, str], None],
     ) -> None:
-        """`memory_bytes`: what all models together may take; `free_bytes`: what the machine has.
+        """`memory_bytes`: limit of all models together; `free_bytes`: the machine's free memory.
 
-        `tell` gets an event and the model's name.
+        `tell` is called with an event and the model's name.
         """
         self._starter = starter
         self._memory_bytes = memory_bytes
@@ -58,23 +58,23 @@ class ModelLoader:
         self._one_at_a_time = asyncio.Lock()
 
     def add(self, backend: Backend, need: Need) -> None:
-        """A model, loaded or not."""
+        """Add a model, loaded or not."""
         self._needs[backend] = need
 
     @property
     def loaded(self) -> list[Backend]:
-        """Those that are loaded."""
+        """The loaded models."""
         return [backend for backend in self._needs if backend.is_loaded]
 
     @property
     def has_several(self) -> bool:
-        """See `Loader`."""
+        """Whether there are several models, so that unloading one makes room for another."""
         return len(self._needs) > 1
 
-    async def bring(self, backend: Backend) -> None:
-        """Load a model, once for all who wait for it, and also where they do not wait to the end.
+    async def load(self, backend: Backend) -> None:
+        """Load a model, once for all requests that wait for it, even if they are cancelled.
 
-        Errors:  ApiError 503, where it has no room or cannot be loaded
+        Errors:  ApiError 503, where memory is short or it cannot be loaded
         """
         if backend not in self._bringing:
             loading = asyncio.create_task(self._load(backend))
@@ -83,19 +83,19 @@ class ModelLoader:
         await asyncio.shield(self._bringing[backend])
 
     async def drop(self, backend: Backend, reason: str) -> None:
-        """Give up a model whose system has failed; the next request for it has it loaded anew."""
+        """Unload a model whose system has failed; the next request loads it again."""
         if backend.is_loaded:
             await self._end(backend, self._taken(backend, f"lost ({reason})"))
 
-    def give_up(self, backend: Backend) -> None:
-        """See `Loader`. Its memory is free some time after."""
+    def unload(self, backend: Backend) -> None:
+        """Unload a model if no request needs it. Its memory is free some time after."""
         if backend.is_loaded and backend.is_idle:
             ending = asyncio.create_task(self._end(backend, self._taken(backend, "given up")))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
     def _taken(self, backend: Backend, event: str) -> System:
-        """Its system, which is to end; from now on requests wait until it is loaded again."""
+        """Detach its system, which the caller ends; requests wait until it is loaded again."""
         self._tell(event, backend.name)
         system = backend.system
         backend.detach()
@@ -108,7 +108,7 @@ class ModelLoader:
     def _forget(self, backend: Backend, done: asyncio.Task[None]) -> None:
         del self._bringing[backend]
         if not done.cancelled():
-            done.exception()  # is told to those who wait; there may be none any more
+            done.exception()  # requests that wait get it; there may be none left
 
     async def _load(self, backend: Backend) -> None:
         async with self._one_at_a_time:
@@ -118,16 +118,16 @@ class ModelLoader:
             try:
                 backend.attach(await asyncio.to_thread(self._starter.start, backend))
             except HotcoldError as problem:
-                told = f"the model {backend.name!r} cannot be loaded: {problem}"
-                raise unavailable(told, "not_loaded") from problem
+                text = f"the model {backend.name!r} cannot be loaded: {problem}"
+                raise unavailable(text, "not_loaded") from problem
             finally:
                 backend.is_loading = False
             backend.metrics.add_start()
             self._tell("loaded", backend.name)
-        backend.leave_if_idle()  # those who have asked for it may have gone
+        backend.unload_if_idle()  # the requests for it may have been cancelled
 
     async def _make_room(self, backend: Backend) -> None:
-        """Give up idle models until this one fits. Errors: ApiError 503 where it does not."""
+        """Unload idle models until this one fits. Errors: ApiError 503 where it does not."""
         need = self._needs[backend]
         while True:
             lacking = need.memory_bytes - need.reserved_bytes - self._free_bytes()
@@ -136,7 +136,7 @@ class ModelLoader:
                 return
             busy = [one for one in loaded if not one.is_idle]
             idle = [one for one in loaded if one.is_idle]
-            # None is given up in vain: what all of them take would not be enough.
+            # Unload none if the memory of all of them would not be enough.
             gained = sum(self._needs[one].memory_bytes for one in idle)
             if not idle or lacking > gained or not self._fits(need, busy):
                 raise _no_room(backend, need, busy)

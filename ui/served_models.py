@@ -1,4 +1,4 @@
-"""The models of a server: which one a request means."""
+"""The models of a server, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -20,45 +20,44 @@ _ANSWER_S = 5.0  # for a driver; Prometheus waits ten seconds for all
 
 
 class ServedModels:
-    """All that a server has, in the order in which it was given them; every route asks here."""
+    """All models of a server, in the order in which they were given; every route chooses here."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
-        """One at least, each with a name of its own; the first is that of requests without one."""
+        """At least one, with different names; the first answers requests that name none."""
         self._backends = {backend.name: backend for backend in backends}
 
     @property
     def backends(self) -> list[Backend]:
-        """Those of all models, loaded or not."""
+        """All models, loaded or not."""
         return list(self._backends.values())
 
     @property
     def first(self) -> Backend:
-        """That of requests which name no model."""
+        """The model of requests that name none."""
         return self.backends[0]
 
     def choose(self, request: Request, name: str | None) -> Backend:
-        """The model `name` that a request asks for, which the access log then knows.
+        """The model `name`, which the access log then shows; `Backend.start` loads it.
 
-        Nothing has to be loaded for it: `Backend.start` sees to that.
         Errors:  ApiError 404
         """
         name = self.first.name if name is None else name
         backend = self._backends.get(name)
         if backend is None:
             raise ApiError(
-                404, f"the model {name[:100]!a} is not served; {self._told()}",
+                404, f"the model {name[:100]!a} is not served; {self._names()}",
                 param="model", code="model_not_found",
             )  # fmt: skip
         request.state.model = backend.name
         return backend
 
     def of(self, request: Request) -> Backend:
-        """The model that a request has chosen; the first where it has not come so far."""
+        """The model chosen for a request; the first before one was chosen."""
         return self._backends[getattr(request.state, "model", self.first.name)]
 
     @property
     def page_paths(self) -> dict[str, str]:
-        """Where the page of each model is, by its name."""
+        """Path of each model's page, by the model's name."""
         paths = {self.first.name: "/"}
         for number, backend in enumerate(self.backends[1:], 2):
             plain = re.sub(r"[^\w.-]+", "-", backend.name, flags=re.ASCII)
@@ -78,39 +77,36 @@ class ServedModels:
         }
 
     async def health(self) -> dict[str, Any]:
-        """Its `status` is "ok" where every driver answers whose model is loaded.
-
-        Beside it stands the first model; where there are several, the state of each.
-        """
+        """The answer of /health: `status` is "ok" where the drivers of all loaded models answer."""
         found = [await self._state(backend) for backend in self.backends]
         failed = [{"reason": one["reason"]} for one in found if "reason" in one]
-        told: dict[str, Any] = {"status": "failed", **failed[0]} if failed else {"status": "ok"}
-        told |= {name: text for name, text in found[0].items() if name in ("model", "device")}
-        return told if len(found) == 1 else {**told, "models": found}
+        health: dict[str, Any] = {"status": "failed", **failed[0]} if failed else {"status": "ok"}
+        health |= {name: text for name, text in found[0].items() if name in ("model", "device")}
+        return health if len(found) == 1 else {**health, "models": found}
 
     async def _state(self, backend: Backend) -> dict[str, Any]:
-        told = {"model": backend.name, "state": backend.state}
+        state = {"model": backend.name, "state": backend.state}
         if not backend.is_loaded:
-            return told
+            return state
         try:
-            return {**told, "device": (await backend.client.load()).device}
+            return {**state, "device": (await backend.client.load()).device}
         except Exception as error:
-            return {**told, "state": "failed", "reason": as_api_error(error).message}
+            return {**state, "state": "failed", "reason": as_api_error(error).message}
 
     async def metrics_text(self) -> bytes:
-        """Counts of all models for Prometheus, also of those whose drivers do not answer."""
+        """Metrics of all models for Prometheus."""
         loads = await asyncio.gather(*(_load(backend) for backend in self.backends))
         for backend, load in zip(self.backends, loads, strict=True):
             backend.metrics.show(load)
         return metrics_text([backend.metrics for backend in self.backends])
 
-    def _told(self) -> str:
+    def _names(self) -> str:
         names = [f"{name!r}" for name in self._backends]
         return f"this is {names[0]}" if len(names) == 1 else f"these are: {', '.join(names)}"
 
 
 async def _load(backend: Backend) -> DriverLoad | None:
-    """What the model's driver is busy with; None where there is none, or it does not answer."""
+    """The load of the model's driver; None where there is none, or it does not answer."""
     if not backend.is_loaded:
         return None
     try:

@@ -6,6 +6,9 @@ import numpy as np
 
 from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
+_SPEED = ("tokens_per_s", "neurons_computed", "gates_computed", "per_step_ms")
+_ACTOR = ("name", "state", "pid", "memory_bytes", "device")
+
 
 def map_json(neurons: NeuronMap) -> dict[str, Any]:
     """Counts by layer and bucket, as lists of numbers."""
@@ -26,7 +29,6 @@ def map_json(neurons: NeuronMap) -> dict[str, Any]:
 
 def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
     """What the page's panel and `hotcold top` show."""
-    speed = telemetry.speed
     return {
         "mode": telemetry.mode,
         "uptime_s": telemetry.uptime_s,
@@ -34,21 +36,9 @@ def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
         "waiting": telemetry.num_waiting,
         "kv_pages_used": telemetry.kv_pages_used,
         "kv_pages": telemetry.kv_pages,
-        "tokens_per_s": speed.tokens_per_s,
-        "neurons_computed": speed.neurons_computed,
-        "gates_computed": speed.gates_computed,
-        "per_step_ms": speed.per_step_ms,
+        **{name: getattr(telemetry.speed, name) for name in _SPEED},
         "map": map_json(telemetry.neurons),
         "host_memory_bytes": telemetry.host_memory_bytes,
         "host_memory_used_bytes": telemetry.host_memory_used_bytes,
-        "actors": [
-            {
-                "name": actor.name,
-                "state": actor.state,
-                "pid": actor.pid,
-                "memory_bytes": actor.memory_bytes,
-                "device": actor.device,
-            }
-            for actor in telemetry.actors
-        ],
+        "actors": [{name: getattr(actor, name) for name in _ACTOR} for actor in telemetry.actors],
     }

@@ -1,1 +1,1 @@
-"""The GPU service's work: attention, KV cache, norms, head and hot neurons."""
+"""The attention service: attention, KV cache, norms, head and hot neurons, on CPU or GPU."""

@@ -1,7 +1,7 @@
 """Attention and head of many tokens of one sequence (prefill), by torch.
 
-What numba_kernels.serve.serve_attention computes, as matrix products over all tokens. What is
-written here is what shall be computed; `Matmul.at_once` has all threads do it.
+The same computation as `numba_kernels.serve.serve_attention`, as matmuls over all tokens. Calls
+only record the work; all threads run it at the end of `Matmul.at_once`.
 """
 
 import numpy as np
@@ -21,70 +21,70 @@ from hotcold.numba_kernels.serve.serve_attention import (
 )
 
 _NO_BIAS = np.empty(0, np.float32)
-_QUERIES = 64  # at a time: they read no keys but up to the last of them
-_PARTS = 4  # of the KV heads, where there are so many
+_QUERIES = 64  # at a time, which read keys up to the last of them
+_PARTS = 4  # of the KV heads, if there are so many
 
 
 class _Rows:
-    """What becomes of rows of tokens, once `products` are run: each thread has its own tokens."""
+    """Operations on rows of tokens, recorded in `matmul`: each thread has its own tokens."""
 
-    def __init__(self, products: Matmul, shape: AttentionShape, arrays: AttentionArrays) -> None:
-        self._products, self._shape, self._arrays = products, shape, arrays
+    def __init__(self, matmul: Matmul, shape: AttentionShape, arrays: AttentionArrays) -> None:
+        self._matmul, self._shape, self._arrays = matmul, shape, arrays
 
     def norm(self, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
-        """The rows normed; themselves where there are no weights."""
+        """The normed rows; `rows` itself without weights."""
         if not weight.size:
             return rows
         kind, epsilon = self._shape.norm_kind, self._shape.norm_epsilon
-        into, x = self._products.scratch(tuple(rows.shape)), rows.numpy()
+        into, x = self._matmul.scratch(tuple(rows.shape)), rows.numpy()
         out = torch.from_numpy(into)
 
         def norm(first: int, last: int) -> None:
             norm_rows_kernel(kind, x, weight, bias, epsilon, into, first, last)
 
-        self._products.then_rows(rows.shape[0], norm)
+        self._matmul.then_rows(rows.shape[0], norm)
         return out
 
     def add(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """residual + rows, scaled where the model does so."""
-        out = torch.from_numpy(self._products.scratch(tuple(rows.shape)))
+        out = torch.from_numpy(self._matmul.scratch(tuple(rows.shape)))
         scale = float(self._shape.residual_scale)
 
         def add(first: int, last: int) -> None:
             torch.add(residual[first:last], rows[first:last], alpha=scale, out=out[first:last])
 
-        self._products.then_rows(rows.shape[0], add)
+        self._matmul.then_rows(rows.shape[0], add)
         return out
 
     def ffn_norm(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as the layer's FFN, or the layer after it, reads them."""
+        """The rows, normed for the layer's FFN or the next layer."""
         arrays = self._arrays
         return self.norm(rows, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
 
     def layer_input(self, layer: int, hidden: np.ndarray) -> torch.Tensor:
-        """What layer `layer` begins with, or after the last one the head."""
+        """The input of layer `layer`, or of the head after the last one."""
         return layer_input(self._shape.order, layer, torch.from_numpy(hidden), self.ffn_norm)
 
 
 def _attend(
-    products: Matmul,
+    matmul: Matmul,
     buffers: SharedBuffers,
     layer: int,
     qkv: np.ndarray,
     shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> torch.Tensor:
-    """Write keys and values to the cache, attend over all of it; (T, H * head_dim) once run.
+    """Write keys and values to the cache, attend over all of it: (T, H * head_dim) once run.
 
-    qkv (T, rows) is overwritten.
+    Overwrites qkv (T, rows).
     """
-    num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
+    num_tokens, num_threads, size = qkv.shape[0], matmul.num_threads, arrays.keys.shape[3]
     first = int(buffers.positions[0])
     window = int(arrays.windows[layer])
     first_page = max(0, first + 1 - window) // size if window else 0
     end_page = -(-(first + num_tokens) // size)
     pages = buffers.page_tables[buffers.slots[0], first_page:end_page]
-    cached = products.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
+    cached = matmul.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
 
     def norm(thread: int) -> None:
         norm_whole(thread, num_threads, layer, shape, arrays, qkv)
@@ -98,33 +98,35 @@ def _attend(
             read_kernel(cache[layer], pages, *heads, out)
 
     if arrays.q_norm_weight.shape[1] > shape.head_dim:
-        products.then(norm)
-    products.then(store)
-    products.then(read)
+        matmul.then(norm)
+    matmul.then(store)
+    matmul.then(read)
     heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
     queries = heads[:, : shape.num_heads].transpose(0, 1)
     keys, values = torch.from_numpy(cached)
-    attended = torch.from_numpy(products.scratch((num_tokens, shape.num_heads, shape.head_dim)))
+    attended = torch.from_numpy(matmul.scratch((num_tokens, shape.num_heads, shape.head_dim)))
     group = shape.num_heads // shape.num_kv_heads
 
     def part(begin: int, own: slice) -> None:
         """Queries from `begin` on, of the heads that read KV heads `own`."""
         end = min(begin + _QUERIES, num_tokens)
         seen = max(0, first + begin + 1 - window) if window else 0
-        theirs = torch.arange(seen, first + end)
-        at = torch.arange(first + begin, first + end)[:, None]
-        mask = theirs <= at
+        key_at = torch.arange(seen, first + end)
+        query_at = torch.arange(first + begin, first + end)[:, None]
+        mask = key_at <= query_at
         if window:
-            mask &= theirs > at - window
+            mask &= key_at > query_at - window
         span = slice(seen - first_page * size, first + end - first_page * size)
         of_group = slice(own.start * group, own.stop * group)
-        # Heads that read the same keys are like more queries of one head.
-        asked = queries[of_group, begin:end].reshape(own.stop - own.start, -1, shape.head_dim)
-        found = _attention(shape, asked, keys[own, span], values[own, span], mask.repeat(group, 1))
+        # Heads with the same keys count as more queries of one head.
+        grouped = queries[of_group, begin:end].reshape(own.stop - own.start, -1, shape.head_dim)
+        found = _attention(
+            shape, grouped, keys[own, span], values[own, span], mask.repeat(group, 1)
+        )
         by_head = found.view(-1, end - begin, shape.head_dim)
         attended[begin:end, of_group] = by_head.transpose(0, 1)
 
-    # The last queries read most keys: they are begun first, each by whichever thread is free.
+    # The last queries read most keys and go first; each part goes to the next free thread.
     at_once = max(1, shape.num_kv_heads // _PARTS)
     starts = range(0, shape.num_kv_heads, at_once)
     owns = [slice(start, min(start + at_once, shape.num_kv_heads)) for start in starts]
@@ -135,7 +137,7 @@ def _attend(
         for begin, own in left:
             part(begin, own)
 
-    products.then(attend)
+    matmul.then(attend)
     return attended.view(num_tokens, -1)
 
 
@@ -154,12 +156,11 @@ def _attention(
         )
         return whole[0]
     scores = cap * torch.tanh(queries @ keys.transpose(1, 2) * scale / cap)
-    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-    return shares @ values
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
 
 
-def dense_attention(
-    products: Matmul,
+def prompt_attention(
+    matmul: Matmul,
     service: int,
     buffers: SharedBuffers,
     shape: AttentionShape,
@@ -174,23 +175,23 @@ def dense_attention(
     if np.ptp(buffers.slots[:num_tokens]) or (np.diff(buffers.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
 
-    rows = _Rows(products, shape, arrays)
-    products.begin_layer()
+    rows = _Rows(matmul, shape, arrays)
+    matmul.begin_layer()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         num_rows = sum(map(len, arrays.qkv.parts(layer)))
-        qkv = torch.from_numpy(products.scratch((num_tokens, num_rows)))
-        products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
-        heads = _attend(products, buffers, layer, qkv.numpy(), shape, arrays)
-        out = torch.from_numpy(products.scratch((num_tokens, len(arrays.out[layer]))))
-        products.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
+        qkv = torch.from_numpy(matmul.scratch((num_tokens, num_rows)))
+        matmul.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
+        heads = _attend(matmul, buffers, layer, qkv.numpy(), shape, arrays)
+        out = torch.from_numpy(matmul.scratch((num_tokens, len(arrays.out[layer]))))
+        matmul.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
         out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
         return rows.add(residual, out)
 
-    with products.at_once():
+    with matmul.at_once():
         mixed, ffn_input = mixed_and_ffn_input(
             shape.order,
             rows.layer_input(layer, buffers.hidden[:num_tokens]),
@@ -203,11 +204,11 @@ def dense_attention(
             buffers.mixed[first:last] = mixed[first:last].numpy()
             buffers.ffn_input[first:last] = ffn_input[first:last].numpy()
 
-        products.then_rows(num_tokens, answer)
+        matmul.then_rows(num_tokens, answer)
 
 
-def dense_head(
-    products: Matmul,
+def prompt_head(
+    matmul: Matmul,
     service: int,
     buffers: SharedBuffers,
     shape: AttentionShape,
@@ -218,13 +219,13 @@ def dense_head(
     end = int(buffers.requests[service, NUM_TOKENS])
     num_layers = arrays.norm_weight.shape[0]
     logits, cap = torch.from_numpy(buffers.logits[: end - begin]), float(shape.logit_softcap)
-    rows = _Rows(products, shape, arrays)
-    products.begin_layer()
-    with products.at_once():
+    rows = _Rows(matmul, shape, arrays)
+    matmul.begin_layer()
+    with matmul.at_once():
         x = rows.layer_input(num_layers, buffers.hidden[begin:end])
         x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)
         if arrays.project_out.shape[0]:
-            x = products.linear(x, arrays.project_out, _NO_BIAS)
-        products.linear(x, arrays.head, _NO_BIAS, logits)
+            x = matmul.linear(x, arrays.project_out, _NO_BIAS)
+        matmul.linear(x, arrays.head, _NO_BIAS, logits)
     if cap:
         logits.copy_(cap * torch.tanh(logits / cap))

@@ -14,7 +14,7 @@ from hotcold.model.bundles.direct import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
 from hotcold.numba_kernels.storage.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
 from hotcold.numba_kernels.storage.neuron_file import (
@@ -80,14 +80,14 @@ class BundleReads:
             geometry.up_down_bytes,
             piece_bytes,
         ]
-        return NeuronFile(facts, layers, places, file.sums[layers, places])
+        return NeuronFile(facts, layers, places, file.checksums[layers, places])
 
     def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
         """Let threads read into `rows`; what came is noted in `gates` and `up_downs`.
 
         Errors:  ServiceError where they cannot be started
         """
-        self._into = gates.held, up_downs.held
+        self._into = gates.loaded, up_downs.loaded
         self._rows = rows
         is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
         if is_direct and not in_one_piece:

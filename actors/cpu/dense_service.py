@@ -8,8 +8,7 @@ from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
-from hotcold.model.weights.ffn import read_ffn
+from hotcold.model.weights.ffn import down_lengths, read_down_outputs, read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, new_dense_scratch, serve_dense_ffn

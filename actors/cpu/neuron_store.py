@@ -143,13 +143,13 @@ class NeuronStore:
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
             gate_slots=np.zeros(self._most, np.int32),
-            late=np.zeros(self._most, np.int32),
+            gate_order=np.zeros(self._most, np.int32),
             up_down_slots=np.zeros((num_threads, self._most), np.int32),
-            to_come=np.zeros((num_threads, self._most), np.int32),
+            pending=np.zeros((num_threads, self._most), np.int32),
             missing=np.zeros(self._most, np.int32),
             options=options,
             counters=np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
-            waits=np.zeros(num_threads, np.int64),
+            waited_ns=np.zeros(num_threads, np.int64),
             failed=np.zeros(num_threads, np.int64),
         )
 
@@ -197,7 +197,7 @@ class NeuronStore:
         slots.slot_of[rows] = np.arange(rows.size, dtype=np.int32)
         slots.row_of[: rows.size] = rows
         slots.slot_weights[: rows.size] = slots.weights[rows]
-        slots.asked[rows] = 1
+        slots.requested[rows] = 1
         chosen[rows] |= part
 
     def _layer_rows(self) -> Sequence[tuple[int, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.model.torch_activations import activated, activated_up
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range

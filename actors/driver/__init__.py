@@ -1,1 +1,1 @@
-"""The driver's work: requests, the scheduler, and one step of the model after another."""
+"""The driver: requests, the scheduler, the engine that runs one step after another."""

@@ -1,20 +1,22 @@
-"""One request, from prompt to last token: what it still needs, and what it has produced."""
+"""One request, from prompt to last token: what is left of it, and what it has produced."""
 
-import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.grammar import Constraint, Grammars
-from hotcold.actors.driver.penalties import Penalties
-from hotcold.actors.driver.pooling import StateMean
+from hotcold.actors.driver.logits_processors import Constraint, Grammars, Penalties
+from hotcold.actors.driver.outputs import (
+    AnswerLogprobs,
+    PromptLogprobs,
+    StateMean,
+    StopStrings,
+    token_logprob,
+)
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.driver.stop_strings import StopStrings
-from hotcold.actors.driver.token_logprobs import AnswerLogprobs, PromptLogprobs, token_logprob
+from hotcold.actors.driver.streams import Stream
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.actors.protocol.step_sizes import chunk_sizes
@@ -24,20 +26,8 @@ from hotcold.model.sampling import eos_ids
 from hotcold.numba_kernels.decode.sampling import sample
 
 
-@dataclass(eq=False)
-class Stream:
-    """Between a request's reader and the engine's thread."""
-
-    request_id: str
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def put(self, event: TokenEvent | BaseException) -> None:
-        """Hand an event to the reader, or the error that is the last of them."""
-        raise NotImplementedError
-
-
 class Generator:
-    """What all requests of a model share."""
+    """What all requests of a model share: prompts, eos ids, grammars."""
 
     def __init__(
         self, path: Path, config: ModelConfig, engine: Engine, context_length: int
@@ -52,7 +42,7 @@ class Generator:
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
-        with suppress(NotFiniteError):  # that is for the requests to hear
+        with suppress(NotFiniteError):  # requests will raise it
             self.engine.step([0], [0], [0])
         logits = np.zeros(self.config.vocab_size, np.float32)
         for top_k in (0, 1, 2):
@@ -71,9 +61,9 @@ class ActiveRequest:
     """
 
     def __init__(self, generator: Generator, request: GenerateRequest, stream: Stream) -> None:
-        """The request's `prompt_ids` are what `Prompts.ids` returned; no other prompt is read.
+        """The request's prompt is its `prompt_ids`, from `Prompts.ids`.
 
-        Errors:  UsageError for a grammar that is none
+        Errors:  UsageError for an invalid grammar
         """
         self.tokens = list(request.prompt_ids or [])
         self.num_done = 0
@@ -87,28 +77,28 @@ class ActiveRequest:
         self._mean: StateMean | None = None
         if request.wants_embedding:
             self._mean = StateMean(generator.config, generator.engine.embedding)
-        self.chunk_sizes = self._cuts()
+        self.chunk_sizes = self._chunk_sizes()
         self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
-        self._random = np.random.default_rng(request.sampling.seed)
         sampling = request.sampling
+        self._random = np.random.default_rng(sampling.seed)
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
-        room = generator.context_length - len(self.tokens)
-        self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or room, room)
+        free = generator.context_length - len(self.tokens)
+        self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or free, free)
         eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
         self._end_ids = eos_ids.union(sampling.stop_token_ids)
-        self._num_told = 0  # new tokens that the reader knows of
+        self._num_emitted = 0  # new tokens in events so far
         self._constraint: Constraint | None = None
         if request.grammar is not None:
             self._constraint = generator.grammars.constraint(request.grammar)
         self._logprobs = AnswerLogprobs(request.num_logprobs)
         self._prompt_logprobs = PromptLogprobs(self.tokens, request.num_prompt_logprobs)
-        # Seconds: when it was submitted, admitted, had its first token.
+        # When it was submitted, was admitted, had its first token; seconds.
         self._moments = [time.monotonic()]
 
     def num_positions(self, ahead: int) -> int:
-        """Positions of the KV cache for its tokens and for the next `ahead`, if it gets so many."""
+        """Positions of the KV cache for its tokens and the next `ahead`, if it may have so many."""
         return min(len(self.tokens) + ahead, self._num_prompt_tokens + self._max_tokens)
 
     @property
@@ -118,7 +108,7 @@ class ActiveRequest:
 
     @property
     def embeds(self) -> bool:
-        """Whether its hidden states are wanted, and no new tokens."""
+        """Whether it wants an embedding, and no new tokens."""
         return self._mean is not None
 
     @property
@@ -128,41 +118,41 @@ class ActiveRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its reader wants no more."""
+        """Whether its reader has cancelled it."""
         return self.stream.cancelled.is_set()
 
     def start(self, slot: int) -> None:
-        """It is admitted, as the sequence `slot`; it may be again after `replay`."""
+        """Admit it as the sequence `slot`, for the first time or after `recompute`."""
         self.slot = slot
         if len(self._moments) == 1:
             self._moments.append(time.monotonic())
 
-    def replay(self) -> None:
-        """Its KV cache is lost: its tokens go through the model again, cut as they were.
+    def recompute(self) -> None:
+        """Begin again after its KV cache was lost: its tokens are run again in the same chunks.
 
         None is chosen again, so neither the tokens nor the random numbers change.
         """
         self.num_done = 0
-        self.chunk_sizes = self._cuts()
+        self.chunk_sizes = self._chunk_sizes()
 
-    def _cuts(self) -> list[int]:
-        """The prompt's chunks; one that is scored or embedded goes through kernels."""
+    def _chunk_sizes(self) -> list[int]:
+        """The prompt's chunks for matmul; one that is scored or embedded goes through kernels."""
         if self.is_scored or self.embeds:
             return []
         return chunk_sizes(self._num_prompt_tokens, self._generator.engine.max_tokens)
 
     def accept(self, logits: np.ndarray) -> bool:
-        """Choose the next token and show what can be shown; True where it was the last one.
+        """Choose the next token and emit what can be shown; True where it was the last one.
 
-        One that embeds has none to choose, and reads no logits.
-        Errors:  ValueError where the logits hold a NaN; UsageError where a grammar has no way on
+        A request that embeds chooses none, and reads no logits.
+        Errors:  ValueError where the logits hold a NaN; UsageError where a grammar allows no token
         """
         if self.embeds:
             return self.end("stop")
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
         token_id = sample(
-            self._weighed(logits),
+            self._processed(logits),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -185,63 +175,63 @@ class ActiveRequest:
         if self._num_new >= self._max_tokens:
             return self.end("length", text)
         if text or self._decoder is None:
-            self._tell(text)
+            self._emit(text)
         return False
 
-    def _weighed(self, logits: np.ndarray) -> np.ndarray:
-        """What the next token is drawn from: `logits` with all that the request has to say."""
-        weighed = self._penalties.applied(logits, self.tokens)
+    def _processed(self, logits: np.ndarray) -> np.ndarray:
+        """The logits that the next token is drawn from."""
+        processed = self._penalties.applied(logits, self.tokens)
         if self._constraint is not None:
-            weighed = self._constraint.masked(weighed)
+            processed = self._constraint.masked(processed)
         if self._num_new < self._sampling.min_tokens and self._end_ids:
-            going_on = weighed.copy()
-            going_on[list(self._end_ids)] = -np.inf
-            if np.isfinite(going_on).any():  # a grammar may have come to its end
-                return going_on
-        return weighed
+            without_end = processed.copy()
+            without_end[list(self._end_ids)] = -np.inf
+            if np.isfinite(without_end).any():  # a grammar may have come to its end
+                return without_end
+        return processed
 
     @property
     def _num_new(self) -> int:
         return len(self.tokens) - self._num_prompt_tokens
 
     def wants_logits(self, place: int) -> bool:
-        """Whether what follows the token at `place` is chosen, or is scored."""
+        """Whether the token after the one at `place` will be chosen or scored."""
         if self.embeds:
             return False
         return place == len(self.tokens) - 1 or self._prompt_logprobs.wants(place)
 
     def score(self, place: int, logits: np.ndarray) -> None:
-        """Take the logits (V,) after a prompt's token; what followed is known."""
+        """Add the logits (V,) after the prompt's token at `place`."""
         self._prompt_logprobs.add(place, logits)
 
     def embed(self, place: int, hidden: np.ndarray) -> None:
-        """Take the hidden state (d,) of its token at `place` after the last layer; it `embeds`."""
+        """Add the hidden state (d,) of the token at `place` after the last layer; it `embeds`."""
         assert self._mean is not None
         self._mean.add(place, hidden)
 
     def end(self, finish_reason: str, text: str = "") -> bool:
-        """Hand out the result, after `text` and what was held back until now; True."""
+        """Emit the result, after `text` and what was held back until now; True."""
         tail = self._decoder.finish() if self._decoder else ""
         text += self._stop.push(tail) + self._stop.flush()
-        self._tell(text, self._result(finish_reason))
+        self._emit(text, self._result(finish_reason))
         return True
 
-    def _tell(self, text: str, result: Generation | None = None) -> None:
+    def _emit(self, text: str, result: Generation | None = None) -> None:
         num_new = self._num_new
         num_shown = None if result is not None and not self._stop.found else len(self._stop.text)
         self.stream.put(
             TokenEvent(
                 text,
                 result,
-                num_new - self._num_told,
+                num_new - self._num_emitted,
                 self._logprobs.take(num_shown),
                 self._prompt_logprobs.take(),
             )
         )
-        self._num_told = num_new
+        self._num_emitted = num_new
 
     def fail(self, error: BaseException) -> None:
-        """Hand out an error instead of a result."""
+        """Emit an error instead of a result."""
         self.stream.put(error)
 
     def _result(self, finish_reason: str) -> Generation:

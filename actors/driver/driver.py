@@ -1,7 +1,6 @@
 """The driver: owns the engine, takes requests, streams their tokens.
 
-A single thread runs the engine (`actors.driver.request_queue`), so a slow reader never holds the
-model.
+A single thread runs the engine (`actors.driver.request_queue`), so a slow reader never stops it.
 """
 
 import threading
@@ -12,15 +11,23 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
+from hotcold.actors.setup.threshold_mode import system_thresholds
 
-from hotcold.actors.driver.active_request import ActiveRequest, Generator, Stream
+from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.driver.profiling import ProfilingEngine
-from hotcold.actors.driver.readers import POLL_S, Reader, Readers
-from hotcold.actors.driver.request_events import OpenStreams, RequestEvent
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
+from hotcold.actors.driver.streams import (
+    POLL_S,
+    OpenStreams,
+    Reader,
+    Readers,
+    RequestEvent,
+    Stream,
+)
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import (
     CacheLost,
@@ -38,13 +45,10 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.setup.assignment import hot_counts
 from hotcold.actors.setup.choose import default_mode
-from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
-from hotcold.actors.setup.threshold_mode import system_thresholds
-from hotcold.actors.telemetry.kept_trial import kept_trial
-from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -52,20 +56,18 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.layer_loop import GPU
+from hotcold.numba_kernels.serve.layer_loop import ATTENTION_SERVICE
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 
-_CHUNKS_AT_ONCE = (
-    4  # of a prompt, where neurons have to be read: each takes some MB of the driver's
-)
+_CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
 class ServiceChange(Protocol):
-    """Other CPU services beside those that serve: loaded, tried out, and asked nothing yet."""
+    """New CPU services beside those that serve: loaded and ready, with no request sent yet."""
 
     @property
     def system(self) -> SystemConfig:
@@ -83,11 +85,14 @@ class ServiceChange(Protocol):
         ...
 
     def prepare(self) -> None:
-        """What can fail and leaves alone what serves. Errors: HotcoldError."""
+        """Do what can fail and changes no service that serves. Errors: HotcoldError."""
         ...
 
     def move(self) -> None:
-        """Put them behind the driver's exchange. Errors: CacheLost; after any other none serve."""
+        """Let the driver's exchange reach them.
+
+        Errors:  CacheLost; after any other error no service serves
+        """
         ...
 
 
@@ -103,8 +108,8 @@ class Driver:
     ) -> None:
         """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
 
-        Neurons that none of them holds are hot ones of the GPU service; without shards there are
-        none. `prepare_matmul` is called by the engine's thread before services multiply matrices.
+        All other neurons are hot ones of the GPU service; without shards there are none.
+        `prepare_matmul` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
         self._system, self._shards = system, shards
@@ -135,24 +140,22 @@ class Driver:
         self.neuron_watch = NeuronWatch(config, exchange.buffers, shards)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
-        self._looking = threading.Thread(target=self._look, name="readers", daemon=True)
-        self._looking.start()
+        threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
 
     def generate(self, request: GenerateRequest, is_attended: bool = False) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
 
-        Tokens of a moment come as one event; see `actors.driver.request_events`. `is_attended`: the
-        reader, named as the request, is heard now and then, or the request is cancelled.
+        Tokens of a moment come as one event (`actors.driver.streams`). `is_attended`: the request
+        is cancelled unless its reader, which has its name, calls now and then.
 
         Errors:  PromptError, RequestError, ServiceError
         """
         name = request.request_id
-        reader = self.readers.hear(ReaderEpoch(name)) if is_attended else Reader()
-        events = reader.events
+        reader = self.readers.touch(ReaderEpoch(name)) if is_attended else Reader()
         stream = self._start(request, reader)
         try:
             while True:
-                for _, event in events.take():
+                for _, event in reader.next_events():
                     if isinstance(event, BaseException):
                         raise event
                     yield event
@@ -168,49 +171,41 @@ class Driver:
 
         Errors:  PromptError, UsageError, ServiceError; RequestError where the epoch has ended
         """
-        self._start(request, self.readers.hear(epoch))
+        self._start(request, self.readers.touch(epoch))
 
     def take_events(
         self, epoch: ReaderEpoch, num_taken: int, wait_s: float
     ) -> tuple[int, list[RequestEvent]]:
-        """What a reader's requests have produced; see `Reader.take`.
+        """The next events of a reader's requests (`Reader.take`).
 
         Errors:  RequestError where the epoch has ended
         """
-        return self.readers.hear(epoch).take(num_taken, wait_s)
+        return self.readers.touch(epoch).take(num_taken, wait_s)
 
     def load(self) -> DriverLoad:
-        """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
-        self._queue.require_whole()
+        """Requests that run and wait now. Errors: ServiceError where the system has ended."""
+        self._queue.require_running()
         return DriverLoad(self._scheduler.num_running, self._queue.num_waiting, self._pool.usage)
 
     def require_alive(self) -> None:
-        """Raise ServiceError if the engine's thread has ended: nothing will be served any more."""
+        """Raise ServiceError if the engine's thread has ended: no request will be served."""
         self._queue.require_thread()
 
     def _start(self, request: GenerateRequest, reader: Reader) -> Stream:
-        """Queue a request of this reader."""
-
-        def leave(stream: Stream) -> None:
-            self._streams.remove(stream)
-            reader.remove(stream)
-
-        stream = reader.events.stream(request.request_id, leave)
+        stream = reader.open(request.request_id, self._streams.remove)
         self._streams.add(stream)
-        reader.add(stream)
         try:
             checked = self.generator.prompts.checked(request)
             self._queue.submit(ActiveRequest(self.generator, checked, stream))
         except BaseException:
-            leave(stream)
-            reader.events.drop_stream()
+            self._streams.remove(stream)
+            reader.close(stream)
             raise
         return stream
 
-    def _look(self) -> None:
-        """Look after the readers until the end."""
+    def _poll_readers(self) -> None:
         while not self._closing.wait(POLL_S):
-            self.readers.look()
+            self.readers.poll()
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits, runs or has yet to come; its reason is then "cancelled".
@@ -220,35 +215,35 @@ class Driver:
         self._streams.cancel(request_id)
 
     def between_requests(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` where no request uses the exchange, and slot 0 is a whole context.
+        """Call `function` while no request runs, with slot 0 for a whole context.
 
         Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
 
         def with_pages() -> _Result:
-            slot = self._pool.take(self.generator.context_length)
+            slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
                 return function()
             finally:
-                self._pool.give_back(slot)
+                self._pool.free(slot)
 
         return self._queue.between_requests(with_pages)
 
-    def settle_mode(self) -> ModeTrial:
-        """Compare the predicted mode with the model's default, and go on in the faster one.
+    def choose_mode(self) -> ModeTrial:
+        """Time the predicted mode and the model's default; use the faster one from now on.
 
-        What was found for such a system on this machine is kept, and found again.
+        The result is kept on disk for later starts of such a system on this machine.
         Errors:  RequestError, ServiceError
         """
         engine = self.engine
         mode = default_mode(engine.config)
-        other = Engine(engine.config, engine.embedding, engine.exchange, mode, None, engine.num_hot)
+        other = engine.in_mode(mode)
         first_id = self.generator.prompts.bos_id or 0
 
-        def settle() -> ModeTrial:
+        def choose() -> ModeTrial:
             length = self.generator.context_length
             trial = kept_trial(
                 (engine.mode, mode),
@@ -263,44 +258,45 @@ class Driver:
                 self._system = replace(self._system, mode=mode, predictors_path="")
             return trial
 
-        return self.between_requests(settle)
+        return self.between_requests(choose)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
-        """Score a window between requests; see `actors.driver.scoring.score_window`.
+        """Score a window between requests (`actors.driver.scoring.score_window`).
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        self._require_room(len(ids))
-        return self.between_requests(
-            lambda: score_window(self.engine, ids, first, audit, self._queue.require_whole)
+        check = self._queue.require_running
+        return self._on_window(
+            len(ids), lambda: score_window(self.engine, ids, first, audit, check)
         )
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
-        """Count who fires in a window, between requests; see `ProfilingEngine.profile_window`.
+        """Count which neurons fire in a window (`ProfilingEngine.profile_window`).
 
-        Errors:  RequestError, also for a window longer than the context; ServiceError
+        Errors:  those of `score_window`
         """
-        self._require_room(self._profiling.num_opening + len(ids))
-        return self.between_requests(
-            lambda: self._profiling.profile_window(ids, recorded, self._queue.require_whole)
+        check, profiling = self._queue.require_running, self._profiling
+        return self._on_window(
+            profiling.num_bos + len(ids), lambda: profiling.profile_window(ids, recorded, check)
         )
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
-        """KL divergences from dense in a window, between requests; see `ThresholdTrials.kld`.
+        """KL divergences from dense in a window (`ThresholdTrials.kld`).
 
-        Errors:  RequestError, also for a window longer than the context; ServiceError
+        Errors:  those of `score_window`
         """
-        self._require_room(len(ids))
-        check, of_layers = self._queue.require_whole, thresholds.of_layers()
-        return self.between_requests(lambda: self._trials.kld(ids, first, of_layers, check))
+        check, of_layers = self._queue.require_running, thresholds.of_layers()
+        return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
 
-    def _require_room(self, length: int) -> None:
-        room = self.generator.context_length
-        if length > room:
-            raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
+    def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
+        size = self.generator.context_length
+        if num_tokens > size:
+            problem = f"a window of {num_tokens} tokens does not fit in a context of {size}"
+            raise RequestError(problem)
+        return self.between_requests(function)
 
     def change_services(self, change: ServiceChange) -> None:
-        """Let other CPU services serve, between two steps; what runs goes on with them.
+        """Use other CPU services from the next step on; requests that run continue with them.
 
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
                  failed before: nothing has changed then
@@ -320,7 +316,7 @@ class Driver:
     def _change_services(
         self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
-        """First what can fail and changes nothing; what fails later leaves nothing that serves."""
+        # First what can fail and changes nothing; after a later failure no service serves.
         num_hot = hot_counts(self.generator.config, change.shards)
         tables = change.exchange.buffers.page_tables[: self.engine.kernel_tokens]
         self._pool.copy_to(tables)
@@ -329,8 +325,8 @@ class Driver:
             try:
                 change.move()
             except CacheLost:
-                self._scheduler.replay_all()
-            self._scheduler.begin_chunk_again()
+                self._scheduler.recompute_all()
+            self._scheduler.restart_chunk()
             self._pool.move(tables)
             self.engine.predictor = predictor
             for engine in (self.engine, self._profiling):
@@ -339,13 +335,13 @@ class Driver:
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
             self._system, self._shards = change.system, change.shards
         except BaseException as error:
-            told = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
+            cause = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
             raise SystemLost(
-                f"the system ended while its CPU services were changed: {told}; start again"
+                f"the system ended while its CPU services were changed: {cause}; start again"
             ) from error
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
-        """What the system does now; services go on counting neurons for `watch_s`."""
+        """A snapshot of the system; services keep counting neurons for `watch_s`."""
         self.neuron_watch.watch(watch_s)
         now_s, config = time.monotonic(), self.generator.config
         num_running = self._scheduler.num_running
@@ -374,10 +370,10 @@ class Driver:
             self.engine.predictor.close()
 
     def _use_threads(self, predictor: NeuronPredictor | None, exchange: Exchange) -> None:
-        """Let several cores predict, where they can hear the doorbell that brings the input."""
+        """Let several cores predict, where there are doorbells for them to wait at."""
         if predictor is not None and exchange.next_number:
             num_threads, num_tokens = self._system.num_threads, self.engine.kernel_tokens
-            predictor.use_threads(exchange.buffers, GPU, num_threads, num_tokens)
+            predictor.use_threads(exchange.buffers, ATTENTION_SERVICE, num_threads, num_tokens)
 
 
 def _load_predictor(

@@ -1,4 +1,4 @@
-"""Reading a text to learn which neurons fire: how often each does, and on which inputs."""
+"""Which neurons fire on a text: how often each does, and on which inputs."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
 
 
 class ProfilingEngine(Engine):
-    """An engine whose services count who fires, for all neurons of every layer."""
+    """An engine whose services count which neurons fire, for all neurons of every layer."""
 
     def __init__(
         self,
@@ -23,13 +23,13 @@ class ProfilingEngine(Engine):
         bos_id: int | None,
         num_hot: np.ndarray | None = None,
     ) -> None:
-        """Shares the exchange with the engine that answers requests; the two take turns.
+        """Shares the exchange with the engine of requests; the two take turns.
 
-        `bos_id` stands before each window, where texts of this model open with one.
+        `bos_id` stands before each window, where texts of this model begin with one.
         """
         super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
         self._bos_id = bos_id
-        self.num_opening = 0 if bos_id is None else 1
+        self.num_bos = 0 if bos_id is None else 1
         self._counts = False
         self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
         self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
@@ -40,7 +40,7 @@ class ProfilingEngine(Engine):
     ) -> np.ndarray:
         """Run `ids` from position 0 of slot 0; return the FFN inputs of the tokens `recorded`.
 
-        The opening token stands before the ids but is not counted: its activations are unlike any
+        The bos token stands before the ids but is not counted: its activations are unlike any
         other's, and every window would add one. `check` may raise between two steps.
         Shapes:  recorded: ascending indices into ids; result (L, len(recorded), d)
         Dtypes:  result uint16, float16 bits
@@ -59,7 +59,7 @@ class ProfilingEngine(Engine):
             last = min(first + self.max_tokens, len(ids))
             check()
             self._rows = chosen[(chosen >= first) & (chosen < last)] - first
-            positions = range(self.num_opening + first, self.num_opening + last)
+            positions = range(self.num_bos + first, self.num_bos + last)
             self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
             self._num_recorded += self._rows.size
         inputs, self._inputs = self._inputs, self._inputs[:, :0]
@@ -68,8 +68,8 @@ class ProfilingEngine(Engine):
     def _multiplies(self, num_tokens: int) -> bool:
         return self._counts or super()._multiplies(num_tokens)
 
-    def _asks_ffn(self, num_tokens: int) -> bool:
-        return self._counts or super()._asks_ffn(num_tokens)
+    def _runs_ffn(self, num_tokens: int) -> bool:
+        return self._counts or super()._runs_ffn(num_tokens)
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
         if not self._counts:
@@ -80,12 +80,12 @@ class ProfilingEngine(Engine):
             first = self._num_recorded
             inputs = buffers.ffn_input[self._rows]
             self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        buffers.requests[self._asked(), OPERATION] = COUNT_FFN
-        self._ask_ffn(self.config.ffn_size)
+        buffers.requests[self._requested(), OPERATION] = COUNT_FFN
+        self._request_ffn(self.config.ffn_size)
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 as float16 bits, clipped to what float16 holds.
+    """float32 as float16 bits, clipped to float16's range.
 
     Beyond 65504 it would be infinite, and one such number makes a whole training run NaN.
     """
@@ -96,7 +96,7 @@ def as_float16_bits(values: np.ndarray) -> np.ndarray:
 def counts_by_neuron(
     config: ModelConfig, specs: list[ServiceSpec], counts: list[np.ndarray]
 ) -> np.ndarray:
-    """Put services' counts into the checkpoint's order of neurons.
+    """Services' counts in the checkpoint's order of neurons.
 
     counts[s] follows specs[s].neuron_ids layer by layer.
     Shapes:  result (L, N)

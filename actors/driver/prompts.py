@@ -17,7 +17,7 @@ _LONG = 1 << 18  # characters, which take a fifth of a second
 
 
 class Prompts:
-    """A model's prompts; needs no weights, so a command can refuse a bad prompt before loading."""
+    """Encodes and checks prompts; needs no weights, so commands can check before loading."""
 
     def __init__(self, path: Path, config: ModelConfig, context_length: int) -> None:
         """Tokenizer and chat template come from the model's directory `path`."""
@@ -48,10 +48,10 @@ class Prompts:
         )
 
     def ids(self, request: GenerateRequest, unwanted: threading.Event | None = None) -> list[int]:
-        """The request's token ids, all in the vocabulary, no more than the context holds.
+        """The request's token ids, all in the vocabulary and within the context.
 
-        Of a prompt that is to be answered there are fewer. Nobody waits for them once `unwanted` is
-        set.
+        The context must hold one more for the answer, unless an embedding is wanted. Encoding may
+        stop once `unwanted` is set.
         Errors:  PromptError
         """
         ids = self._encode(request, unwanted)
@@ -62,9 +62,9 @@ class Prompts:
         self.require_in_vocabulary(request.sampling.stop_token_ids)
         self.require_in_vocabulary([token_id for token_id, _ in request.sampling.logit_bias])
         if len(ids) + (not request.wants_embedding) > self.context_length:
-            room = "" if request.wants_embedding else " with the answer"
+            answer = "" if request.wants_embedding else " with the answer"
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context_length}{room}"
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length}{answer}"
                 f"; shorten it or give a larger --context (this model allows "
                 f"{self.config.max_positions})"
             )
@@ -83,9 +83,9 @@ class Prompts:
         add_special_tokens: bool = True,
         unwanted: threading.Event | None = None,
     ) -> list[int]:
-        """As the model's tokenizer does, of which a long text keeps no thread. Errors: PromptError.
+        """The ids of a text; a long one is encoded in another process. Errors: PromptError.
 
-        Nobody waits for the ids once `unwanted` is set.
+        Encoding may stop once `unwanted` is set.
         """
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text")

@@ -1,7 +1,7 @@
-"""The engine's thread, and the queue of those who wait for it.
+"""The engine's thread, and the queue of requests and jobs that wait for it.
 
-Requests run side by side as the scheduler says. What uses the engine in another way, a job, waits
-in the same queue until nothing runs; requests behind it wait for it.
+Requests run side by side as the scheduler says. A job uses the engine in another way: it waits in
+the same queue until nothing runs, and requests behind it wait for it.
 """
 
 import queue
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class _Job:
-    def __init__(self, function: Callable[[], object], waits: bool = True) -> None:
+    def __init__(self, function: Callable[[], object], waits: bool) -> None:
         """`waits`: until nothing runs; else only for the step in progress."""
         self._function = function
         self.waits = waits
@@ -28,22 +28,20 @@ class _Job:
 
     def run(self, try_replace: Callable[[int, str], bool]) -> None:
         """Call the function, again from its beginning where a service was replaced meanwhile."""
-        while not self._has_ended(try_replace):
-            pass
-
-    def _has_ended(self, try_replace: Callable[[int, str], bool]) -> bool:
-        try:
+        while not self.future.done():
             try:
-                self.future.set_result(self._function())
-            except NotFiniteError as error:
-                if error.service is None or not try_replace(error.service, str(error)):
-                    raise
-                return False
-        except CacheLost:
-            return False
-        except BaseException as error:
-            self.future.set_exception(error)
-        return True
+                self._call(try_replace)
+            except CacheLost:
+                continue
+            except BaseException as error:
+                self.future.set_exception(error)
+
+    def _call(self, try_replace: Callable[[int, str], bool]) -> None:
+        try:
+            self.future.set_result(self._function())
+        except NotFiniteError as error:
+            if error.service is None or not try_replace(error.service, str(error)):
+                raise
 
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
@@ -57,7 +55,7 @@ class RequestQueue:
         self._scheduler = scheduler
         self._incoming: queue.SimpleQueue[ActiveRequest | _Job | None] = queue.SimpleQueue()
         self._waiting: deque[ActiveRequest | _Job] = deque()
-        self._broken: ServiceError | None = None
+        self._ended_by: ServiceError | None = None
         self._is_closing = False
         self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
@@ -66,38 +64,38 @@ class RequestQueue:
     def submit(self, item: ActiveRequest | _Job) -> None:
         """Put a request in the queue. Errors: ServiceError where the system has ended."""
         with self._submitting:
-            self.require_whole()
+            self.require_running()
             self._incoming.put(item)
 
     def between_requests(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` in the engine's thread where nothing runs. Errors: its own.
+        """Call `function` in the engine's thread while nothing runs. Errors: its own.
 
         It is called again where the KV cache is lost, or a service replaced for a NaN.
         """
-        job = _Job(function)
-        self.submit(job)
-        result: _Result = job.future.result()  # type: ignore[assignment]
-        return result
+        return self._run(function, waits=True)
 
     def between_steps(self, function: Callable[[], _Result]) -> _Result:
         """Call `function` in the engine's thread, whatever runs.
 
         Errors:  its own; SystemLost ends the system
         """
-        job = _Job(function, waits=False)
+        return self._run(function, waits=False)
+
+    def _run(self, function: Callable[[], _Result], waits: bool) -> _Result:
+        job = _Job(function, waits)
         self.submit(job)
         result: _Result = job.future.result()  # type: ignore[assignment]
         return result
 
-    def require_whole(self) -> None:
+    def require_running(self) -> None:
         """Raise the ServiceError that ended the system, if one did."""
-        if self._broken is not None:
-            raise self._broken
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def require_thread(self) -> None:
         """Raise the ServiceError with which the thread ended, if it did without `close`."""
         if not (self._thread.is_alive() or self._is_closing):
-            raise self._broken or ServiceError("the driver failed; start again")
+            raise self._ended_by or ServiceError("the driver failed; start again")
 
     @property
     def num_waiting(self) -> int:
@@ -108,46 +106,43 @@ class RequestQueue:
         """End the thread within a token; `cancel_all` marks the requests that run as cancelled."""
         self._is_closing = True
         with self._submitting:  # nothing is submitted later
-            self._broken = self._broken or ServiceError("the system is being stopped")
+            self._ended_by = self._ended_by or ServiceError("the system is being stopped")
         cancel_all()
         self._incoming.put(None)
         self._thread.join()
 
     def _serve(self) -> None:
-        """Serve until the end, or until something fails that no request can be blamed for."""
+        """Serve until the end, or until a failure that is not one request's own."""
         try:
             while self._collect():
                 self._start_waiting()
                 self._scheduler.advance()
             self._scheduler.end_cancelled()
         except BaseException as error:
-            self._break(error)
+            self._end_all(error)
         finally:
             self._end_waiting()
 
-    def _break(self, error: BaseException) -> None:
-        """Nothing can be served any more, and nothing comes into the queue from now on."""
+    def _end_all(self, error: BaseException) -> None:
+        """End all that runs, and let nothing into the queue from now on."""
         if not isinstance(error, ServiceError):
             error = ServiceError(f"the driver failed: {first_line(error)}; start again")
         with self._submitting:
-            self._broken = self._broken or error
+            self._ended_by = self._ended_by or error
         self._scheduler.end_all(error)
 
     def _end_waiting(self) -> None:
-        """Tell all who still wait why nothing will be served; the queue is closed by now."""
-        told = self._broken or ServiceError("the system is being stopped")
+        """Fail all that still wait; the queue is closed by now."""
+        error = self._ended_by or ServiceError("the system is being stopped")
         while not self._incoming.empty():
             item = self._incoming.get()
             if item is not None:
                 self._waiting.append(item)
         while self._waiting:
-            self._waiting.popleft().fail(told)
+            self._waiting.popleft().fail(error)
 
     def _collect(self) -> bool:
-        """Move what has come into the queue; wait for something where there is nothing to do.
-
-        False at the end.
-        """
+        """Move what has come into the queue, waiting for it when idle; False at the end."""
         idle = self._scheduler.is_idle and not self._waiting
         while idle or not self._incoming.empty():
             item = self._incoming.get()
@@ -163,7 +158,7 @@ class RequestQueue:
         return True
 
     def _start_waiting(self) -> None:
-        """End those that were cancelled, start those at the head for which there is room."""
+        """End cancelled requests, and start those at the head while there is room."""
         for item in list(self._waiting):
             if isinstance(item, ActiveRequest) and item.is_cancelled:
                 item.end("cancelled")
@@ -172,7 +167,7 @@ class RequestQueue:
             self._waiting.popleft()
 
     def _start(self, item: ActiveRequest | _Job) -> bool:
-        """Whether there was room for it."""
+        """Whether it could be started."""
         if isinstance(item, ActiveRequest):
             return self._scheduler.admit(item)
         if self._scheduler.is_idle:

@@ -1,12 +1,12 @@
 """What the engine computes next, for all requests that run: continuous batching.
 
 Everything that can go through kernels goes in one step: the next token of every request, and short
-prompts while there is room. A long prompt goes through matrix products, one layer of a chunk at a
-time, and steps come between.
+prompts as far as they fit. A long prompt goes through matmul, one layer of a chunk at a time, with
+steps in between.
 
-Each running request has a slot, and pages of the KV cache as it grows. Where none is free for the
-next token, the request that was admitted last is preempted: its tokens go through the model again
-once there is room, before any that has not run yet. A request is admitted where there are pages for
+Each running request has a slot, and pages of the KV cache as it grows. Where no page is free for
+the next token, the request that was admitted last is preempted: its tokens are recomputed once
+there are pages, before any waiting request starts. A request is admitted where there are pages for
 the next `_AHEAD` tokens of all, so none is preempted more than once in so many.
 """
 
@@ -18,9 +18,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.batches import Batch, PromptChunks
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.prompt_chunk import PromptChunks
-from hotcold.actors.driver.token_batch import Batch
 from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
 from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
@@ -31,7 +30,7 @@ _AHEAD = 256  # tokens
 
 
 class Turns:
-    """Gives a long prompt and the other requests half of the time each while both want some."""
+    """Gives a long prompt and the other requests half of the time each while both need some."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         """`clock` returns nanoseconds."""
@@ -90,14 +89,14 @@ class Scheduler:
         return len(self._preempted)
 
     def admit(self, request: ActiveRequest) -> bool:
-        """Let a request run, if there is a slot and pages for it, and none waits to run again."""
+        """Start a request, if there is a slot and pages for it, and no preempted one waits."""
         return not self._preempted and self._start(request)
 
     def _start(self, request: ActiveRequest) -> bool:
         num_spare = sum(
             self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
         )
-        slot = self._pool.take(request.num_positions(_AHEAD), num_spare)
+        slot = self._pool.allocate(request.num_positions(_AHEAD), num_spare)
         if slot is None:
             return False
         request.start(slot)
@@ -109,20 +108,20 @@ class Scheduler:
         try:
             self._advance()
         except CacheLost:
-            self.replay_all()
+            self.recompute_all()
 
-    def begin_chunk_again(self) -> None:
-        """Forget the layers of a long prompt's chunk that have been run."""
+    def restart_chunk(self) -> None:
+        """Run a long prompt's chunk again from its first layer."""
         self._chunk = None
 
-    def replay_all(self) -> None:
-        """Begin again all that runs; tokens that were chosen stay."""
+    def recompute_all(self) -> None:
+        """Recompute all that runs after the KV cache was lost; tokens that were chosen stay."""
         self._chunk = None
         for request in self._running:
-            request.replay()
+            request.recompute()
 
     def try_replace(self, service: int, cause: str) -> bool:
-        """See `Exchange.try_replace`."""
+        """Start a new process for a service (`Exchange.try_replace`)."""
         return self._engine.exchange.try_replace(service, cause)
 
     def _advance(self) -> None:
@@ -142,7 +141,7 @@ class Scheduler:
                 self._run_step(others)
 
     def end_cancelled(self) -> None:
-        """Let those go whose readers want no more."""
+        """End requests whose readers have cancelled them."""
         for request in [request for request in self._running if request.is_cancelled]:
             request.end("cancelled")
             self._leave(request)
@@ -178,7 +177,7 @@ class Scheduler:
     def _preempt(self, request: ActiveRequest) -> None:
         self._leave(request)
         request.slot = -1
-        request.replay()
+        request.recompute()
         self._preempted.appendleft(request)
 
     def _run_step(self, requests: list[ActiveRequest]) -> None:
@@ -190,8 +189,8 @@ class Scheduler:
         self._engine.times = StepTimes()
         with self._failing(requests):
             engine = self._engine
-            most_logits = engine.exchange.buffers.logits.shape[0]
-            ends = Batch.of(requests, engine.kernel_tokens, most_logits).step(engine)
+            max_logits = engine.exchange.buffers.logits.shape[0]
+            ends = Batch.of(requests, engine.kernel_tokens, max_logits).step(engine)
             for request, logits in ends:
                 if request.has_answered:
                     request.times.include(self._engine.times)
@@ -207,23 +206,22 @@ class Scheduler:
 
     @contextmanager
     def _failing(self, requests: list[ActiveRequest]) -> Iterator[None]:
-        """End `requests` with what goes wrong, unless all of the system does."""
+        """End `requests` with an error that is theirs; one that ends the system is raised."""
         try:
             yield
         except ServiceError:
             raise
         except NotFiniteError as error:
-            self._mend(error, requests)
+            self._recover(error, requests)
         except Exception as error:
-            told = error
             if not isinstance(error, HotcoldError):
-                told = RequestError(f"the request failed: {first_line(error)}")
-            self._fail(requests, told)
+                error = RequestError(f"the request failed: {first_line(error)}")
+            self._fail(requests, error)
 
-    def _mend(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
-        """Replace who made a NaN; where that is no remedy, end those who have it.
+    def _recover(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
+        """Replace the service that made a NaN, and run the step or chunk again.
 
-        The step, or the chunk, is then run again.
+        Where it cannot be replaced, end the requests that have a NaN.
         """
         if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
@@ -237,6 +235,6 @@ class Scheduler:
 
     def _leave(self, request: ActiveRequest) -> None:
         self._running.remove(request)
-        self._pool.give_back(request.slot)
+        self._pool.free(request.slot)
         if self._chunk is not None and self._chunk.request is request:
             self._chunk = None

@@ -1,11 +1,12 @@
-"""How well a mode predicts a text: one window of it, beside the dense model's answer on it.
+"""How well a mode predicts a text: scores of one window of it, compared with the dense model's.
 
-Windows go through kernels, in steps of few tokens: matrix products round 16-bit weights to
-bfloat16, which is more than what is measured.
+Windows go through kernels, in steps of few tokens: matmul rounds 16-bit weights to bfloat16, which
+is more than the differences that are measured.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,13 +18,15 @@ from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
 from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS
 
+_Score = TypeVar("_Score")
+
 
 @dataclass(frozen=True)
 class NeuronCounts:
-    """What an audited run counted, over `num_tokens` tokens.
+    """Counts of an audited run over `num_tokens` tokens.
 
-    num_listed: neurons that the predictor chose, or all where it does not predict a layer;
-    num_fired: neurons that fire in truth; num_fired_listed: those of them that were chosen;
+    num_listed: neurons that the predictor chose, or all where it does not predict a layer
+    num_fired: neurons that fire in truth; num_fired_listed: those of them that were chosen
     num_up: neurons whose up row was read
     Shapes:  (L,) int64 each
     """
@@ -35,21 +38,16 @@ class NeuronCounts:
     num_up: np.ndarray
 
     def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
-        return NeuronCounts(
-            self.num_tokens + other.num_tokens,
-            self.num_listed + other.num_listed,
-            self.num_fired_listed + other.num_fired_listed,
-            self.num_fired + other.num_fired,
-            self.num_up + other.num_up,
-        )
+        mine, others = vars(self), vars(other)
+        return NeuronCounts(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True)
 class WindowScores:
-    """One window. Arrays are (n,), one item a scored position; float64, in nats.
+    """Scores of one window. Arrays are (n,), one item a scored position; float64, in nats.
 
-    What compares with the dense model is None for the dense model itself; `counts` is None where
-    nothing was audited.
+    Comparisons with the dense model are None for the dense model itself; `counts` is None without
+    an audit.
     """
 
     nll: np.ndarray
@@ -61,7 +59,7 @@ class WindowScores:
 
 
 class AuditedEngine(Engine):
-    """Computes what another engine computes, and asks each layer again who fires in truth."""
+    """Computes what another engine computes, then runs each layer densely to see what fires."""
 
     def __init__(self, engine: Engine) -> None:
         """Take over `engine`'s mode, predictor, thresholds, embedding and exchange."""
@@ -82,11 +80,14 @@ class AuditedEngine(Engine):
         """What was counted so far."""
         return NeuronCounts(self._num_tokens, *self._counts.copy())
 
-    def _asks_ffn(self, num_tokens: int) -> bool:
+    def _runs_ffn(self, num_tokens: int) -> bool:
         return True
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
-        """As the engine's. A reply counts a neuron once a step, so steps are of one token."""
+        """Run the FFN as the engine does, then densely, in a step of one token.
+
+        A reply counts a neuron once a step.
+        """
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
         buffers, cpus = self.exchange.buffers, slice(1, None)
@@ -94,20 +95,20 @@ class AuditedEngine(Engine):
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
             num_listed = int(num_ids.sum() + self.num_hot[layer])
-        num_fired_listed, num_up = self._ask_ffn(num_listed)
+        num_fired_listed, num_up = self._request_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens]
-            answer = partials.copy()
+            chosen = partials.copy()
             num_ids[:] = ALL_NEURONS
-            num_fired, _ = self._ask_ffn(self.config.ffn_size)
-            partials[:] = answer
+            num_fired, _ = self._request_ffn(self.config.ffn_size)
+            partials[:] = chosen
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0
 
 
 class ThresholdTrials:
-    """What thresholds cost on windows of a text, of which dense logits are kept."""
+    """What thresholds cost on windows of a text; keeps the windows' dense logits."""
 
     def __init__(self, engine: Engine) -> None:
         """Shares the engine's exchange, whose services have the lengths of down rows."""
@@ -128,24 +129,11 @@ class ThresholdTrials:
         """
         dense = self._dense.get((first, *ids))
         if dense is None:
-            rows = self._rows(ids, first, "dense", None, check)
+            rows = scored_rows(self._engine.in_mode("dense"), ids, first, check=check)
             dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
-        rows = self._rows(ids, first, THRESHOLD, thresholds, check)
-        return np.array([_compare(dense[at - first], row, ids, at)[2] for at, row in rows])
-
-    def _rows(
-        self,
-        ids: Sequence[int],
-        first: int,
-        mode: str,
-        thresholds: Sequence[Thresholds] | None,
-        check: Callable[[], None],
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        own = self._engine
-        engine = Engine(
-            own.config, own.embedding, own.exchange, mode, None, own.num_hot, thresholds
-        )
-        return scored_rows(engine, ids, first, check=check)
+        engine = self._engine.in_mode(THRESHOLD, thresholds)
+        rows = scored_rows(engine, ids, first, check=check)
+        return np.array([kld for _, _, kld, _ in _comparisons(dense, rows, ids, first)])
 
 
 def score_window(
@@ -164,19 +152,17 @@ def score_window(
     """
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
-    dense = Engine(
-        engine.config, engine.embedding, engine.exchange, "dense", num_hot=engine.num_hot
-    )
-    dense_rows = scored_rows(dense, ids, first, check=check)
+    dense_rows = scored_rows(engine.in_mode("dense"), ids, first, check=check)
     if engine.mode == "dense":
-        return WindowScores(np.array([_nll(row, ids, at) for at, row in dense_rows]))
+        scores = [_score(negative_log_likelihood, at, row, ids[at + 1]) for at, row in dense_rows]
+        return WindowScores(np.array(scores))
     reference = np.empty((len(ids) - 1 - first, engine.config.vocab_size), np.float32)
     for at, row in dense_rows:
         reference[at - first] = row
     audited = AuditedEngine(engine) if audit else None
     rows = scored_rows(audited or engine, ids, first, 1 if audit else KERNEL_TOKENS, check)
-    found = [_compare(reference[at - first], row, ids, at) for at, row in rows]
-    nll_dense, nll, kld, same_top = (np.array(column) for column in zip(*found, strict=True))
+    columns = zip(*_comparisons(reference, rows, ids, first), strict=True)
+    nll_dense, nll, kld, same_top = map(np.array, columns)
     predicts = engine.predictor is not None
     counts = audited.counts if audited is not None else None
     return WindowScores(nll, nll_dense, kld, same_top, predicts, counts)
@@ -186,42 +172,37 @@ def scored_rows(
     engine: Engine,
     ids: Sequence[int],
     first: int,
-    most: int = KERNEL_TOKENS,
+    max_tokens: int = KERNEL_TOKENS,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Positions first.. but the last, each with its logits (V,), a view that the next step ends.
 
-    In steps of at most `most` tokens. Errors: as of `score_window`.
+    In steps of at most `max_tokens`. Errors: as of `score_window`.
     """
     buffers = engine.exchange.buffers
-    most = min(most, KERNEL_TOKENS, engine.max_tokens, buffers.logits.shape[0])
+    size = min(max_tokens, KERNEL_TOKENS, engine.max_tokens, buffers.logits.shape[0])
     num_run = len(ids) - 1  # nothing follows the last token
-    for begin in range(0, num_run, most):
+    for begin in range(0, num_run, size):
         check()
-        end = min(begin + most, num_run)
+        end = min(begin + size, num_run)
         scored = range(max(begin, first), end)
         logits = engine.step(ids[begin:end], range(begin, end), [0] * (end - begin), len(scored))
         yield from zip(scored, logits, strict=True)
 
 
-def _nll(row: np.ndarray, ids: Sequence[int], at: int) -> float:
+def _comparisons(
+    dense: np.ndarray, rows: Iterator[tuple[int, np.ndarray]], ids: Sequence[int], first: int
+) -> list[tuple[float, float, float, bool]]:
+    """Of each row `compare_logits` with its row of dense (n, V), which begins at `first`."""
+    return [_score(compare_logits, at, dense[at - first], row, ids[at + 1]) for at, row in rows]
+
+
+def _score(kernel: Callable[..., _Score], at: int, *arguments: Any) -> _Score:
+    """A kernel's result at one position. Errors: RequestError where it refuses the logits."""
     try:
-        return negative_log_likelihood(row, ids[at + 1])
+        return kernel(*arguments)
     except ValueError as problem:
-        raise _refused(problem, at) from None
-
-
-def _compare(
-    reference: np.ndarray, row: np.ndarray, ids: Sequence[int], at: int
-) -> tuple[float, float, float, bool]:
-    try:
-        return compare_logits(reference, row, ids[at + 1])
-    except ValueError as problem:
-        raise _refused(problem, at) from None
-
-
-def _refused(problem: ValueError, at: int) -> RequestError:
-    return RequestError(
-        f"token {at + 2} of this window cannot be scored: {problem}; the weights may be damaged, "
-        "or a float16 KV cache too narrow for them (--kv-dtype float32)"
-    )
+        raise RequestError(
+            f"token {at + 2} of this window cannot be scored: {problem}; the weights may be "
+            "damaged, or a float16 KV cache too narrow for them (--kv-dtype float32)"
+        ) from None

@@ -1,1 +1,1 @@
-"""How services are asked and answer: doorbells, actor calls, relays; watch and recovery."""
+"""How requests reach services and replies return: doorbells, actor calls, relays; recovery."""

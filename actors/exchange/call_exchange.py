@@ -1,7 +1,7 @@
 """The exchange over ordinary actor calls: for services that share no memory with the driver.
 
-The driver's buffers are then private arrays. What a request reads travels with the call, what it
-wrote comes back as an object in Ray's store; the service answers it through an arena of its own.
+The driver's buffers are private arrays. A request's inputs travel with the call, its outputs return
+as an object in Ray's store. The service handles the request in an arena of its own.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.doorbell_exchange import Watch
+from hotcold.actors.exchange.doorbell_exchange import Exchange, Watch
 from hotcold.actors.exchange.watch import POLL_S
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
 from hotcold.actors.protocol.kv_pool import num_pages_of
@@ -23,7 +23,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     FIRST_LOGIT,
     HEAD,
-    NO_DOORBELLS,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
@@ -42,14 +41,14 @@ _PAGES = "page_tables"  # a row for each slot
 
 @dataclass(frozen=True)
 class ServiceRequest:
-    """A request and the arrays that it reads, cut to the tokens asked."""
+    """A request and the arrays that it reads, cut to its tokens."""
 
     words: np.ndarray
     inputs: dict[str, np.ndarray]
 
     @classmethod
     def read(cls, buffers: SharedBuffers, service: int) -> "ServiceRequest":
-        """What the buffers ask of `service`."""
+        """The request in the buffers for `service`."""
         words = buffers.requests[service].copy()
         num_tokens = int(words[NUM_TOKENS])
         names = _INPUTS.get(int(words[OPERATION]), ())
@@ -58,12 +57,12 @@ class ServiceRequest:
             for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
                 inputs[name] = getattr(buffers, name)[service, : words[NUM_IDS]].copy()
         if words[OPERATION] == ATTENTION:
-            most_pages = num_pages_of(int(inputs["positions"].max()) + 1)
-            inputs[_PAGES] = buffers.page_tables[np.unique(inputs["slots"]), :most_pages]
+            num_pages = num_pages_of(int(inputs["positions"].max()) + 1)
+            inputs[_PAGES] = buffers.page_tables[np.unique(inputs["slots"]), :num_pages]
         return cls(words, inputs)
 
     def write(self, buffers: SharedBuffers, service: int) -> None:
-        """Put the question into the buffers of the process that answers it."""
+        """Put it into the buffers of the process that serves it."""
         buffers.requests[service] = self.words
         for name, array in self.inputs.items():
             target = getattr(buffers, name)
@@ -84,12 +83,12 @@ class ServiceReply:
 
     @classmethod
     def read(cls, buffers: SharedBuffers, service: int) -> "ServiceReply":
-        """What is in the buffers after `service` has answered."""
+        """The reply in the buffers from `service`."""
         outputs = {name: view.copy() for name, view in _outputs(buffers, service).items()}
         return cls(buffers.replies[service].copy(), outputs)
 
     def write(self, buffers: SharedBuffers, service: int) -> None:
-        """Put the answer into the driver's buffers."""
+        """Put it into the driver's buffers."""
         buffers.replies[service] = self.words
         for name, view in _outputs(buffers, service).items():
             view[:] = self.outputs[name]
@@ -107,8 +106,8 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     return {}
 
 
-class CallExchange:
-    """Asks by `handle.answer.remote(question)`, one call a service."""
+class CallExchange(Exchange):
+    """Requests by `handle.answer.remote(request)`, one call a service."""
 
     def __init__(
         self, buffers: SharedBuffers, watch: Watch, names: Sequence[str], handles: Sequence[Any]
@@ -118,17 +117,16 @@ class CallExchange:
         self._watch = watch
         self._names = names
         self._handles = handles
-        self.request_state, self.next_number = NO_DOORBELLS, 0
 
-    def ask(self, services: Sequence[int]) -> int:
-        """Call all, wait for all. See `Exchange.ask`."""
+    def request(self, services: Sequence[int]) -> int:
+        """Call all, wait for all. Errors: `Exchange.request`."""
         started = time.monotonic_ns()
         refs = {
             self._handles[s].answer.remote(ServiceRequest.read(self.buffers, s)): s
             for s in services
         }
         pending: list[Any] = list(refs)
-        failure: HotcoldError | None = None  # told when nobody works on the request any more
+        failure: HotcoldError | None = None  # raised once no service works on the request any more
         num_polls = 0
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
@@ -150,20 +148,12 @@ class CallExchange:
             raise failure
         return time.monotonic_ns() - started
 
-    def resume(self, services: Sequence[int]) -> int:
-        """No doorbell was rung."""
-        raise NotImplementedError
-
-    def try_replace(self, service: int, cause: str) -> bool:
-        """No remedy of its own: see `actors.exchange.recovering_exchange`."""
-        return False
-
     def _collect(self, ref: Any, service: int) -> None:
         try:
-            answer: ServiceReply = ray.get(ref)
+            reply: ServiceReply = ray.get(ref)
         except ray.exceptions.RayError as error:
-            told = service_error(f"{self._names[service]} service", error)
-            if isinstance(told, AnswerFailed):
-                raise told from error
-            raise ServiceLost(service, str(told)) from error
-        answer.write(self.buffers, service)
+            cause = service_error(f"{self._names[service]} service", error)
+            if isinstance(cause, AnswerFailed):
+                raise cause from error
+            raise ServiceLost(service, str(cause)) from error
+        reply.write(self.buffers, service)

@@ -1,10 +1,11 @@
-"""How the driver asks services, and the fast way to do it: doorbells in a shared arena.
+"""How the driver sends requests to services, and the fast way to do it: doorbells in an arena.
 
-The driver fills the request words and the input arrays of the buffers, asks, and finds the answers
-in the output arrays. `call_exchange` does the same over ordinary actor calls.
+The driver fills the request words and the input arrays of the buffers, sends the requests, and
+finds the replies in the output arrays. `call_exchange` does the same over actor calls.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     FAILED,
     FIRST_NUMBER,
     NEXT_NUMBER,
+    NO_DOORBELLS,
     NUM_DONE,
     NUMBER,
     POLL_NS,
@@ -27,113 +29,92 @@ from hotcold.numba_kernels.serve.mailbox import (
 )
 
 
-class Exchange(Protocol):
-    """Asks services and waits for their answers."""
+class Exchange(ABC):
+    """Sends requests to services and waits for their replies, both of which are in `buffers`.
 
-    @property
-    def buffers(self) -> SharedBuffers:
-        """What is asked and answered stands here."""
-        ...
+    Compiled code may send requests itself (`send_requests`) with the exchange's `request_state`,
+    unless that is NO_DOORBELLS.
+    """
 
-    @property
-    def request_state(self) -> np.ndarray:
-        """For `send_requests` of compiled code, which may ask so too; else NO_DOORBELLS."""
-        ...
+    buffers: SharedBuffers
+    request_state: np.ndarray = NO_DOORBELLS
 
     @property
     def next_number(self) -> int:
-        """What the doorbells of the next services asked will show; 0 where there are none."""
-        ...
+        """Sequence number of the next request by doorbell; 0 where there are no doorbells."""
+        return int(self.request_state[NEXT_NUMBER]) if self.request_state.size else 0
 
-    def ask(self, services: Sequence[int]) -> int:
-        """Ask all `services` what is in their request words; returns nanoseconds waited.
+    @abstractmethod
+    def request(self, services: Sequence[int]) -> int:
+        """Send all `services` their request words; returns nanoseconds waited for the replies.
 
         When it ends, none of them works on the request any more, except those that are lost.
         Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
-                 failed at this request and goes on
+                 failed at this request and lives on
         """
-        ...
 
-    def resume(self, services: Sequence[int]) -> int:
-        """Go on with a question of compiled code that has not gone well; else as `ask`."""
-        ...
+    def await_replies(self, services: Sequence[int]) -> int:
+        """Wait for replies to compiled code's last request; otherwise as `request`."""
+        raise NotImplementedError
 
     def try_replace(self, service: int, cause: str) -> bool:
-        """Put a fresh process in a service's place; False where that is no remedy.
+        """Start a new process for a service; False where that cannot help.
 
         Errors:  CacheLost after the GPU service was replaced, ServiceError where that failed
         """
-        ...
+        return False
 
 
 class Watch(Protocol):
-    """Looks after services while the driver waits for them."""
+    """Polls the health of services while the driver waits for them."""
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
         """Raise ServiceLost if one of `services` is dead or stuck.
 
-        num_looks: how often this was called for the same request, or 0 where it may take for ever
+        num_polls: how often this was called for the same request, 0 where it may take any time
         """
         ...
 
     def explain(self, service: int) -> str:
-        """Why a service answered FAILED, in one line."""
+        """Why a service replied FAILED, in one line."""
         ...
 
 
-class ArenaExchange:
+class ArenaExchange(Exchange):
     """Doorbells in shared memory: all services on this host."""
 
     def __init__(
         self, buffers: SharedBuffers, watch: Watch, first_number: int = FIRST_NUMBER
     ) -> None:
-        """`first_number` is that of the first request; services start having seen none."""
+        """`first_number` is the first request's; services start having seen none."""
         self.buffers = buffers
         self.request_state = new_request_state(first_number, POLL_NS)
         self._watch = watch
 
-    @property
-    def next_number(self) -> int:
-        """See `Exchange.next_number`."""
-        return int(self.request_state[NEXT_NUMBER])
-
-    def ask(self, services: Sequence[int]) -> int:
-        """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
+    def request(self, services: Sequence[int]) -> int:
+        """Ring all, wait for all, polling their health every 100 ms. Errors: `Exchange.request`."""
         started = time.monotonic_ns()
-        buffers, asked = self.buffers, np.asarray(services, np.int64)
-        if not send_requests(self.request_state, buffers.cells, buffers.replies, asked):
-            self.resume(services)
+        buffers, requested = self.buffers, np.asarray(services, np.int64)
+        if not send_requests(self.request_state, buffers.cells, buffers.replies, requested):
+            self.await_replies(services)
         return time.monotonic_ns() - started
 
-    def resume(self, services: Sequence[int]) -> int:
-        """See `Exchange.resume`."""
+    def await_replies(self, services: Sequence[int]) -> int:
+        """Wait for those of `services` that have not replied. Errors: `Exchange.request`."""
         started = time.monotonic_ns()
-        cells, number, timeout_ns = (
-            self.buffers.cells,
-            self.request_state[NUMBER],
-            self.request_state[TIMEOUT_NS],
-        )
-        asked, answered = np.asarray(services, np.int64), int(self.request_state[NUM_DONE])
+        number, timeout_ns = self.request_state[NUMBER], self.request_state[TIMEOUT_NS]
+        requested, num_done = np.asarray(services, np.int64), int(self.request_state[NUM_DONE])
         lost, num_polls = None, 0
-        while answered < asked.size:
+        while num_done < requested.size:
             num_polls += 1
             try:
-                self._watch.check(asked[answered:].tolist(), num_polls)
+                self._watch.check(requested[num_done:].tolist(), num_polls)
             except ServiceLost as error:
-                lost, asked = error, asked[asked != error.service]
-            answered = await_all(cells, asked, answered, number, timeout_ns)
+                lost, requested = error, requested[requested != error.service]
+            num_done = await_all(self.buffers.cells, requested, num_done, number, timeout_ns)
         if lost is not None:
             raise lost
-        raise_failures(self.buffers, self._watch, services)
+        for service in services:
+            if self.buffers.replies[service, STATUS] == FAILED:
+                raise AnswerFailed(service, self._watch.explain(service))
         return time.monotonic_ns() - started
-
-    def try_replace(self, service: int, cause: str) -> bool:
-        """No remedy of its own: see `actors.exchange.recovering_exchange`."""
-        return False
-
-
-def raise_failures(buffers: SharedBuffers, watch: Watch, services: Sequence[int]) -> None:
-    """Raise AnswerFailed if one of `services` answered FAILED."""
-    for service in services:
-        if buffers.replies[service, STATUS] == FAILED:
-            raise AnswerFailed(service, watch.explain(service))

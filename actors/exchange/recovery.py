@@ -1,51 +1,70 @@
-"""What to do about services that fail: how often one is replaced, and when it is enough."""
+"""An exchange whose services are replaced when they fail, and are then sent the request again.
+
+Requests change nothing that they read, so the same request goes to all services once more. What the
+GPU service has lost, its KV cache, is for the caller to recompute.
+"""
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from hotcold.actors.protocol.failures import is_killed_for_memory
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.protocol.failures import (
+    AnswerFailed,
+    CacheLost,
+    ServiceLost,
+    cause_of,
+    is_killed_for_memory,
+    is_lost_device,
+    is_out_of_memory,
+)
 from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.mailbox import OPERATION
 
 MAX_FAILURES = 10
 WINDOW_S = 60.0
+_GPU = 0
+
+# Returns when a new process serves in a service's place, which failed for a given cause.
+# Errors: ServiceError where it gives up
+Replace = Callable[[int, str], None]
 
 
 class RecoveryPolicy:
-    """Counts failures of all services together.
+    """How often a service is replaced, and when to give up; counts all services together.
 
-    Its time is that in which services serve: while one is being replaced, which takes minutes where
-    weights are large, none passes. Else the same failure would come "later" each time, for ever.
+    Its clock stands still while a service is being replaced, which takes minutes where weights are
+    large. Otherwise the same failure would come "later" each time, for ever.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._mended_s = 0.0  # what replacements have taken
-        self._mending_since: float | None = None
+        self._replacing_s = 0.0  # what replacements have taken
+        self._replacing_since: float | None = None
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self._num_in_a_row = 0
-        self._distrusted_s: dict[int, float] = {}
-        self._is_starved = False  # the failure that is being mended was for want of memory
-        self._fed_s = -math.inf  # when the last of those was mended
+        self._blamed_s: dict[int, float] = {}
+        self._is_out_of_memory = False  # the failure under repair was for lack of memory
+        self._repaired_s = -math.inf  # when the last of those was repaired
 
     def count(self, name: str, cause: str) -> None:
-        """A service failed and must be replaced.
+        """Count a failed service that must be replaced.
 
-        Errors:  ServiceError at the tenth failure within a minute, or the tenth replacement in a
-                 row that failed itself, however long each took; or where a process was killed for
-                 want of memory and soon after it had been replaced one was killed so again
+        Errors:  ServiceError at the tenth failure within a minute; at the tenth replacement in a
+                 row that failed itself, however long each took; and where a process is killed for
+                 lack of memory within a minute of the replacement of one killed for the same
         """
         now = self._now()
-        self._mending_since = now + self._mended_s
+        self._replacing_since = now + self._replacing_s
         if is_killed_for_memory(cause):
-            if self._is_starved or now - self._fed_s <= WINDOW_S:
+            if self._is_out_of_memory or now - self._repaired_s <= WINDOW_S:
                 raise ServiceError(
                     f"{cause}, again within a minute; free memory, or start again with a smaller "
                     "model, --dtype or --context"
                 )
-            self._is_starved = True
+            self._is_out_of_memory = True
         self._failures.append(now)
         self._num_in_a_row += 1
         in_a_row = self._num_in_a_row >= MAX_FAILURES
@@ -59,27 +78,98 @@ class RecoveryPolicy:
 
     def recovered(self) -> None:
         """A failed service was replaced by one that answers."""
-        if self._mending_since is not None:
-            self._mended_s += self._clock() - self._mending_since
-            self._mending_since = None
+        if self._replacing_since is not None:
+            self._replacing_s += self._clock() - self._replacing_since
+            self._replacing_since = None
         self._num_in_a_row = 0
-        if self._is_starved:
-            self._is_starved, self._fed_s = False, self._now()
+        if self._is_out_of_memory:
+            self._is_out_of_memory, self._repaired_s = False, self._now()
 
-    def doubts(self, service: int) -> bool:
-        """Whether the process of `service` is to blame for what it cannot do, or for a NaN.
+    def blames(self, service: int) -> bool:
+        """Whether the process of `service` is to blame for a failed request or a NaN.
 
-        A process is blamed once a minute. When a fresh one answers the same, the weights or the
-        prompt are the cause, and replacing it again would only keep the others waiting.
+        A process is blamed once a minute. When a new one replies the same, the weights or the
+        prompt are the cause, and replacing it again would only keep other requests waiting.
         """
         now = self._now()
-        last = self._distrusted_s.get(service)
+        last = self._blamed_s.get(service)
         if last is not None and now - last <= WINDOW_S:
             return False
-        self._distrusted_s[service] = now
+        self._blamed_s[service] = now
         return True
 
     def _now(self) -> float:
         """Seconds without those of replacements."""
-        now = self._clock() if self._mending_since is None else self._mending_since
-        return now - self._mended_s
+        now = self._clock() if self._replacing_since is None else self._replacing_since
+        return now - self._replacing_s
+
+
+class RecoveringExchange(Exchange):
+    """Adds recovery to another exchange."""
+
+    def __init__(
+        self, inner: Exchange, replace: Replace, policy: RecoveryPolicy | None = None
+    ) -> None:
+        """Nothing is replaced before `start`: a failure while a system loads is raised at once."""
+        self.change(inner, replace)
+        self._policy = policy or RecoveryPolicy()
+        self._is_ready = False
+
+    @property
+    def next_number(self) -> int:
+        """Sequence number of the inner exchange's next request by doorbell."""
+        return self.inner.next_number
+
+    def start(self) -> None:
+        """From now on failed services are replaced."""
+        self._is_ready = True
+
+    def change(self, inner: Exchange, replace: Replace) -> None:
+        """Use other services from now on."""
+        self.inner, self._replace = inner, replace
+        self.buffers, self.request_state = inner.buffers, inner.request_state
+
+    def request(self, services: Sequence[int]) -> int:
+        """Send requests, again where a service had to be replaced.
+
+        Errors:  CacheLost when the GPU service was replaced: the request has no reply;
+                 AnswerFailed; ServiceError when a service is given up
+        """
+        return self._recovering(self.inner.request, services)
+
+    def await_replies(self, services: Sequence[int]) -> int:
+        """Wait for replies to compiled code's last request. Errors: `request`."""
+        return self._recovering(self.inner.await_replies, services)
+
+    def try_replace(self, service: int, cause: str) -> bool:
+        """Replace a service that replied NaN; False where that was done within a minute."""
+        if not (self._is_ready and self._policy.blames(service)):
+            return False
+        self.renew(service, cause)
+        return True
+
+    def renew(self, service: int, cause: str) -> None:
+        """Start a new process for a service. Errors: CacheLost for the GPU service."""
+        operations = self.buffers.requests[:, OPERATION].copy()
+        self._replace(service, cause)
+        self.buffers.requests[:, OPERATION] = operations  # the new process was pinged
+        if service == _GPU:
+            raise CacheLost(f"the KV cache was lost: {cause}; start again")
+
+    def _recovering(self, request: Callable[[Sequence[int]], int], services: Sequence[int]) -> int:
+        started = time.monotonic_ns()
+        while True:
+            try:
+                request(services)
+                return time.monotonic_ns() - started
+            except (ServiceLost, AnswerFailed) as error:
+                if not (self._is_ready and self._may_help(error)):
+                    raise
+                self.renew(error.service, cause_of(error))
+            request = self.inner.request
+
+    def _may_help(self, error: ServiceLost | AnswerFailed) -> bool:
+        """Whether a new process may do what this one could not."""
+        if isinstance(error, ServiceLost) or is_lost_device(error.text):
+            return True
+        return is_out_of_memory(error.text) and self._policy.blames(error.service)

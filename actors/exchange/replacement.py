@@ -1,4 +1,4 @@
-"""Puts a fresh process in a service's place: Ray restarts it, the driver loads and connects it."""
+"""A new process in a service's place: Ray restarts it, the driver loads and connects it."""
 
 import threading
 import time
@@ -8,18 +8,58 @@ from typing import Any
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.places import Place
+from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import POLL_S, ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, cause_of, service_error
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, SharedBuffers, cell
 
-# Unanswered looks at which a process that starts, loads or compiles counts as stuck.
+# Unanswered polls at which a process that starts, loads or compiles counts as stuck.
 _TIMEOUT_POLLS = 100
 _NEW_PROCESS_S = 120.0
+
+
+class OwnPlace:
+    """The driver's own arena, or none: services that the driver sends requests to itself.
+
+    arena_refs: for `ServiceActor.attach`; () where each service has an arena of its own
+    is_drivers: whether the driver sees the arena
+    """
+
+    is_drivers = True
+
+    def __init__(self, arena_refs: Sequence[Any], buffers: SharedBuffers | None) -> None:
+        """`buffers` are those of the arena."""
+        self.arena_refs = arena_refs
+        self._buffers = buffers
+
+    def end(self, service: int, process: ServiceProcess) -> bool:
+        """Kill the process, if it is on this host; returns whether it is."""
+        process.kill()
+        return process.is_local
+
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        """Withdraw the old process's request."""
+        if self._buffers is not None:
+            withdraw_request(self._buffers, service)
+
+
+def withdraw_request(buffers: SharedBuffers, service: int) -> None:
+    """Make the service's doorbells look new to the next process that is attached to them.
+
+    Otherwise a reply of the process before it, with the same number, would pass for its own.
+    """
+    for kind in (REQUEST, DONE):
+        buffers.cells[cell(service, kind) * INTS_A_CELL] = 0
+
+
+# Where a service runs: which arena a new process is attached to, and who can kill the old one.
+Place = OwnPlace | Relay
 
 
 class ServiceReplacer:
@@ -41,41 +81,38 @@ class ServiceReplacer:
         self._places: Sequence[Place] = ()
         self._processes: dict[int, ServiceProcess] = {}
         self._closing = threading.Event()
-        self.stage = ""  # what is being done, for those who watch
+        self.stage = ""  # what is being done, for progress bars
         self.num_replaced = 0
 
     def find(self, services: Sequence[int]) -> None:
-        """From now on `services` are in the processes that they are in. Errors: ServiceLost."""
+        """Learn the processes of `services`, which are expected there now. Errors: ServiceLost."""
         for service in services:
             self._expect(service, self._find(service))
 
     def connected(self, layout: ArenaLayout, places: Sequence[Place]) -> None:
-        """Services are found, and nothing has been asked of them; `places[s]` is of service s.
-
-        Errors:  ServiceError
-        """
+        """All services were found and idle; `places[s]` is of service s. Errors: ServiceError."""
         self._layout, self._places = layout, places
         for service, process in self._processes.items():
             self._expect(service, process)
 
     def change_layout(self, layout: ArenaLayout) -> None:
-        """Fresh processes are attached with this one from now on."""
+        """Attach new processes with this layout from now on."""
         self._layout = layout
 
     def process_ids(self) -> list[int]:
-        """Of the services' processes, in order, as far as they are known."""
+        """Process ids of the services that were found, in order."""
         return [process.pid for _, process in sorted(self._processes.items())]
 
     def take_over(self, service: int, other: "ServiceReplacer") -> None:
-        """The service is in the process that `other` knows."""
+        """Expect the service in the process that `other` knows."""
         self._expect(service, other._processes[service])
 
     def close(self) -> None:
-        """End a replacement that is under way: it raises ServiceError."""
+        """Make a replacement under way raise ServiceError."""
         self._closing.set()
 
     def replace(self, service: int, cause: str) -> None:
-        """Return when a fresh process serves; one that fails meanwhile is replaced in turn.
+        """Return when a new process serves; one that fails meanwhile is replaced in turn.
 
         Errors:  ServiceError after too many failures
         """
@@ -101,24 +138,24 @@ class ServiceReplacer:
         self._expect(service, process)
         self._await(service, handle.load.remote(self._specs[service]))
         self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
-        arena = place.arena_refs, place.is_drivers
-        self._await(service, handle.attach.remote(self._layout, *arena))
+        attached = handle.attach.remote(self._layout, place.arena_refs, place.is_drivers)
+        self._await(service, attached)
         self._await(service, handle.try_out.remote())
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:
-        """What a fresh process holds is what was lost, or sums are wrong. Errors: ServiceError."""
+        """Raise ServiceError unless the new process holds the neurons that were lost."""
         lost = self._specs[service].neuron_ids or []
         if len(held or []) != len(lost) or not all(map(np.array_equal, held or [], lost)):
             name = self._specs[service].name
             raise ServiceError(f"the {name} service came back with other neurons; start again")
 
     def _end_old(self, service: int) -> ServiceProcess:
-        """End what is left of the process; the one that Ray has put in its place.
+        """Kill what is left of the old process; returns the one that Ray starts in its place.
 
-        Errors:  ServiceError where Ray does not; a service that waited so long will wait again
+        Errors:  ServiceError where Ray starts none
         """
         old, handle = self._processes[service], self._handles[service]
-        has_asked = self._places[service].end(service, old)
+        is_killed = self._places[service].end(service, old)
         deadline = time.monotonic() + _NEW_PROCESS_S
         while time.monotonic() < deadline and not self._closing.wait(POLL_S):
             found: ServiceProcess | None = None
@@ -129,9 +166,9 @@ class ServiceReplacer:
                 lives_on = isinstance(error.__cause__, ray.exceptions.GetTimeoutError)
             if found is not None and not lives_on:
                 return found
-            if lives_on and not has_asked:
+            if lives_on and not is_killed:
                 ray.kill(handle, no_restart=False)
-                has_asked = True
+                is_killed = True
         self._require_open()
         name = self._specs[service].name
         raise ServiceError(
@@ -164,8 +201,8 @@ class ServiceReplacer:
         try:
             return ray.get(call, timeout=0)
         except ray.exceptions.RayError as error:
-            told: HotcoldError = service_error(f"{self._specs[service].name} service", error)
-            raise ServiceLost(service, str(told)) from error
+            cause = service_error(f"{self._specs[service].name} service", error)
+            raise ServiceLost(service, str(cause)) from error
 
     def _require_open(self) -> None:
         if self._closing.is_set():

@@ -1,4 +1,4 @@
-"""What every service is: threads that wait for a doorbell, do their part, and ring back."""
+"""A service: threads that wait for a doorbell, do their part of a request, and ring back."""
 
 import threading
 import traceback
@@ -38,10 +38,10 @@ from hotcold.placement.machine.pinning import pin_thread
 
 
 class Service(ABC):
-    """A piece of the model on some device, asked through a mailbox in the arena.
+    """A part of the model on some device, which serves requests from a mailbox in the arena.
 
     The threads live inside compiled loops that hold no GIL, so the process stays free to answer
-    actor calls. A loop returns to Python only for a request that it cannot answer itself.
+    actor calls. A loop returns to Python only for a request that it cannot serve itself.
     """
 
     def __init__(self, name: str, index: int, num_threads: int) -> None:
@@ -50,7 +50,7 @@ class Service(ABC):
         self.index = index
         self.num_threads = num_threads
         self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
-        self.keeper: CoreAffinity | None = None  # of threads that are not pinned
+        self.affinity: CoreAffinity | None = None  # of threads that are not pinned
         self.device_name = "cpu"
         self.last_error = ""
         self._broken = False
@@ -60,15 +60,15 @@ class Service(ABC):
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
-        """ServiceReply requests after number `seen` until one is Python's; return its number."""
+        """Serve requests after number `seen` until one is left to Python; return its number."""
 
     @abstractmethod
     def answer_in_python(self) -> None:
-        """ServiceReply the request in the mailbox that the compiled loop left to Python."""
+        """Serve the request in the mailbox that the compiled loop left to Python."""
 
     @abstractmethod
     def prepare(self, layout: ArenaLayout) -> None:
-        """Make work space for requests of this layout."""
+        """Allocate work space for requests of this layout."""
 
     @abstractmethod
     def release(self) -> None:
@@ -76,21 +76,21 @@ class Service(ABC):
 
     @abstractmethod
     def prepare_prompts(self) -> None:
-        """Import and compile what only long prompts need, if anything; beside what is served.
+        """Import and compile what only long prompts need, while requests are served.
 
-        Without this the first long prompt does it, and waits.
+        Otherwise the first long prompt waits for it.
         """
 
     @abstractmethod
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """Multiply long prompts as `choice` says; called while none is being answered."""
+        """Multiply long prompts as `choice` says; called while none is being served."""
 
     def attach(
         self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers | None = None
     ) -> None:
-        """Map the arena and start the threads; the arena may hold a request already.
+        """Start the threads on this arena, which may hold a request already.
 
-        `buffers`: instead of the arena's own.
+        `buffers`: instead of the arena's own
         """
         self._arena = arena
         self._calls = None
@@ -106,18 +106,18 @@ class Service(ABC):
         ]
         for thread in self._threads:
             thread.start()
-        if self.keeper is not None:
-            self._keep(self.keeper)
+        if self.affinity is not None:
+            self._watch_affinity(self.affinity)
 
-    def _keep(self, keeper: CoreAffinity) -> None:
-        """Let the keeper look after the threads for as long as they serve this arena."""
+    def _watch_affinity(self, affinity: CoreAffinity) -> None:
+        """Keep adapting the threads' cores for as long as they serve this arena."""
         ended = self._ended = threading.Event()
         cells, reply = self.buffers.cells, self.buffers.replies[self.index]
         bell, done = cell(self.index, REQUEST), cell(self.index, DONE)
 
         def await_work() -> bool:
             # The bell is read first: nothing that rings later is slept through. A request that is
-            # being answered may be the STOP after which nobody rings.
+            # being served may be the STOP after which nothing rings.
             number = cells[bell * INTS_A_CELL]
             if number == cells[done * INTS_A_CELL] and not ended.is_set():
                 sleep_change(cells, bell, number, IDLE_NS)
@@ -127,28 +127,29 @@ class Service(ABC):
             return Delays(int(reply[DELAYED_US]), int(reply[TAKEN_US]), int(reply[NUM_ANSWERED]))
 
         threading.Thread(
-            target=keeper.watch, args=(await_work, delays), name="keeper", daemon=True
+            target=affinity.watch, args=(await_work, delays), name="affinity", daemon=True
         ).start()
 
-    def answer(self, question: ServiceRequest) -> ServiceReply:
-        """ServiceReply a question that came as an actor call, through this process's own arena."""
+    def answer(self, request: ServiceRequest) -> ServiceReply:
+        """Serve a request that came as an actor call, in this process's own arena."""
         if self._calls is None:
             self._calls = ArenaExchange(self.buffers, self)
-        question.write(self.buffers, self.index)
-        self._calls.ask([self.index])
+        request.write(self.buffers, self.index)
+        self._calls.request([self.index])
         return ServiceReply.read(self.buffers, self.index)
 
     def try_out(self) -> None:
-        """Let the threads answer an empty question; returns once their compiled loops run.
+        """Send the threads an empty request; returns once their compiled loops run.
 
-        Once, before anybody else asks: it has a number of its own. Of the request words only the
-        operation is written. Errors: ServiceError
+        Called once, before any other request: it has a sequence number of its own. Of the request
+        words only the operation is written.
+        Errors:  ServiceError
         """
         self.buffers.requests[self.index, OPERATION] = PING
-        ArenaExchange(self.buffers, self, OWN_NUMBER).ask([self.index])
+        ArenaExchange(self.buffers, self, OWN_NUMBER).request([self.index])
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """Raise ServiceError if a thread has failed: nothing will be answered any more."""
+        """Raise ServiceError if a thread has failed: no request will be served any more."""
         if self._broken:
             raise ServiceError(f"{self.explain(self.index)}; start again")
 
@@ -158,7 +159,7 @@ class Service(ABC):
         return f"the {self.name} service failed: {lines[-1]}"
 
     def _run(self, thread: int, seen: int) -> None:
-        self._stay(thread)
+        self._pin(thread)
         while True:
             try:
                 number = self.serve(thread, seen)
@@ -175,11 +176,11 @@ class Service(ABC):
                         self._ended.set()
                         self.release()
                     else:
-                        self._roam(thread)
+                        self._unpin(thread)
                         self.answer_in_python()
                 except Exception:
                     self._fail()
-                self._stay(thread)
+                self._pin(thread)
             cells, replies = self.buffers.cells, self.buffers.replies
             finish_request(
                 cells, replies, NO_COUNTERS, self.index, number, self.num_threads, started
@@ -188,19 +189,19 @@ class Service(ABC):
                 return
             seen = number
 
-    def _stay(self, thread: int) -> None:
+    def _pin(self, thread: int) -> None:
         """Keep this thread on its own cores."""
         if self.thread_cores:
             pin_thread(self.thread_cores[thread])
-        elif self.keeper is not None:
-            self.keeper.stay(thread)
+        elif self.affinity is not None:
+            self.affinity.stay(thread)
 
-    def _roam(self, thread: int) -> None:
-        """Let this thread, and what torch starts from it, use all of the service's cores."""
+    def _unpin(self, thread: int) -> None:
+        """Let this thread, and those that torch starts from it, use all of the service's cores."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
-        elif self.keeper is not None:
-            self.keeper.roam(thread)
+        elif self.affinity is not None:
+            self.affinity.roam(thread)
 
     def _fail(self) -> None:
         self.last_error = traceback.format_exc()

@@ -22,15 +22,15 @@ _STATE, _MAJOR_FAULTS = 0, 9  # words of /proc/PID/stat after the program's name
 
 
 class ServiceProcess:
-    """The process in which a service was loaded. Ray may put another in its place at any time."""
+    """The process in which a service was loaded. Ray may start another in its place at any time."""
 
     def __init__(self, pid: int, is_local: bool) -> None:
-        """`is_local`: it runs on this process's node, so it can be looked at."""
+        """`is_local`: it runs on this process's node, so it can be inspected."""
         self.pid = pid
         self._process: psutil.Process | None = None
         self._is_local = is_local
         num_oom_kills = _num_oom_kills() if is_local else 0
-        self._oom_kills = (num_oom_kills, num_oom_kills)  # some seconds ago, and since
+        self._oom_kills = (num_oom_kills, num_oom_kills)  # some seconds ago, and now
         self._noted_s = time.monotonic()
         self._num_read_back = 0
         if is_local:
@@ -49,7 +49,7 @@ class ServiceProcess:
         return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     def note_kills(self) -> None:
-        """Take note, while it lives, of how many processes the kernel has killed."""
+        """Record, while it lives, how many processes the kernel has killed."""
         if time.monotonic() - self._noted_s >= _RECENTLY_S and not self.is_gone():
             self._oom_kills = self._oom_kills[1], _num_oom_kills()
             self._noted_s = time.monotonic()
@@ -70,14 +70,14 @@ class ServiceProcess:
         return state == _WAITS_FOR_DISK or num_read_back > before
 
     def how_it_ended(self) -> str:
-        """Of one that is gone: that it died, or that it was killed for want of memory."""
+        """Why a process is gone: it died, or was killed for its memory."""
         if not self._is_local:
             return "died"
         is_by_kernel = _num_oom_kills() > self._oom_kills[0]  # counted before the process is gone
         return KILLED_FOR_MEMORY if is_by_kernel or killed_by_ray(self.pid) else "died"
 
     def kill(self) -> None:
-        """End it, stopped or not, and wait: until then it may write to the arena."""
+        """Kill it, stopped or not, and wait: until then it may write to the arena."""
         if self._process is None:
             return
         with suppress(psutil.NoSuchProcess):
@@ -95,10 +95,10 @@ class ServiceProcess:
 
 
 class KillNotes:
-    """Takes note of the kernel's kills every second, for all processes of this one's services.
+    """Records the kernel's kills every second, for the processes of this one's services.
 
-    The kernel says how many it has killed, and not whom: what it counted in the seconds in which a
-    process was lost is taken for that process.
+    The kernel counts its kills without names: those of the seconds in which a process was lost are
+    taken for that process.
     """
 
     _processes: ClassVar["weakref.WeakSet[ServiceProcess]"] = weakref.WeakSet()
@@ -107,7 +107,7 @@ class KillNotes:
 
     @classmethod
     def take(cls, process: ServiceProcess) -> ServiceProcess:
-        """The same process, noted from now on."""
+        """Record kills for this process from now on; returns it."""
         with cls._lock:
             cls._processes.add(process)
             if cls._thread is None:
@@ -126,7 +126,7 @@ class KillNotes:
 
 
 def killed_by_ray(pid: int) -> bool:
-    """Whether Ray's memory monitor killed a worker process; False where Ray does not tell."""
+    """Whether Ray's memory monitor killed a worker process; False where Ray does not say."""
     if os.environ.get(MONITOR_EVERY_MS) == "0":
         return False
     with suppress(Exception):  # none of this is Ray's public interface
@@ -146,7 +146,7 @@ def killed_by_ray(pid: int) -> bool:
 
 
 def _num_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, of the machine or of a cgroup."""
+    """Processes that the kernel has killed for memory, of the machine or of a cgroup."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -156,7 +156,7 @@ def _num_oom_kills() -> int:
 
 
 def _state_and_major_faults(pid: int) -> tuple[str, int]:
-    """A process's state, and how many pages its threads have waited for; ("", 0) of none."""
+    """A process's state, and how many pages its threads have waited for; ("", 0): no process."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return words[_STATE], int(words[_MAJOR_FAULTS])

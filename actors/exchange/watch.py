@@ -1,6 +1,6 @@
-"""Liveness of actors, looked at while somebody waits for them."""
+"""Health polls of actors while something waits for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -9,11 +9,11 @@ from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.model.errors import HotcoldError, ServiceError
 
-POLL_S = 0.1  # between two looks
-# Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,
-# even at work, but not while it compiles kernels or encodes a long prompt, which may keep the
-# interpreter for seconds. Looks are counted, not seconds: time in which all processes are stopped
-# is no silence.
+POLL_S = 0.1  # between two polls
+# Unanswered polls at which an actor counts as stuck. A live one answers a ping in milliseconds,
+# even at work, but not while it compiles kernels or encodes a long prompt, which may hold the
+# interpreter for seconds. Polls are counted, not seconds: while all processes are stopped, nothing
+# is late.
 _STOPPED_POLLS = 15  # where the operating system says that the process is stopped
 _TIMEOUT_POLLS = 50
 STARTING_POLLS = 1200
@@ -23,7 +23,7 @@ _LONGEST_REQUEST_POLLS = 6000
 
 
 class Pulse:
-    """Whether an actor answers: one call at a time, and the looks that it has gone unanswered."""
+    """Pings one actor, one call at a time, and counts the polls that a call goes unanswered."""
 
     def __init__(self, name: str, call: Callable[[], Any]) -> None:
         """`call` starts a call that a live actor answers at once, and returns its object ref."""
@@ -32,16 +32,16 @@ class Pulse:
         self._ref: Any = None
         self._num_polls = 0
 
-    def look(self, timeout: int, *, counts: bool = True) -> Any | None:
-        """The answer if it has come since the last look, else None.
+    def poll(self, max_polls: int, *, counts: bool = True) -> Any | None:
+        """The answer if it has come since the last poll, else None.
 
-        A look that does not count is of an actor that is known to be slow.
-        Errors:  ServiceError if the actor is dead or has let `timeout` looks pass
+        `counts` False: the actor is known to be slow.
+        Errors:  ServiceError if the actor is dead, or leaves `max_polls` polls unanswered
         """
         if self._ref is None:
             self._ref, self._num_polls = self._call(), 0
         done, _ = ray.wait([self._ref], timeout=0)
-        if not done and (self._num_polls < timeout or not counts):
+        if not done and (self._num_polls < max_polls or not counts):
             self._num_polls += counts
             return None
         ref, self._ref = self._ref, None
@@ -52,7 +52,7 @@ class Pulse:
 
 
 class ActorWatch:
-    """Pings the services that the driver waits for; one that died or is stuck is named."""
+    """Pings the services that the driver waits for, and names one that died or is stuck."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """`names[s]` and `handles[s]` belong to service s."""
@@ -63,18 +63,18 @@ class ActorWatch:
         self.starting = True  # until the driver says that all kernels are compiled
 
     def expect(self, service: int, process: ServiceProcess) -> None:
-        """From now on the service is lost where it does not run in `process`."""
+        """From now on the service is lost unless it runs in `process`."""
         self._processes[service] = process
         self._pulses[service] = self._new_pulse(service)
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered.
+        """Raise ServiceLost if one of `services` is dead, or leaves too many pings unanswered.
 
-        Or if it answers pings, but not the request that was looked after `num_polls` times.
+        Also if it answers pings, but not the request for which it was polled `num_polls` times.
         """
         for service in services:
             try:
-                self._look(service)
+                self._poll(service)
             except HotcoldError as error:
                 raise ServiceLost(service, str(error)) from error
         if num_polls > _LONGEST_REQUEST_POLLS:
@@ -83,7 +83,7 @@ class ActorWatch:
             raise ServiceLost(services[0], what)
 
     def apart(self) -> "ActorWatch":
-        """One of the same services for another wait, maybe in another thread."""
+        """A watch of the same services for another wait, maybe in another thread."""
         other = ActorWatch(self._names, self._handles)
         other._processes, other.starting = self._processes, self.starting
         return other
@@ -93,25 +93,54 @@ class ActorWatch:
         return f"{self._names[service]} service"
 
     def explain(self, service: int) -> str:
-        """What the service says of its last failure. Errors: ServiceLost if it died since."""
+        """The service's last failure, in one line. Errors: ServiceLost if it died since."""
         try:
             return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
         except ray.exceptions.RayError as error:
-            told = service_error(self.name(service), error)
-            raise ServiceLost(service, str(told)) from error
+            cause = service_error(self.name(service), error)
+            raise ServiceLost(service, str(cause)) from error
 
-    def _look(self, service: int) -> None:
+    def _poll(self, service: int) -> None:
         process, name = self._processes.get(service), self.name(service)
-        timeout = STARTING_POLLS if self.starting else _TIMEOUT_POLLS
+        max_polls = STARTING_POLLS if self.starting else _TIMEOUT_POLLS
         if process is not None:
             if process.is_gone():
                 raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
             if process.is_stopped():
-                timeout = _STOPPED_POLLS
+                max_polls = _STOPPED_POLLS
         is_paging = process is not None and process.is_paging()
-        pid = self._pulses[service].look(timeout, counts=not is_paging)
+        pid = self._pulses[service].poll(max_polls, counts=not is_paging)
         if process is not None and pid not in (None, process.pid):
             raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
 
     def _new_pulse(self, service: int) -> Pulse:
         return Pulse(self.name(service), self._handles[service].ping.remote)
+
+
+def await_each(calls: Mapping[int, Any], watch: ActorWatch) -> list[Any]:
+    """What calls of several services return, in order; `calls[s]` is of service s.
+
+    Errors:  of the first that fails what it raised, as `service_error` has it; ServiceLost of one
+             that died, is stopped or stuck
+    """
+    results: dict[int, Any] = {}
+    own_watch = watch.apart()
+    while len(results) < len(calls):
+        waiting = {service: call for service, call in calls.items() if service not in results}
+        done, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
+        for service, call in waiting.items():
+            if call in done:
+                results[service] = _result(call, service, watch.name(service))
+        if silent := [service for service in waiting if service not in results]:
+            own_watch.check(silent, 0)
+    return [results[service] for service in calls]
+
+
+def _result(call: Any, service: int, name: str) -> Any:
+    try:
+        return ray.get(call, timeout=0)
+    except ray.exceptions.RayError as error:
+        cause = service_error(name, error)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise cause from error
+        raise ServiceLost(service, str(cause)) from error

@@ -1,1 +1,1 @@
-"""A Ray of only what one process needs, and workers that are forked."""
+"""A private Ray with the fewest processes, closed to other users, with forked workers."""

@@ -1,10 +1,10 @@
-"""A Ray that only its owner can use: it listens on this machine alone, and asks for its own token.
+"""A Ray that only its owner can use: it listens on the loopback alone and requires a token.
 
-Whoever may talk to Ray may run programs as its owner. Ray's sockets in the file system ask for no
-token; the folder that they are in is for its owner alone (`session_folder`).
+Anybody who can talk to Ray can run programs as its owner. Ray's Unix sockets require no token, so
+they are in a folder that only the owner may enter (`temp_folder`).
 
-What closes it are partly Ray's own parts, not public, which another version may lack. So whoever
-has started one asks whether it is closed (`require_closed`).
+This uses parts of Ray that are not public and that another version may lack. So each start checks
+that its Ray is closed (`require_closed`).
 """
 
 import os
@@ -20,8 +20,7 @@ from hotcold.model.errors import ServiceError
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 32
-# Of each of Ray's servers a method that it refuses without the token: whoever may call it may call
-# all of that server's.
+# For each of Ray's servers a method that it must refuse without the token, like all its methods.
 _OF_GCS = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 _OF_NODE = {
     "NodeManagerPort": "/ray.rpc.NodeManagerService/GetNodeStats",
@@ -32,9 +31,9 @@ _ANSWER_S = 30.0
 
 @contextmanager
 def closed_to_others(folder: Path) -> Iterator[None]:
-    """Let a Ray that is started meanwhile be so; its token is in a file of `folder`.
+    """Close a Ray that is started within this context; its token is in a file of `folder`.
 
-    Ray's processes are told where the token is; what this process starts later is not.
+    Ray's processes learn the token's path; later children of this process do not.
     Errors:  OSError where the file cannot be written
     """
     from ray._private import ray_constants, utils
@@ -46,9 +45,9 @@ def closed_to_others(folder: Path) -> Iterator[None]:
     os.environ |= {_MODE: "token", _TOKEN_PATH: str(token)}
     try:
         with (
-            # With no other host to come, Ray's own address is the loopback's.
+            # Without a cluster Ray binds to the loopback.
             replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-            # Ray keeps the command line, where an API key may be.
+            # Ray would record the command line, which may contain an API key.
             replaced(utils, "get_entrypoint_name", lambda: "hotcold"),
         ):
             read_anew()
@@ -62,22 +61,22 @@ def closed_to_others(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let `owner.name` be `value` meanwhile; a Ray that has none goes on in its own way."""
+    """Set `owner.name` to `value` within this context; no effect where Ray has no such name."""
     if not hasattr(owner, name):
         yield
         return
-    usual = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, usual)
+        setattr(owner, name, original)
 
 
 def require_closed() -> None:
-    """Ask all servers of the Ray that this process has started, as one without the token.
+    """Check that all servers of this process's Ray refuse calls without the token.
 
-    Errors:  ServiceError where one does not refuse
+    Errors:  ServiceError where one does not
     """
     gcs = ray.get_runtime_context().gcs_address
     methods = {gcs: _OF_GCS}
@@ -87,15 +86,15 @@ def require_closed() -> None:
     for address, answer in _answers(methods).items():
         if answer != "UNAUTHENTICATED":
             raise ServiceError(
-                f"Ray {ray.__version__} answers {answer} at {address} to whoever has no token, so "
+                f"Ray {ray.__version__} answers {answer} at {address} without a token, so "
                 "other users of this machine could run programs as you; install a Ray that "
                 "hotcold was tried with, such as 2.60"
             )
 
 
 def _answers(methods: dict[str, str]) -> dict[str, str]:
-    """What each address answers to an empty request without a token, to its method."""
-    import grpc  # takes as long as a layer's weights, and is needed here alone
+    """The status of an empty request without a token, for each address and its method."""
+    import grpc  # slow to import
 
     answers = {}
     with ExitStack() as opened:
@@ -110,10 +109,10 @@ def _answers(methods: dict[str, str]) -> dict[str, str]:
 
 
 def read_anew() -> None:
-    """Let this process read token and mode again from its environment, unless it uses them."""
+    """Have Ray read token and mode from the environment again, unless it is in use."""
     if ray.is_initialized():
         return
-    with suppress(ImportError, AttributeError):  # of a Ray that remembers neither
+    with suppress(ImportError, AttributeError):  # of a Ray that caches neither
         from ray._raylet import AuthenticationTokenLoader, Config
 
         Config.initialize("")

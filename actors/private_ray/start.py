@@ -1,10 +1,9 @@
-"""A Ray for one process alone: GCS server, raylet and workers, without what looks after a cluster.
+"""Starts a private Ray: GCS server, raylet and workers, without the processes for a cluster.
 
-`ray.init` starts five Python processes more: autoscaler monitor, log monitor, dashboard, and two
-agents that the raylet waits for. Here they are left out, and two small processes stand in for the
-agents. The parts of Ray that this leans on are its own, not public. Where one is missing that only
-saves time, this Ray starts without it; whoever calls `init_private` falls back on `ray.init` where
-it fails.
+`ray.init` starts five more Python processes: autoscaler monitor, log monitor, dashboard, and two
+agents that the raylet waits for. Here the agents are two small stubs, and the others are left out.
+This uses parts of Ray that are not public. If one that only saves time is missing, Ray starts
+without it; if `init_private` fails, its caller falls back on `ray.init`.
 """
 
 import logging
@@ -22,10 +21,10 @@ import ray
 
 from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
 from hotcold.actors.private_ray.fork_server import ADDRESS, ForkServer
-from hotcold.actors.private_ray.session_folder import SessionFolder
+from hotcold.actors.private_ray.temp_folder import TempFolder
 
 _log = logging.getLogger(__name__)
-_STAND_IN = Path(__file__).with_name("stand_in_agent.py")
+_STUB_AGENT = Path(__file__).with_name("stub_agent.py")
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _AGENT_PORTS = (
     "metrics_agent_port",
@@ -33,31 +32,30 @@ _AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
-_NO_PORT = 1  # nothing of ours listens there
+_NO_PORT = 1  # where nothing listens
 _WORKER = "--python_worker_command"
 _WORKERS = "--num_prestart_python_workers"
 _WORKERS_AT_ONCE = "--maximum_startup_concurrency"
 _FORKED_WORKER = Path(__file__).with_name("forked_worker.py")
-_WORKERS_SOCKET = "workers"  # where the fork server is asked for them
+_WORKERS_SOCKET = "workers"  # of the fork server
 _REGISTERED_S = 15.0  # for the raylet to register with the GCS server; mostly it takes 0.2
 _starting = threading.Lock()
 
 
 def init_private(num_workers: int, **options: Any) -> None:
-    """Do as `ray.init(**options)`, with the fewest processes; it ends with this process.
+    """`ray.init(**options)` with the fewest processes; Ray ends with this process.
 
-    `num_workers` worker processes start at once, before anybody asks for one. Ray's files are in a
-    folder of its own, which `ray.shutdown` removes.
-    Errors:  any, where this Ray is not like those that were known; nothing is left running then but
-             children of this process
+    `num_workers` worker processes start at once, before the first call. Ray's files are in a
+    private folder, which `ray.shutdown` removes.
+    Errors:  any, with an unknown version of Ray; it may leave children of this process running
     """
     from ray._private import node as ray_node
     from ray._private import utils
 
-    SessionFolder.remove_dead()
+    TempFolder.remove_dead()
     at_once = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     with _starting, ExitStack() as undo:
-        folder = SessionFolder()
+        folder = TempFolder()
         undo.callback(folder.remove)
         server = ForkServer.take()
         undo.callback(server.end)
@@ -70,21 +68,21 @@ def init_private(num_workers: int, **options: Any) -> None:
         node_class = _node_class(ray_node, server, folder, num_workers)
         with (
             replaced(ray_node, "Node", node_class),
-            # A node sleeps where it waits for its raylet, which has been awaited then.
+            # A node sleeps to wait for its raylet; ours has been awaited already.
             replaced(ray_node, "time", at_once),
-            # It imports all that a dashboard needs, for a third of a second.
+            # It would import the dashboard's packages, for a third of a second.
             replaced(utils, "get_dashboard_dependency_error", lambda: None),
             closed_to_others(folder.path),
         ):
-            # A hook, such as that of `uv run`, asks for an environment that an agent has to make.
+            # A hook, such as that of `uv run`, would need an agent to make an environment.
             ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
         undo.pop_all()
 
 
 def _node_class(
-    ray_node: ModuleType, server: ForkServer, folder: SessionFolder, num_workers: int
+    ray_node: ModuleType, server: ForkServer, folder: TempFolder, num_workers: int
 ) -> type:
-    """Ray's class of a node's processes, without those that a private one has no use for."""
+    """A subclass of Ray's node without the processes that a private Ray does not need."""
     from ray._private import services
 
     class PrivateNode(ray_node.Node):  # type: ignore[name-defined]
@@ -106,7 +104,7 @@ def _node_class(
             self._webui_url = ""
 
         def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-            """Start the raylet, with stand-ins for its agents, whose ports it finds in files."""
+            """Start the raylet, with stubs for its agents, whose ports it reads from files."""
             for name in _AGENT_PORTS:
                 port_file = Path(self._session_dir) / f"{name}_{self._node_id}"
                 port_file.write_text(str(_NO_PORT))
@@ -116,9 +114,9 @@ def _node_class(
             self._await_raylet()
 
         def _await_raylet(self) -> None:
-            """Ray looks once a second, and for half a minute even where the raylet has ended.
+            """Wait until the raylet has registered. Errors: ChildProcessError, TimeoutError.
 
-            Errors:  ChildProcessError, TimeoutError
+            Ray itself polls once a second, and half a minute even if the raylet has ended.
             """
             (raylet,) = self.all_processes["raylet"]
             deadline = time.monotonic() + _REGISTERED_S
@@ -130,7 +128,7 @@ def _node_class(
                 time.sleep(0.005)
 
         def kill_all_processes(self, *args: Any, **kwargs: Any) -> None:
-            """Kill them, for none holds anything that stays, and remove their files."""
+            """Kill them at once, as none holds persistent state, and remove their files."""
             super().kill_all_processes(check_alive=False, allow_graceful=False)
             server.end()
             folder.remove()
@@ -139,15 +137,15 @@ def _node_class(
 
 
 def _with_command(
-    start: Callable[..., Any], num_workers: int, folder: SessionFolder
+    start: Callable[..., Any], num_workers: int, folder: TempFolder
 ) -> Callable[..., Any]:
-    """`start`, of a process, with the raylet's command changed."""
+    """`start` (Ray's `start_ray_process`) with the raylet's command changed."""
     worker = subprocess.list2cmdline([str(_FORKED_WORKER)])
 
     def changed(argument: str) -> str:
         name = argument.split("=", 1)[0]
         if name in _AGENTS:
-            return f'{name}="{sys.executable}" -I -S "{_STAND_IN}"'
+            return f'{name}="{sys.executable}" -I -S "{_STUB_AGENT}"'
         if name == _WORKER:
             return argument.replace(worker, f"-I -S {worker}")
         return f"{name}={num_workers}" if name in (_WORKERS, _WORKERS_AT_ONCE) else argument
@@ -155,7 +153,7 @@ def _with_command(
     def start_changed(command: list[str], *args: Any, **kwargs: Any) -> Any:
         kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | {
             ADDRESS: str(folder.path / _WORKERS_SOCKET),
-            "RAY_kill_idle_workers_interval_ms": "0",  # they wait for the driver's first calls
+            "RAY_kill_idle_workers_interval_ms": "0",  # workers wait for the driver's first calls
         }
         return start([changed(argument) for argument in command], *args, **kwargs)
 

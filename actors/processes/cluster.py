@@ -1,4 +1,4 @@
-"""The Ray cluster that this process is told to use: as a job, by the job's environment."""
+"""The Ray cluster of RAY_ADDRESS or of this user: connecting to it, and CPUs in it."""
 
 import math
 import os
@@ -29,10 +29,10 @@ _NOT_OURS = (
 
 
 class OwnFolders(JobConfig):
-    """A job whose workers look for modules where this program lies, and not where its user stands.
+    """A job whose workers import modules from this program's folder, not from the current one.
 
-    Ray has them look in the script's folder and in the current one. A job's working_dir is another
-    thing, which its user has chosen.
+    By default Ray adds the script's folder and the current folder to their sys.path. A job's
+    working_dir, which its user has chosen, stays in it.
     """
 
     _py_driver_sys_path: list[str]
@@ -43,22 +43,22 @@ class OwnFolders(JobConfig):
 
 
 def in_cluster() -> bool:
-    """Whether the environment names a cluster, as that of a submitted job does."""
+    """Whether RAY_ADDRESS names a cluster, as it does in a submitted job."""
     return bool(os.environ.get(_ADDRESS))
 
 
 def connect(address: str | None = None) -> None:
-    """Connect to the cluster at RAY_ADDRESS, else at `address`; never starts a Ray.
+    """Connect to the cluster at RAY_ADDRESS, else at `address`; never starts Ray.
 
-    `auto` is the one of this user on this machine.
-    Errors:  UsageError for what is no address, or another user's; ServiceError where no cluster
-             answers
+    `auto` is this user's cluster on this machine.
+    Errors:  UsageError for an invalid address or another user's cluster; ServiceError where no
+             cluster answers
     """
     address = os.environ.get(_ADDRESS) or address or ""
     try:
         if address == "auto":
             address = own_cluster()
-            _use_token_if_there_is_one()
+            _use_own_token()
         _require_listener(address)
         ray.init(
             address=address,
@@ -75,8 +75,8 @@ def connect(address: str | None = None) -> None:
         raise ServiceError(f"no Ray cluster answers at {address}: {first}") from error
 
 
-def _use_token_if_there_is_one() -> None:
-    """As Ray does for its own `auto`, and as `ray start` did."""
+def _use_own_token() -> None:
+    """Authenticate by token where this user has one, as `ray start` and Ray's own `auto` do."""
     from ray._private.authentication import authentication_token_setup as setup
 
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -85,8 +85,8 @@ def _use_token_if_there_is_one() -> None:
 def own_cluster() -> str:
     """Address and port of the cluster that this user's last `ray start` made or joined.
 
-    Ray's own `auto` takes any that runs here, or that a file in a folder open to everybody names.
-    To connect is to send one's token there, and to unpickle what comes back.
+    Ray's own `auto` takes any cluster of this machine, or one named by a file that anybody may
+    write. That is not safe: a client sends its token there and unpickles the replies.
     Errors:  ServiceError where there is none, UsageError where it is another user's
     """
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -107,12 +107,12 @@ def own_cluster() -> str:
 
 
 def _opened(path: str, flags: int) -> int:
-    """Without waiting for the other end, where somebody has put a pipe there."""
+    """Opens no symbolic link, and does not block on a pipe that somebody has put there."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _listens_for_another(address: str) -> bool:
-    """Whether somebody else has taken this machine's port, that of a cluster that has ended."""
+    """Whether another user listens at this port of this machine; the cluster may have ended."""
     host, _, port = address.rpartition(":")
     here = {one.address for ones in psutil.net_if_addrs().values() for one in ones}
     if host.strip("[]") not in here or not port.isdecimal():
@@ -121,10 +121,10 @@ def _listens_for_another(address: str) -> bool:
 
 
 def listeners(port: int) -> set[int]:
-    """The users whose processes take connections at a port of this machine."""
+    """Ids of the users whose processes listen at a port of this machine."""
     lines = []
     for name in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError):  # a machine may have only one of both
+        with suppress(FileNotFoundError):  # without IPv6 or IPv4
             lines += Path("/proc/net", name).read_text().splitlines()[1:]
     users = set()
     for line in lines:
@@ -135,10 +135,9 @@ def listeners(port: int) -> set[int]:
 
 
 def keep_stdout_clean() -> None:
-    """Let Ray say nothing on standard output about processes that died: answers stand there.
+    """Keep Ray's messages about dead processes off standard output, which holds the answers.
 
-    What happened is told by our own errors and progress, and is in Ray's logs. Ray has no
-    option for it.
+    Our own errors report what happened, and Ray's logs have it. Ray has no option for this.
     """
     from ray._private import worker
 
@@ -166,10 +165,9 @@ def num_cpus() -> int:
 def await_actors(
     handles: Sequence[Any], num_cpus: Sequence[int], timeout_s: float, node_id: str | None = None
 ) -> None:
-    """Wait until actors that were just made run; actor i takes `num_cpus[i]` of `node_id`'s.
+    """Wait until new actors run; actor i takes `num_cpus[i]` CPUs of `node_id`, or of any node.
 
-    Without `node_id` they may be of any node.
-    Errors:  ServiceError where the CPUs for them are not to be had
+    Errors:  ServiceError where Ray has not enough free CPUs
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and node_id in (None, node["NodeID"])]
     total = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
@@ -189,7 +187,7 @@ def await_actors(
 
 
 def numa_slots(share: HostShare | None, node_id: str) -> dict[str, float]:
-    """What a CPU service takes of the NUMA nodes that its Ray node offers; {} where it offers none.
+    """The share of its Ray node's resource numa_node that a CPU service takes; {} without one.
 
     Ray counts in ten-thousandths.
     """

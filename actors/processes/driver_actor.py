@@ -1,4 +1,4 @@
-"""The driver's process, as others call it: each method is a door to what the process holds."""
+"""The driver's process: the Ray actor that clients call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotcold.actors.processes.freed_memory import give_back_freed_memory
-from hotcold.actors.processes.load_progress import LoadingServices
-from hotcold.actors.processes.neuron_counts import NeuronCounts
+from hotcold.actors.processes.child_process import give_back_freed_memory
+from hotcold.actors.processes.reports import LoadingServices, NeuronCounts, SystemHealth
 from hotcold.actors.processes.scaling import scale
-from hotcold.actors.processes.system_health import SystemHealth
 from hotcold.actors.processes.system_services import SystemServices
 from hotcold.actors.protocol.messages import (
     DriverLoad,
@@ -25,26 +23,25 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.setup.hosts import SpawnRelay
+from hotcold.actors.setup.assignment import neuron_owners
+from hotcold.actors.setup.connection import SpawnRelay
 from hotcold.actors.setup.memory_needs import loaded_bytes
-from hotcold.actors.setup.partition import neuron_owners
 from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
 from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
 
 if TYPE_CHECKING:
-    from hotcold.actors.driver.request_events import RequestEvent
     from hotcold.actors.driver.scoring import WindowScores
+    from hotcold.actors.driver.streams import RequestEvent
     from hotcold.predictors.magnitude_thresholds import LayerThresholds
 
-# Seconds after which a thread that computes in Python gives way to the engine's, which wants to go
-# on after each exchange (docs/lab_log.md). Python's own 5 ms are several steps of a small model.
+# Of the GIL: the engine's thread continues after each exchange, and Python's default of 5 ms is as
+# long as several steps of a small model (docs/lab_log.md).
 _SWITCH_S = 0.0002
 
 
 class DriverActor:
-    """A Ray actor, alone in knowing its services; they end with it.
-
-    Until `load` has returned, what needs services raises ServiceError.
+    """Owns the services, which end with it. Methods that need them raise ServiceError until `load`
+    has returned.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class DriverActor:
         spawn: Callable[[ServiceSpec, str | None], Any],
         spawn_relay: SpawnRelay,
     ) -> None:
-        """See `SystemServices`."""
+        """`spawn` and `spawn_relay` as in `SystemServices`."""
         sys.setswitchinterval(_SWITCH_S)
         if system.storage is not None:
             give_back_freed_memory()
@@ -65,14 +62,12 @@ class DriverActor:
         self._counts = NeuronCounts(self.services)
         self._health = SystemHealth(self.services)
 
-    # --- the system's life -----------------------------------------------------------------------
-
     def load(self) -> None:
-        """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
+        """Load and connect the services; concurrent callers all wait. Errors: HotcoldError."""
         self.services.load()
 
     def progress(self) -> LoadProgress:
-        """How far loading is; may be called while `load` runs."""
+        """Load progress; may be called while `load` runs."""
         services = self.services
         stage = services.connection.replacer.stage or services.stage
         return self._loading.progress(services.connection, stage, services.notes)
@@ -85,13 +80,8 @@ class DriverActor:
         """End all threads, then the services' processes."""
         self.services.stop()
 
-    # --- requests --------------------------------------------------------------------------------
-
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """Stream a request's tokens for as long as its reader attends.
-
-        Errors:  PromptError, RequestError, ServiceError
-        """
+        """Stream a request's tokens. Errors: PromptError, RequestError, ServiceError."""
         yield from self.services.driver.generate(request, is_attended=True)
 
     def submit(self, epoch: ReaderEpoch, request: GenerateRequest) -> None:
@@ -105,7 +95,7 @@ class DriverActor:
         return self.services.driver.take_events(epoch, num_taken, wait_s)
 
     def attend(self, epoch: ReaderEpoch) -> None:
-        """A reader lives, and has given up its earlier epochs; see `Readers.attend`."""
+        """A reader is alive and has given up its earlier epochs; see `Readers.attend`."""
         self.services.driver.readers.attend(epoch)
 
     def cancel(self, request_id: str) -> None:
@@ -113,67 +103,62 @@ class DriverActor:
         self.services.driver.cancel(request_id)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
-        """How well tokens after ids[first] are predicted; see `Driver.score_window`."""
+        """Log-probabilities of the tokens after ids[first]; see `Driver.score_window`."""
         return self.services.driver.score_window(ids, first, audit)
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
-        """What thresholds cost in a window; see `Driver.try_thresholds`."""
+        """The error that thresholds cause in a window; see `Driver.try_thresholds`."""
         return self.services.driver.try_thresholds(ids, first, thresholds)
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
-        """Count who fires in a window; see `Driver.profile_window`."""
+        """Count the neurons that fire in a window; see `Driver.profile_window`."""
         return self._counts.profile_window(ids, recorded)
 
     def fired_counts(self) -> np.ndarray:
-        """For how many profiled tokens each neuron has fired since the start: (L, N) int64."""
+        """The number of profiled tokens for which each neuron has fired: (L, N) int64."""
         return self._counts.gather()
 
-    # --- what it shows ---------------------------------------------------------------------------
-
     def ping(self) -> int:
-        """The process id; an answer says that the process lives, and its engine's thread.
-
-        Errors:  ServiceError where that has ended
-        """
+        """The process id. Errors: ServiceError where the engine's thread has ended."""
         self.services.require_alive()
         return os.getpid()
 
     def describe(self) -> SystemConfig:
-        """What this system runs."""
+        """The system's configuration."""
         return self.services.system
 
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
-        """Which service holds each neuron; see `actors.setup.partition.neuron_owners`."""
+        """Which service holds each neuron; see `actors.setup.assignment`."""
         return neuron_owners(self.services.config, self.services.connection.specs)
 
     def processes(self) -> dict[str, int]:
-        """Process ids by service name, the driver's too. Errors: ServiceError while it loads."""
+        """Process ids by name, the driver's too. Errors: ServiceError while it loads."""
         return {"driver": os.getpid(), **self.services.process_ids()}
 
     def driver_load(self) -> DriverLoad:
-        """What the driver is busy with. Errors: ServiceError where the system has ended."""
+        """Requests that run and wait. Errors: ServiceError where the system has ended."""
         return replace(self.services.driver.load(), device=self.services.device_name)
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
-        """What the system does now; see `Driver.telemetry`. Cheap: ask twice a second."""
+        """What the system does now; see `Driver.telemetry`. Cheap enough for twice a second."""
         return self._health.telemetry(watch_s)
 
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
-        """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
+        """Nanoseconds of each of `num_rounds` empty requests to all CPU services."""
         services = self.services
 
         def measure() -> np.ndarray:
             services.exchange.buffers.requests[1:, OPERATION] = PING
             cpus = services.connection.cpu_services
-            return np.array([services.exchange.ask(cpus) for _ in range(num_rounds)])
+            return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
 
         return services.driver.between_requests(measure)
 
     def device_report(self, measure: bool) -> dict[str, float]:
-        """What the GPU service's GPU does; see `CudaService.device_report`."""
-        found: dict[str, float]
-        (found,) = self.services.connection.call_each("device_report", measure, services=[0])
-        return found
+        """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
+        report: dict[str, float]
+        (report,) = self.services.connection.call_each("device_report", measure, services=[0])
+        return report
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""

@@ -1,7 +1,6 @@
-"""What a host needs once before services load there: the file of neurons, and compiled kernels.
+"""What a host needs once before services load there: the bundle file, and compiled kernels.
 
-Both are made by processes that end, so that what they take is free again before memory is taken
-that was promised.
+Short-lived processes make both, so that their memory is free again before services take theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hotcold.actors.processes.rehearsal import begin_process, end_with_parent, rehearse_once
+from hotcold.actors.processes.child_process import begin_process, end_with_parent
+from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.model.config.build import read_config
@@ -26,21 +26,20 @@ _NOT_MADE = "the file of neurons was not made"
 
 
 class HostSetup:
-    """Of the host of this process; says how far it is.
+    """Setup of this process's host, and its progress.
 
-    written_bytes, file_bytes: of the file of neurons, 0 while none is made
+    written_bytes, file_bytes: of the bundle file; 0 while none is written
     """
 
     def __init__(self) -> None:
-        """Nothing is done yet."""
         self.written_bytes = self.file_bytes = 0
         self.is_compiling = False
 
     def run(self, system: SystemConfig, is_home: bool) -> str:
-        """Make what is missing; a line of what is otherwise here than on the driver's host, or "".
+        """Make what is missing; returns a note where this host lacks the predictors, else "".
 
         `is_home`: this is the driver's host.
-        Errors:  ArtifactError where the file is another model's, or cannot be made
+        Errors:  ArtifactError where the file is another model's, or cannot be written
         """
         if system.storage is None:
             return ""
@@ -50,7 +49,7 @@ class HostSetup:
             self._make_bundles(path, system.weight_dtype)
             has_bundles(path, config)
         self.is_compiling = True
-        rehearse_once(_part_of(system, is_home))
+        precompile_once(_part_of(system, is_home))
         self.is_compiling = False
         ahead = system.storage.predictors
         if not ahead or Path(ahead).exists():
@@ -59,25 +58,25 @@ class HostSetup:
 
     def _make_bundles(self, path: Path, weight_dtype: str) -> None:
         """Errors: ArtifactError."""
-        told, arguments = "the process that makes it was ended", (str(path), weight_dtype)
+        reason, arguments = "the process that makes it was ended", (str(path), weight_dtype)
         try:
             process = begin_process(
                 __name__, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
             )
         except OSError as problem:
-            told = f"no process can be started here ({problem.strerror})"
-            raise ArtifactError(f"{_NOT_MADE}: {told}") from None
+            reason = f"no process can be started here ({problem.strerror})"
+            raise ArtifactError(f"{_NOT_MADE}: {reason}") from None
         with process:
             assert process.stdout is not None
             for line in process.stdout:
-                answer = json.loads(line)
-                if "error" in answer:
-                    told = answer["error"]
+                facts = json.loads(line)
+                if "error" in facts:
+                    reason = facts["error"]
                 else:
-                    self.written_bytes, self.file_bytes = answer["written"], answer["of"]
+                    self.written_bytes, self.file_bytes = facts["written"], facts["of"]
         self.written_bytes = self.file_bytes = 0
         if process.returncode:
-            raise ArtifactError(f"{_NOT_MADE}: {told}")
+            raise ArtifactError(f"{_NOT_MADE}: {reason}")
 
 
 def _stored_config(path: Path, weight_dtype: str) -> ModelConfig:
@@ -85,7 +84,7 @@ def _stored_config(path: Path, weight_dtype: str) -> ModelConfig:
 
 
 def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
-    """What a host has of it. Predictors' and thresholds' files are the driver's host's alone."""
+    """One host's part of `system`. Only the driver's host reads predictors and thresholds."""
     num_hosts = max(1, len(system.hosts))
     part = replace(system, hosts=(), num_cpu_actors=system.num_cpu_actors // num_hosts)
     if is_home or part.storage is None:
@@ -95,10 +94,10 @@ def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
 
 
 def _main(path: Path, weight_dtype: str) -> None:
-    """Write the file, and lines that say how far that is, or why it cannot be done."""
+    """Write the bundle file; print progress and errors as lines of JSON."""
     end_with_parent()
 
-    def tell(**facts: object) -> None:
+    def report(**facts: object) -> None:
         print(json.dumps(facts), flush=True)
 
     try:
@@ -107,11 +106,11 @@ def _main(path: Path, weight_dtype: str) -> None:
             path,
             config,
             weight_dtype,
-            lambda written, total: tell(written=written, of=total),
+            lambda written, total: report(written=written, of=total),
             takes_others=True,
         )
     except HotcoldError as error:
-        tell(error=str(error))
+        report(error=str(error))
         sys.exit(1)
 
 

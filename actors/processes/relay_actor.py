@@ -1,4 +1,4 @@
-"""The relay of another host: asked by actor calls, it fans out over an arena there."""
+"""The relay of another host: takes actor calls, and sends requests through an arena there."""
 
 import os
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from typing import Any
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.places import withdraw_request
+from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.model.errors import ServiceError
 
 
 class RelayActor:
-    """The relay's process; a Ray actor on the host whose services it asks."""
+    """A Ray actor on the host whose services it sends requests to."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
-        """`names[s]` and `handles[s]` are of service s, on this host or not."""
+        """`names[s]` and `handles[s]` are those of service s, on this host or not."""
         self._watch = ActorWatch(names, handles)
         self._exchange: ArenaExchange | None = None
         self._processes: dict[int, ServiceProcess] = {}
@@ -29,34 +29,34 @@ class RelayActor:
         self._exchange = ArenaExchange(layout.buffers(arena), self._watch)
         return [self._arena_ref]
 
-    def answer(self, questions: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
-        """Ask the services that have a question, by their numbers. Errors: as in `Exchange.ask`."""
+    def answer(self, requests: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
+        """Send requests, by service index, and return the replies. Errors: as in `Exchange.ask`."""
         exchange = self._require_exchange()
         buffers = exchange.buffers
-        for service, question in questions.items():
-            question.write(buffers, service)
-        exchange.ask(list(questions))
-        return {service: ServiceReply.read(buffers, service) for service in questions}
+        for service, request in requests.items():
+            request.write(buffers, service)
+        exchange.ask(list(requests))
+        return {service: ServiceReply.read(buffers, service) for service in requests}
 
     def expect(self, service: int, pid: int) -> None:
-        """The service is in process `pid` of this host, which has been asked nothing yet."""
+        """The service now runs in process `pid` of this host, which has had no request yet."""
         self._processes[service] = KillNotes.take(ServiceProcess(pid, is_local=True))
         self._watch.expect(service, self._processes[service])
         withdraw_request(self._require_exchange().buffers, service)
 
     def end(self, service: int) -> None:
-        """End the service's process, stopped or not, and wait."""
+        """Kill the service's process, stopped or not, and wait for its end."""
         self._processes[service].kill()
 
     def ready(self) -> None:
-        """The services have compiled their kernels: from now on silence is a fault."""
+        """All kernels are compiled: from now on a timeout is a failure."""
         self._watch.starting = False
 
     def ping(self) -> int:
-        """The process id; an answer says that the process lives."""
+        """The process id."""
         return os.getpid()
 
     def _require_exchange(self) -> ArenaExchange:
         if self._exchange is None:
-            raise ServiceError("a relay was asked before it had an arena")
+            raise ServiceError("a relay got a request before it had an arena")
         return self._exchange

@@ -1,8 +1,9 @@
-"""More or fewer CPU services while the system serves: new ones are loaded beside the old ones.
+"""Changes the number of CPU services while the system serves.
 
-The GPU service stays, with its KV cache: between two steps it leaves the old arena for the new one.
-Until then the old services serve, and where new ones cannot be had they go on. A plan is made for a
-number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
+New services load beside the old ones, which serve until then, and go on if that fails. The
+attention service stays, with its KV cache: between two steps it moves from the old arena to the new
+one. A placement plan holds for one number of services: after a change cold neurons are assigned
+round-robin; hot ones stay where they are.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from hotcold.model.weights.down_outputs import num_units
+from hotcold.model.weights.ffn import num_units
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.placement.memory import memory_need
 
@@ -32,10 +33,10 @@ _GIB = 1 << 30
 
 
 def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
-    """Serve with another number of CPU services; returns when they do. Requests go on.
+    """Serve with another number of CPU services; returns once they serve. Requests go on.
 
-    Errors:  SystemLost where it failed half-way, which ends the system; any other HotcoldError
-             where they cannot be had: the old ones go on
+    Errors:  SystemLost where it fails half-way, which ends the system; after any other HotcoldError
+             the old services go on
     """
     driver = services.driver
     with services.changing:
@@ -62,10 +63,10 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
 
 
 class CpuServiceChange:
-    """New CPU services that wait to serve; see `actors.driver.driver.ServiceChange`."""
+    """New CPU services, loaded; the `actors.driver.driver.ServiceChange` to them."""
 
     def __init__(self, services: SystemServices, new: Connection) -> None:
-        """`new` has the GPU service of `services`, which serves through the old arena still."""
+        """`new` shares the attention service of `services`, which still uses the old arena."""
         self._services = services
         self._new = new
 
@@ -81,28 +82,29 @@ class CpuServiceChange:
 
     @property
     def exchange(self) -> Exchange:
-        """Reaches the new services."""
+        """The exchange with the new services."""
         return self._new.exchange
 
     def prepare(self) -> None:
-        """Tell the new services what was agreed on while they loaded. Errors: HotcoldError."""
-        new, products = self._new, self._services.system.products
+        """Pass on a matmul that was chosen while the new services loaded. Errors: HotcoldError."""
+        new, choice = self._new, self._services.system.products
         new.replacer.take_over(0, self._services.connection.replacer)
-        if products is not None and new.system.products is None:
-            new.use_matmul(products, new.cpu_services)
-            new.system = replace(new.system, products=products)
+        if choice is not None and new.system.products is None:
+            new.use_matmul(choice, new.cpu_services)
+            new.system = replace(new.system, products=choice)
 
     def move(self) -> None:
-        """Bring the GPU service to the new arena, and the driver's exchange to the new services.
+        """Move the attention service to the new arena, and the driver's exchange to the services.
 
-        Errors:  CacheLost where a fresh GPU service had to come, ServiceError where none came
+        Errors:  CacheLost where the attention service had to be replaced, ServiceError where that
+                 failed
         """
         services, new, failure = self._services, self._new, ""
         try:
-            move_gpu(services.exchange.inner, new)
+            move_attention(services.exchange.inner, new)
         except HotcoldError as error:
             failure = cause_of(error)
-        services.exchange.change(new.exchange, new.replacer)
+        services.exchange.change(new.exchange, new.replacer.replace)
         services.system, services.connection = new.system, new
         if failure:
             services.exchange.renew(0, failure)
@@ -127,21 +129,20 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig
             f"--cpu-actors {num_cpu_actors} is not within 1..{system.num_threads}: the system has "
             f"{system.num_threads} threads, and a CPU service takes at least one"
         )
-    # The GPU service keeps its neurons; of the others a plan for other services says nothing.
+    # The attention service keeps its neurons; the plan does not hold for the others.
     return replace(system, num_cpu_actors=num_cpu_actors, plan_path="")
 
 
 def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     """Load and try out the CPU services of `system` beside those that serve now.
 
-    The GPU service is the one that serves, with the neurons that it was loaded with, whatever
-    profile or plan has been written since. The others' cores are those of the services that they
-    replace: Ray is asked for none.
-    Errors:  MemoryBudgetError, ServiceError, and what a service cannot load; none is left then
+    The attention service keeps the neurons that it has loaded, whatever profile or plan has been
+    written since. The new services take over the old ones' cores, so they reserve no Ray CPUs.
+    Errors:  MemoryBudgetError, ServiceError, and those of `load`; no new service is left then
     """
     config, node_id, old = services.config, services.node_id, services.connection
     layout = arena_layout(system, config)
-    _require_room(system, config, layout)
+    _require_memory(system, config, layout)
     gpu, *cpu_specs = changed_specs(system, config, old.specs[0])
     specs = [gpu, *(replace(spec, reserves_cpus=False) for spec in cpu_specs)]
     handles = [old.handles[0], *(services.spawn(spec, node_id) for spec in specs[1:])]
@@ -162,14 +163,14 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     return new
 
 
-def move_gpu(old: Exchange, new: Connection) -> None:
-    """Let the GPU service leave the old arena for the new one, with its KV cache.
+def move_attention(old: Exchange, new: Connection) -> None:
+    """Move the attention service, with its KV cache, from the old arena to the new one.
 
     Errors:  HotcoldError where it fails, dies or is stuck: then it serves through neither
     """
-    if new.shares_arena:  # over actor calls it has an arena of its own
+    if new.shares_arena:  # with actor calls it has an arena of its own
         old.buffers.requests[0, OPERATION] = STOP
-        old.ask([0])
+        old.request([0])
         (has_ended,) = new.call_each("join", _JOIN_S, services=[0])
         if not has_ended:
             raise ServiceError("the gpu service's threads do not end; start again")
@@ -177,13 +178,13 @@ def move_gpu(old: Exchange, new: Connection) -> None:
 
 
 def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
-    """Keep so many of Ray's CPUs from other systems, in place of services that have ended."""
+    """Reserve Ray CPUs in place of services that have ended."""
     return placement_group(
         [{"CPU": num_cpus}], strategy="STRICT_PACK", _soft_target_node_id=node_id
     )
 
 
-def _require_room(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
+def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
     need = memory_need(config, 1, 2, system.num_cpu_actors, layout.num_bytes)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
     free = free_bytes()

@@ -1,10 +1,11 @@
-"""A service's process: what its actor answers while its threads do the work."""
+"""A service's process: the actor's calls, while the service's threads do the work."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,44 +13,47 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from hotcold.actors.telemetry.compiling import CompileCounter
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.processes.freed_memory import give_back_freed_memory
+from hotcold.actors.processes.child_process import give_back_freed_memory
 from hotcold.actors.processes.host_setup import HostSetup
-from hotcold.actors.processes.service_loading import Loader, service_loader
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.host_files import (
     named_host,
-    require_room,
+    own_predictors,
+    require_free_memory,
     require_same_model,
     weight_bytes,
 )
-from hotcold.actors.telemetry.compiling import CompileCounter
+from hotcold.actors.setup.storage import offloaded_share
 from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
 from hotcold.placement.machine.core_affinity import CoreAffinity
-from hotcold.placement.machine.first_touch import FirstTouch
-from hotcold.placement.machine.pinning import find_cores, find_place, pin_process, settle_thread
+from hotcold.placement.machine.memory_pages import FirstTouch
+from hotcold.placement.machine.pinning import bind_thread, find_cores, find_place, pin_process
 
 if TYPE_CHECKING:
     from hotcold.actors.attention.cuda.device import Device
     from hotcold.actors.attention.cuda.load import CudaLoading
 
 
+# Reads the service's weights, and reports bytes as it reads them.
+Loader = Callable[[Callable[[int], None]], Service]
+
+
 class ServiceActor:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        """Light: loading is `load`, which is told of the neurons too, so that progress can be asked
-        meanwhile.
-
-        The process is kept on its cores here, before anything that starts threads is imported.
-        """
+        """Only pins the process to its cores, before imports start threads; see `load`."""
         self.spec = spec
         self._place = None if spec.share is None else find_place(spec.share, spec.num_threads)
         if self._place is not None:
@@ -60,12 +64,12 @@ class ServiceActor:
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
-        self._is_seen = False  # what it counts, by the driver
+        self._is_seen = False  # its counters, by the driver
 
     def fit(self, system: SystemConfig) -> Fitted:
-        """Open the GPU and take its memory for as much of `system` as fits.
+        """Open the GPU and allocate its memory for as much of `system` as fits.
 
-        Errors:  HotcoldError; where the system can do without a GPU it is then one without
+        Errors:  HotcoldError; a system that may do without a GPU becomes one for the CPU instead
         """
         from hotcold.actors.attention.cuda.fit import fit_system
 
@@ -92,42 +96,39 @@ class ServiceActor:
             return self._setup.run(system, is_home=self.spec.index == 1)
 
     def load(self, spec: ServiceSpec | None = None) -> None:
-        """Read this service's own part of the checkpoint; of `spec` instead of the one from before.
-
-        Errors:  HotcoldError
-        """
+        """Read this service's part of the checkpoint, as `spec` says. Errors: HotcoldError."""
         self.spec = self.spec if spec is None else spec
         if self.spec.storage is not None:
             give_back_freed_memory()
         require_same_model(self.spec)
         config = read_config(self.spec.model_path)
         num_bytes = weight_bytes(self.spec, config)
-        require_room(self.spec, num_bytes)
-        self._settle(num_bytes)
+        require_free_memory(self.spec, num_bytes)
+        self._bind_thread(num_bytes)
         with named_host(self.spec):
             service = self._loader(config)(self._count)
-        # One that waits for a GPU goes where a core is free: all of them have threads that work.
+        # A thread that waits for a GPU may run anywhere: all cores have threads that work.
         if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
         elif self.spec.share is not None and self.spec.gpu is None:
             cores = find_cores(self.spec.share, self.spec.num_threads)
-            service.keeper = CoreAffinity(cores) if cores else None
+            service.affinity = CoreAffinity(cores) if cores else None
         self._service = service
 
     def choose_matmul(self) -> MatmulChoice:
-        """How this process would best multiply long prompts; it tries."""
+        """The fastest matmul of long prompts in this process, by trying."""
         from hotcold.actors.cpu.matmul_choice import choose_matmul
 
         return choose_matmul()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """Multiply long prompts as `choice` says; returns once it is ready to."""
-        self._settle(0)
+        """Use `choice` for long prompts; returns once its kernels are compiled."""
+        self._bind_thread(0)
         self._require_service().use_matmul(choice)
 
     def prepare_prompts(self) -> None:
-        """Begin in the background what only long prompts need; what fails, fails there again."""
-        self._settle(0)
+        """Prepare for long prompts in the background; an error shows at the first one."""
+        self._bind_thread(0)
         service = self._require_service()
 
         def prepare() -> None:
@@ -139,10 +140,10 @@ class ServiceActor:
     def _loader(self, config: ModelConfig) -> Loader:
         if self.spec.gpu is not None:
             return self._gpu_loading(config).fill
-        return service_loader(self.spec, config, self._touch())
+        return _cpu_loader(self.spec, config, self._touch())
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
-        """What `fit` took, or the same taken by a process that comes in another's place."""
+        """What `fit` has allocated, or the same allocated by a replacement process."""
         from hotcold.actors.attention.cuda.load import CudaLoading
 
         loading, self._loading = self._loading, None
@@ -150,13 +151,13 @@ class ServiceActor:
             loading = CudaLoading(self._open_device(), config, self.spec)
         return loading
 
-    def _settle(self, num_bytes: int) -> None:
-        """Before memory is taken: Ray answers calls in several threads, each has its own policy."""
+    def _bind_thread(self, num_bytes: int) -> None:
+        """Call before allocating: Ray runs calls in several threads, each with its own policy."""
         if self._place is not None and self.spec.share is not None:
-            settle_thread(self._place, num_bytes, Path(self.spec.share.root))
+            bind_thread(self._place, num_bytes, Path(self.spec.share.root))
 
     def _touch(self) -> FirstTouch | None:
-        """How new matrices are spread over several nodes; on one, all memory is near."""
+        """Spreads new matrices over NUMA nodes; None with one node."""
         if self._place is None or len(self._place.nodes) < 2:
             return None
         return FirstTouch(self._place.thread_cores)
@@ -165,7 +166,7 @@ class ServiceActor:
         self._loaded_bytes += num_bytes
 
     def held_neurons(self) -> list[np.ndarray] | None:
-        """The neurons of each layer that it was loaded with; None: it holds none."""
+        """The neurons of each layer that it has loaded; None: it holds none."""
         self._require_service()
         return self.spec.neuron_ids
 
@@ -174,7 +175,7 @@ class ServiceActor:
         return self._loaded_bytes
 
     def loaded(self) -> ServiceProgress:
-        """How far this service is."""
+        """Load progress."""
         compiled, setup = self._compiled, self._setup
         return ServiceProgress(
             self._loaded_bytes,
@@ -185,14 +186,14 @@ class ServiceActor:
         )
 
     def attach(self, layout: ArenaLayout, arena_refs: list[Any], is_drivers: bool = True) -> None:
-        """Start serving through the arena behind `arena_refs[0]`, or a private one without it.
+        """Serve through the arena behind `arena_refs[0]`, or through a private one without it.
 
-        `is_drivers`: the driver sees that arena, and with it what is counted.
+        `is_drivers`: it is the driver's arena, so the driver sees the counters.
         """
-        self._settle(0)
+        self._bind_thread(0)
         self._is_seen = is_drivers and bool(arena_refs)
         if arena_refs:
-            self._arena_ref = arena_refs[0]  # held, so that the pages stay mapped
+            self._arena_ref = arena_refs[0]  # keeps the pages mapped
             arena = ray.get(self._arena_ref)
         else:
             arena = layout.new_arena()
@@ -201,42 +202,38 @@ class ServiceActor:
             self.prepare_prompts()
 
     def ping(self) -> int:
-        """The process id; an answer says that the process lives and its threads too.
-
-        Errors:  ServiceError if a thread has failed
-        """
+        """The process id. Errors: ServiceError if a thread has failed."""
         if self._service is not None:
             self._service.check([self.spec.index], 0)
         return os.getpid()
 
     def where(self) -> tuple[str, int]:
-        """The node, and the process id there."""
+        """Ray node and process id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def explain_failure(self) -> str:
         """Why the last request failed, in one line."""
-        service = self._require_service()
-        return service.explain(self.spec.index)
+        return self._require_service().explain(self.spec.index)
 
-    def answer(self, question: ServiceRequest) -> ServiceReply:
-        """ServiceReply a request that came as an actor call."""
-        return self._require_service().answer(question)
+    def answer(self, request: ServiceRequest) -> ServiceReply:
+        """Answer a request that comes as an actor call."""
+        return self._require_service().answer(request)
 
     def try_out(self) -> None:
-        """ServiceReply an empty question; see `Service.try_out`. Errors: ServiceError."""
+        """Answer an empty request; see `Service.try_out`. Errors: ServiceError."""
         self._require_service().try_out()
 
     def join(self, timeout_s: float) -> bool:
-        """True when the threads have ended, after a STOP request."""
+        """Whether the threads have ended, after a STOP request."""
         return self._service is None or self._service.join(timeout_s)
 
     def fired_counts(self) -> np.ndarray:
-        """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
+        """How often each neuron fired in COUNT_FFN requests, in loading order."""
         service: Any = self._require_service()
         return np.array(service.fired_counts)
 
     def vitals(self) -> ServiceVitals:
-        """Process id, memory, device; what was counted too, where the driver cannot see that."""
+        """Process id, memory, device; counters too, where the driver cannot see them."""
         service = self._service
         counts = steps = None
         if service is not None and not self._is_seen and hasattr(service, "buffers"):
@@ -246,15 +243,53 @@ class ServiceActor:
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
     def device_report(self, measure: bool) -> dict[str, float]:
-        """See `CudaService.device_report`; {} of a service without a GPU."""
+        """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
         return service.device_report(measure) if self.spec.gpu is not None else {}
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that the process has used; an idle service uses none."""
+        """CPU seconds that the process has used."""
         return time.process_time()
 
     def _require_service(self) -> Service:
         if self._service is None:
             raise ServiceError(f"the {self.spec.name} service is not loaded")
         return self._service
+
+
+def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None) -> Loader:
+    """The loader of the service that `spec` describes; it imports only what that service needs.
+
+    `touch` spreads new matrices over NUMA nodes.
+    """
+    path, dtype, down_norms = Path(spec.model_path), spec.weight_dtype, spec.has_down_norms
+    own = config, spec.index, spec.num_threads
+    neurons, has_down_bias = spec.neuron_ids or [], spec.index == 1
+    if (cache := spec.cache) is not None:
+        from hotcold.actors.attention.attention_service import load_attention_service
+
+        ids, keeps_pages = spec.neuron_ids, spec.storage is None
+        return lambda on_bytes: load_attention_service(
+            path, *own, cache, on_bytes, dtype, touch, ids, down_norms, keeps_pages
+        )
+    if (storage := spec.storage) is not None:
+        from hotcold.actors.cpu.offloaded_service import load_offloaded_service
+
+        share = offloaded_share(spec, stored_config(Checkpoint(path), config, dtype))
+        file, ahead, among = Path(storage.path), own_predictors(spec), spec.among
+        own_neurons = *own, neurons, has_down_bias
+        return lambda on_bytes: load_offloaded_service(
+            path, *own_neurons, on_bytes, file, share, dtype, ahead, down_norms, among
+        )
+    if spec.down_transposed:
+        from hotcold.actors.cpu.dense_service import load_dense_service
+
+        run = neurons[0]  # the same in every layer
+        return lambda on_bytes: load_dense_service(
+            path, *own, run, has_down_bias, on_bytes, touch, down_norms
+        )
+    from hotcold.actors.cpu.cpu_service import load_cpu_service
+
+    return lambda on_bytes: load_cpu_service(
+        path, *own, neurons, has_down_bias, on_bytes, dtype, touch, down_norms
+    )

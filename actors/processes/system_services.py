@@ -1,7 +1,4 @@
-"""The services of a driver's system, from their start to their end.
-
-What serves requests is imported while the services' processes start.
-"""
+"""The services of a driver's system, from their start to their end."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
-from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.recovery import RecoveringExchange, RecoveryPolicy
 from hotcold.actors.processes.cluster import await_actors
-from hotcold.actors.processes.load_progress import LOADING_KERNELS, PREPARING, STARTING
 from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
@@ -28,13 +23,11 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.ray_memory import kept_bytes
-from hotcold.actors.setup.auto_mode import AUTO_RECALL
-from hotcold.actors.setup.connection import Connection
-from hotcold.actors.setup.hosts import SpawnRelay, service_nodes
+from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
 from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.modes import AUTO_RECALL, threshold_note
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
-from hotcold.actors.setup.threshold_mode import threshold_note
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -44,15 +37,19 @@ from hotcold.placement.memory import require_memory
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver
 
-_IDLE_S = 0.5  # between two looks; whoever has just started a system asks it at once
+# Stages of a start, in order, beside LOADING_WEIGHTS.
+STARTING = "starting services"
+PREPARING = "looking at what each host has"
+LOADING_KERNELS = "loading kernels"
+_IDLE_S = 0.5  # between two polls for idleness: a new system mostly gets its first request at once
 _START_S = 60.0  # for a service's process to start
 
 
 class SystemServices:
-    """Starts, loads and connects them, makes the driver that asks them, and ends them.
+    """Starts, loads and connects services, makes the driver that sends them requests, ends them.
 
-    connection: the services that serve now; `actors.processes.scaling` puts others in their place
-    exchange: how they are asked, the same for the system's life, once they have loaded
+    connection: the services that serve now; `actors.processes.scaling` replaces it
+    exchange: sends requests to them; set once they have loaded, the same for the system's life
     """
 
     exchange: RecoveringExchange
@@ -63,17 +60,14 @@ class SystemServices:
         spawn: Callable[[ServiceSpec, str | None], Any],
         spawn_relay: SpawnRelay,
     ) -> None:
-        """`spawn` starts a service's actor, on a given node; services load all side by side.
-
-        `spawn_relay` starts one of those that other hosts have.
-        """
+        """`spawn` starts a service's actor on a node; `spawn_relay` another host's relay."""
         self.system = system
         self.spawn, self.spawn_relay = spawn, spawn_relay
         config = read_config(system.model_path)
         checkpoint = Checkpoint(Path(system.model_path))
         self.config = served_config(system, checkpoint, config)
         specs = service_specs(system, self.config)
-        shares_arena = system.exchange == "arena"  # with whoever is on this process's node
+        shares_arena = system.exchange == "arena"
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
         nodes = service_nodes(system, self.node_id)
         handles = [spawn(spec, node) for spec, node in zip(specs, nodes, strict=True)]
@@ -81,39 +75,39 @@ class SystemServices:
         self.connection = Connection(system, specs, handles, self.policy)
         self.stage = STARTING
         by_layer = dict(self.config.mean_row_bytes)
-        # What is otherwise than was wanted, or in the model's files, or computed.
+        # For the user: formats that differ from the files, approximations, what could not be had.
         read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise(by_layer)
         notes = read_otherwise, threshold_note(system, self.config)
         self.notes: tuple[str, ...] = tuple(note for note in notes if note)
-        self.device_name = "cpu"  # of the GPU service
+        self.device_name = "cpu"  # of the attention service
         self.changing = threading.Lock()  # held while services are loaded
         self.held_cpus: Any = None  # a placement group, once services have changed
         self._driver: Driver | None = None
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
+        # Imported while the services' processes start.
         threading.Thread(target=_import_driver, name="imports", daemon=True).start()
 
     @property
     def driver(self) -> Driver:
-        """What takes requests. Errors: ServiceError while services load."""
+        """The driver. Errors: ServiceError while services load."""
         if self._driver is None:
             raise ServiceError("the system is still loading")
         return self._driver
 
     def require_alive(self) -> None:
-        """Raise ServiceError if the driver has ended by itself; while services load, never."""
+        """Raise ServiceError if the driver has ended by itself; never while services load."""
         if self._driver is not None:
             self._driver.require_alive()
 
     def process_ids(self) -> dict[str, int]:
-        """By the services' names. Errors: ServiceError while they load."""
-        if self._driver is None:
-            raise ServiceError("the system is still loading")
+        """Process ids by service name. Errors: ServiceError while services load."""
+        _ = self.driver  # raises while services load
         pids = self.connection.replacer.process_ids()
         return dict(zip(self.connection.names, pids, strict=True))
 
     def load(self) -> None:
-        """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
+        """Load and connect the services; concurrent callers all wait. Errors: HotcoldError."""
         with self.changing:
             if self._failure is not None:
                 raise self._failure
@@ -137,7 +131,9 @@ class SystemServices:
             self.connection.open(arena_layout(self.system, self.config), self.spawn_relay)
             self.connection.attach(self.connection.services)
             replacer = self.connection.replacer
-            self.exchange = RecoveringExchange(self.connection.exchange, replacer, self.policy)
+            self.exchange = RecoveringExchange(
+                self.connection.exchange, replacer.replace, self.policy
+            )
             from hotcold.actors.driver.driver import Driver
 
             shards = self.connection.shards
@@ -145,7 +141,7 @@ class SystemServices:
             self.connection.ready()
             self.exchange.start()
             if self.system.auto_mode:
-                self._settle_mode(self._driver)
+                self._choose_mode(self._driver)
             self.stage = "ready"
             threading.Thread(target=self._prepare_prompts, name="prompts", daemon=True).start()
         except BaseException as error:
@@ -154,14 +150,14 @@ class SystemServices:
             raise
 
     def _prepare_hosts(self) -> None:
-        """What is made once on a host is there before any service takes memory."""
+        """Make what a host needs once, before any service takes memory."""
         self.stage = PREPARING
         firsts = range(1, 1 + max(1, len(self.system.hosts)))  # a CPU service of each
         notes = self.connection.call_each("prepare_host", self.system, services=firsts)
         self.notes += tuple(note for note in notes if note)
 
-    def _settle_mode(self, driver: Driver) -> None:
-        """Go on in the mode that is faster here, and say which."""
+    def _choose_mode(self, driver: Driver) -> None:
+        """Go on in the mode that is faster here, and note which."""
         if self.system.mode not in PREDICTED_MODES:
             self.notes += (
                 f"mode {self.system.mode}: no predictors made for a recall of "
@@ -170,20 +166,20 @@ class SystemServices:
             )
             return
         self.stage = "comparing modes"
-        trial = driver.settle_mode()
+        trial = driver.choose_mode()
         self.notes += (trial.line,)
         if trial.fastest != self.system.mode:
             self.system = replace(self.system, mode=trial.fastest, predictors_path="")
 
     def _fit_gpu(self) -> None:
-        """Let the GPU service take what fits; the CPU services then load the rest."""
+        """Let the attention service fill its GPU; the CPU services then load the rest."""
         fitted: Fitted
         (fitted,) = self.connection.call_each("fit", self.system, services=[0])
         self.system, self.device_name = fitted.system, fitted.device_name
         self.notes += (fitted.note,) if fitted.note else ()
         storage = storage_beside_gpu(self.system, self.config)
         self.system = replace(self.system, storage=storage)
-        if self.system.device == "cpu":  # then it takes more of the host's memory
+        if self.system.device == "cpu":  # no GPU after all: the host needs more memory
             need = system_need(self.system, self.config)
             require_memory(need, kept_bytes=kept_bytes())
         specs = service_specs(self.system, self.config)
@@ -191,9 +187,10 @@ class SystemServices:
         self.connection.find(self.connection.services)
 
     def prepare_matmul(self) -> None:
-        """Let the services agree how they multiply; in the engine's thread, for the system's life.
+        """Choose one matmul of prompts for all services, for the system's life.
 
-        Errors:  RequestError where one cannot, CacheLost after the GPU service was replaced
+        Runs in the engine's thread. Errors: RequestError where a service cannot, CacheLost after
+        the attention service was replaced
         """
         while self.system.products is None:
             try:
@@ -204,13 +201,13 @@ class SystemServices:
                 self.system = replace(self.system, products=choice)
 
     def _prepare_prompts(self) -> None:
-        """Let services prepare for long prompts once nobody waits for them to answer."""
+        """Let services prepare for long prompts once the system is idle."""
         driver, num_steps = self.driver, -1
         while not self._stopping.wait(_IDLE_S):
             load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
                 for handle in self.connection.handles:
-                    handle.prepare_prompts.remote()  # the first long prompt tells what fails
+                    handle.prepare_prompts.remote()  # failures show at the first long prompt
                 return
 
     def stop(self) -> None:
@@ -225,7 +222,7 @@ class SystemServices:
             self._kill()
 
     def _end_threads(self, driver: Driver) -> None:
-        """Of the services too, unless the system has ended already: some may hear nothing then.
+        """End the driver's threads and, unless the system has failed already, the services'.
 
         Errors:  HotcoldError of what ended the system, or of a service that fails meanwhile
         """
@@ -234,7 +231,7 @@ class SystemServices:
         finally:
             driver.close()
         self.exchange.buffers.requests[:, OPERATION] = STOP
-        self.exchange.inner.ask(self.connection.services)
+        self.exchange.inner.request(self.connection.services)
         self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:

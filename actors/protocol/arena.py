@@ -1,4 +1,4 @@
-"""The arena: one zeroed piece of shared memory that holds everything that crosses a service.
+"""The arena: one zeroed piece of shared memory for all that the driver and services exchange.
 
 The driver puts it into Ray's object store once; every actor of the host maps the same pages. What
 `ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the buffers
@@ -29,7 +29,7 @@ _BUNDLES = "bundles"
 @dataclass(frozen=True)
 class ArenaLayout:
     """Sizes of the buffers: S services, T tokens a step, width d, N neurons a layer, R logit rows;
-    sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
+    sequences at once, KV cache pages of each at most, and layers (for neuron counts).
 
     `products`: how requests of many tokens are multiplied; None leaves it to each service.
     """
@@ -45,7 +45,7 @@ class ArenaLayout:
     num_layers: int = 1
     products: MatmulChoice | None = None
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
-    bundle_bytes: int = 0  # of each of a CPU service's two places for neurons on their way to a GPU
+    bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
@@ -76,11 +76,11 @@ class ArenaLayout:
 
     @property
     def predictor_bytes(self) -> int:
-        """Bytes of it that predictors take."""
+        """Bytes of the arena that predictors take."""
         return _padded(np.uint64, (self.predictor_words,))
 
     def new_arena(self) -> np.ndarray:
-        """A zeroed array to be put into the object store, or used as it is within one process."""
+        """A zeroed array, for the object store or for one process."""
         return np.zeros(self.num_bytes, np.uint8)
 
     def buffers(self, arena: np.ndarray) -> SharedBuffers:
@@ -90,18 +90,16 @@ class ArenaLayout:
         """
         if arena.nbytes < self.num_bytes:
             raise ValueError(f"the arena has {arena.nbytes} bytes, the layout {self.num_bytes}")
-        address = arena.ctypes.data
-        at = -address % _ALIGNMENT
-        views = self._views(arena, address + at)
+        views = self._views(arena)
         del views[_BUNDLES]
         return SharedBuffers(**views)
 
     def bundles(self, arena: np.ndarray) -> np.ndarray:
-        """The places for neurons on their way: (S, 2, bundle_bytes), which no kernel knows."""
-        address = arena.ctypes.data
-        return self._views(arena, address + -address % _ALIGNMENT)[_BUNDLES]
+        """The places for neurons to upload: (S, 2, bundle_bytes), which no kernel reads."""
+        return self._views(arena)[_BUNDLES]
 
-    def _views(self, arena: np.ndarray, at: int) -> dict[str, np.ndarray]:
+    def _views(self, arena: np.ndarray) -> dict[str, np.ndarray]:
+        at = arena.ctypes.data + -arena.ctypes.data % _ALIGNMENT
         views: dict[str, np.ndarray] = {}
         for name, kind, shape in self._parts():
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize

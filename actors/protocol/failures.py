@@ -1,4 +1,4 @@
-"""What ends a request, and Ray's errors turned into ours: one line that names the service."""
+"""Errors that end a request or the system; Ray's errors turned into them, in one line each."""
 
 import ray
 
@@ -6,7 +6,7 @@ from hotcold.cuda_kernels.device import GPU_FAILED
 from hotcold.model.errors import HotcoldError, ServiceError
 
 KILLED_FOR_MEMORY = "was killed for want of memory"
-_WANT_OF_MEMORY = (
+_OUT_OF_MEMORY = (
     "MemoryError",
     "OutOfMemory",
     "out of memory",
@@ -16,12 +16,10 @@ _WANT_OF_MEMORY = (
 
 
 class RequestError(HotcoldError):
-    """One request failed; the system goes on with the next. A ServiceError is one that does not."""
+    """One request failed; the system serves the next. After a ServiceError it does not."""
 
 
-class AnswerFailed(RequestError):
-    """A service answered FAILED to this request, and lives on."""
-
+class _FromService(HotcoldError):
     def __init__(self, service: int, text: str) -> None:
         """`service` is its index in the buffers."""
         super().__init__(service, text)  # all arguments, or it could not be pickled
@@ -32,11 +30,19 @@ class AnswerFailed(RequestError):
         return self.text
 
 
+class AnswerFailed(_FromService, RequestError):
+    """A service replied FAILED to this request, and lives on."""
+
+
+class ServiceLost(_FromService, ServiceError):
+    """A service died, is stuck, or runs in another process than the one that was loaded."""
+
+
 class NotFiniteError(RequestError):
     """Numbers of some sequences are NaN or infinite."""
 
     def __init__(self, where: str, slots: frozenset[int], service: int | None = None) -> None:
-        """`slots`: the sequences; `service` made it of finite numbers, None where no one did."""
+        """`slots`: the sequences; `service`: which made it from finite numbers, or None."""
         super().__init__(where, slots, service)
         self.where = where
         self.slots = slots
@@ -49,51 +55,38 @@ class NotFiniteError(RequestError):
         )
 
 
-class ServiceLost(ServiceError):
-    """A service died, is stuck, or is another process than the one that was loaded."""
-
-    def __init__(self, service: int, text: str) -> None:
-        """`service` is its index in the buffers."""
-        super().__init__(service, text)
-        self.service = service
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class SystemLost(ServiceError):
-    """Nothing can be computed any more; all who ask are told why."""
+    """The system has ended; every later call raises this too."""
 
 
 class CacheLost(ServiceError):
-    """The GPU service was replaced: it serves, but the KV cache is empty."""
+    """The GPU service was replaced: it serves, but its KV cache is empty."""
 
 
 def cause_of(error: BaseException) -> str:
-    """What happened, without the advice to start again: that is what is being done."""
+    """The error's text without the advice to start again."""
     return str(error).removesuffix("; start again")
 
 
-def is_want_of_memory(text: str) -> bool:
-    """Whether an error's text tells that memory could not be had: Python's, torch's, CUDA's."""
-    return any(mark in text for mark in _WANT_OF_MEMORY)
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error's text says that memory ran out: Python's, torch's or CUDA's."""
+    return any(mark in text for mark in _OUT_OF_MEMORY)
 
 
 def is_killed_for_memory(text: str) -> bool:
-    """Whether a service's end is told to be the system's way of getting memory."""
+    """Whether an error's text says that the system killed a service for its memory."""
     return KILLED_FOR_MEMORY in text
 
 
 def is_lost_device(text: str) -> bool:
-    """Whether an error's text tells that the process's GPU is of no use to it any more."""
+    """Whether an error's text says that the process can use its GPU no more."""
     return GPU_FAILED in text
 
 
 def service_error(name: str, error: BaseException) -> HotcoldError:
     """The error to raise when an actor call to `name` ended with `error`.
 
-    What the service itself raised for the user (a bad checkpoint, no memory) comes as it was.
+    A HotcoldError of the service itself (a bad checkpoint, no memory) is returned as it was.
     """
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause

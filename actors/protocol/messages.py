@@ -1,11 +1,12 @@
-"""What crosses process borders, all in one place.
+"""The dataclasses that cross process borders, except a step's requests and replies.
 
-Imports little: a command that asks a running system needs requests and answers alone.
+Imports little: a command that uses a running system needs nothing else of `actors`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hotcold.model.sampling import SamplingParams
@@ -44,25 +45,43 @@ class SystemConfig:
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
-    plan_path: str = ""  # where neurons go; dealt in turn without one
+    plan_path: str = ""  # where neurons go; assigned in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
-    requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do
-    gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
+    requires_gpu: bool = False  # an error where "cuda" is not available; else "cpu" is used
+    gpu_memory_bytes: int = 0  # VRAM to use; 0: the free VRAM, less a reserve
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
     num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
-    neuron_upload_tokens: int = 0  # from so many on, prompts have cold neurons uploaded; 0: none
-    weight_dtype: str = ""  # of --dtype: what matrices become while they load; "": as stored
+    neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
+    weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
-    numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
+    numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     products: MatmulChoice | None = None  # None: what the services agree on once they have loaded
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
+
+    def as_json(self) -> bytes:
+        """All fields, for a process that is no Ray actor; `from_json` reads them."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SystemConfig:
+        """The system of `as_json`. Errors: ValueError, KeyError, TypeError."""
+        from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+        from hotcold.actors.protocol.step_sizes import MatmulChoice
+
+        values: dict[str, Any] = json.loads(text)
+        storage, products = values["storage"], values["products"]
+        if storage is not None:
+            values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
+        if products is not None:
+            values["products"] = MatmulChoice(*products)
+        return cls(**values | {"hosts": tuple(values["hosts"])})
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A system with what its GPU holds of it, and a line where that is less than was wanted."""
+    """A system with the part that its GPU holds, and a note where that is less than wanted."""
 
     system: SystemConfig
     note: str
@@ -80,12 +99,12 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class GpuShare:
-    """What the GPU service on device="cuda" has of its GPU, beside its neurons.
+    """What the GPU service on device="cuda" keeps on its GPU, beside its neurons.
 
     Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
     """
 
-    memory_bytes: int  # 0: what is free, less a reserve
+    memory_bytes: int  # 0: the free VRAM, less a reserve
     first_layer: int
     has_head: bool
     layout: ArenaLayout
@@ -104,23 +123,23 @@ class ServiceSpec:
     weight_dtype: str = ""  # as of SystemConfig
     has_down_norms: bool = False  # as of SystemConfig
     down_transposed: bool = False  # the neurons are a run then, cut at multiples of a block
-    # Of the model when the system started: the state of its files, or, with `has_own_files`, their
-    # content; "": any.
+    # Of the model when the system started: of its files' state or, with `has_own_files`, content;
+    # "": any.
     model_digest: str = ""
     has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"
-    storage: NeuronStorage | None = None  # what this one has of SystemConfig's
-    # (L, 2) int64, where predictors' bits are in the arena: as of `predictors.read_ahead`.
+    storage: NeuronStorage | None = None  # this service's part of SystemConfig's
+    # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
-    reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
+    reserves_cpus: bool = True  # of Ray; a service that replaces another has that one's
 
 
 @dataclass(frozen=True)
 class Grammar:
     """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect.
 
-    "calls" is a Lark grammar that nobody wrote: it was made of tools' schemas.
+    "calls" is a Lark grammar made from tools' schemas.
     """
 
     kind: str  # "json_schema", "lark" or "calls"
@@ -130,7 +149,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model found a token, and which it found likeliest; in nats.
+    """Log-probabilities, in nats, of a token and of the likeliest tokens in its place.
 
     Of the model's own distribution: before temperature, filters and grammar.
     """
@@ -144,9 +163,9 @@ class TokenLogprob:
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them.
 
-    `tools` are what an answer to messages may call (`model/text/tools.py`), `template_variables`
-    what else the chat template may read, JSON values by their names.
-    `request_id` is for cancelling; no other request may have had it.
+    tools: that an answer to messages may call (`model/text/tools.py`)
+    template_variables: more values for the chat template, JSON by their names
+    request_id: for cancelling; unique
     """
 
     sampling: SamplingParams
@@ -157,8 +176,8 @@ class GenerateRequest:
     prompt_ids: list[int] | None = None
     request_id: str = ""
     grammar: Grammar | None = None
-    # So many likeliest tokens beside each new token's logprob, or each prompt token's; None: no
-    # logprobs. A prompt of which logprobs are wanted goes through kernels, as new tokens do.
+    # How many likeliest tokens beside each new token's logprob, or each prompt token's; None: no
+    # logprobs. A prompt with logprobs goes through kernels, as new tokens do.
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     # One vector for the prompt instead of new tokens; the prompt goes through kernels, too.
@@ -176,17 +195,17 @@ class Generation:
     prefill_s: float  # from admission to the first new token
     decode_s: float
     queued_s: float = 0.0  # before admission
-    # What a decoding step took, by parts, on average over this request's steps. A step is shared
-    # with whatever else runs: the times are of the whole step, not of this request's part in it.
+    # Mean times of this request's decoding steps, by parts. A step is shared with other requests:
+    # the times are of the whole step.
     per_token_ms: dict[str, float] = field(default_factory=dict)
-    step_tokens: float = 1.0  # in such a step, of all requests, those of their prompts too
+    step_tokens: float = 1.0  # in such a step, of all requests and of their prompts too
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose
     ups_computed: float = 0.0  # gate and up: those computed, and those found too small then
     # Of neurons on storage, in those steps; {} where all are in memory. See `StepTimes`.
     reads: dict[str, float] = field(default_factory=dict)
-    # The mean of the prompt's last hidden states, where that was wanted: d numbers, each a float32.
+    # Where it was wanted, the mean of the prompt's last hidden states: d float32 numbers.
     embedding: list[float] | None = None
 
     @property
@@ -218,7 +237,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """New text of a running request; the last event carries the whole result."""
+    """New text of a running request; the last event has the whole result."""
 
     text: str
     result: Generation | None = None
@@ -227,7 +246,7 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
-        """Both as one event."""
+        """This event and a later one as one."""
         return TokenEvent(
             self.text + later.text,
             later.result,
@@ -239,19 +258,19 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class ReaderEpoch:
-    """Who reads the events of submitted requests, and how often it has begun anew."""
+    """A reader of the events of submitted requests, and how often it has begun anew."""
 
-    name: str  # no other reader has it
+    name: str  # unique
     number: int = 0
 
 
 @dataclass(frozen=True)
 class DriverLoad:
-    """What a driver is busy with."""
+    """A driver's load."""
 
     num_running: int
     num_waiting: int
-    kv_cache_usage: float  # the share of the KV cache's pages that is lent
+    kv_cache_usage: float  # the share of the KV cache's pages that is allocated
     device: str = "cpu"  # of the GPU service
 
 
@@ -273,9 +292,9 @@ class ServiceProgress:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far loading is, in bytes, and what is being done."""
+    """How far loading is, in bytes, and its stage."""
 
     loaded_bytes: int
     total_bytes: int
     stage: str
-    notes: tuple[str, ...] = ()  # what is otherwise than was wanted, a line each
+    notes: tuple[str, ...] = ()  # what differs from what was wanted, a line each

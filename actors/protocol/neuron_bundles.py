@@ -1,5 +1,7 @@
-"""Cold neurons on their way to a GPU: a CPU service lays some of its neurons into the arena, round
-by round, in one of two places by turns; the GPU service takes them from there.
+"""Cold neurons on their way to a GPU, in rounds.
+
+A CPU service copies some of its neurons into the arena, into one of two places in turn; the GPU
+service uploads them from there.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from hotcold.numba_kernels.formats import is_quantized
 
 _ALIGNMENT, _PAGE_BYTES = 256, 4096
 _HEADER_BYTES = _ALIGNMENT  # an int64: how many neurons follow
-# Of all services together, in one round: long enough that a round's exchange is little beside it.
+# Of all services together, in one round: large enough that the exchange takes little of its time.
 ROUND_BYTES = 32 << 20
 
 
 def bundle_bytes(num_services: int) -> int:
-    """Bytes of each place of so many CPU services."""
+    """Bytes of one place, where there are `num_services` CPU services."""
     return ROUND_BYTES // num_services // _PAGE_BYTES * _PAGE_BYTES
 
 
@@ -34,7 +36,7 @@ class Part:
 class BundleLayout:
     """Where everything is within one place: up to `num_rows` neurons.
 
-    parts: gate, up, down (N, items), gate_bias, up_bias (N, 1); None for what the model has not.
+    parts: gate, up, down (N, items), gate_bias, up_bias (N, 1); None where the model has none.
     Quantized rows are bytes.
     """
 
@@ -51,7 +53,7 @@ class BundleLayout:
         bundle_bytes: int,
         has_up: bool,
     ) -> BundleLayout:
-        """For rows like those of `gate`, `up`, `down` (any number of them), in `bundle_bytes`."""
+        """A layout of `bundle_bytes` for rows like those of `gate`, `up`, `down`, of any number."""
         matrices = [gate, up if has_up else None, down]
         biases = [has_bias, has_bias and has_up]
         row_bytes = [0 if m is None else m.shape[1] * m.dtype.itemsize for m in matrices]
@@ -73,7 +75,7 @@ class BundleLayout:
         return cls(num_rows, tuple(parts))
 
     def rounds(self, num_neurons: int) -> int:
-        """Rounds that so many neurons take."""
+        """Rounds for `num_neurons`."""
         return -(-num_neurons // self.num_rows)
 
     def span(self, num_neurons: int, number: int) -> tuple[int, int]:
@@ -91,13 +93,13 @@ class BundleLayout:
         return flat.reshape(num_rows, part.items)
 
     def end(self, num_rows: int) -> int:
-        """Bytes of a place up to the end of so many neurons' last part."""
+        """Bytes of a place up to the end of the last part of `num_rows` neurons."""
         last = [part for part in self.parts if part is not None][-1]
         return last.first + num_rows * last.items * last.dtype.itemsize
 
 
 def write_count(place: np.ndarray, num_rows: int) -> None:
-    """Say in its header how many neurons a place holds."""
+    """Write into a place's header how many neurons it holds."""
     place[:8].view(np.int64)[0] = num_rows
 
 

@@ -11,7 +11,7 @@ PIN_CHOICES = ("auto", "on", "off")
 
 @dataclass(frozen=True)
 class SystemOptions:
-    """What a user may choose; None leaves it to us."""
+    """What a user may choose; None: the system chooses."""
 
     mode: str | None = None
     num_threads: int | None = None

@@ -1,16 +1,16 @@
-"""How a prompt is cut into steps: kernels take few tokens, matrix products many."""
+"""How a prompt is cut into steps: kernels take few tokens, matmul many."""
 
 from typing import NamedTuple
 
-# The most tokens that a service gives to its kernels at once; wishes are 32-bit masks of tokens.
+# The most tokens that kernels take at once: which tokens want a neuron is a 32-bit mask.
 KERNEL_TOKENS = 32
-# So many tokens of one prompt or more go through matrix products. A service tells the two ways
-# apart by the number of tokens alone.
+# A step of at least so many tokens, all of one prompt, goes through matmul. A service decides by
+# the number of tokens alone.
 MATRIX_TOKENS = KERNEL_TOKENS + 1
 
 
 class MatmulChoice(NamedTuple):
-    """How long prompts are multiplied.
+    """Which matmul long prompts use.
 
     bfloat16: 16-bit weights multiply in bfloat16, else in float32
     own_bfloat16: they do so by this project's kernels, else by torch's
@@ -25,10 +25,10 @@ class MatmulChoice(NamedTuple):
 
 
 def chunk_sizes(num_tokens: int, max_tokens: int) -> list[int]:
-    """Sizes of a prompt's chunks for matrix products, each at most `max_tokens`.
+    """Sizes of a prompt's chunks for matmul, each at most `max_tokens`.
 
-    What they leave, fewer than MATRIX_TOKENS unless `max_tokens` is too, goes through kernels. The
-    cuts depend on these two numbers alone, because the two ways round differently.
+    The rest, fewer than MATRIX_TOKENS unless `max_tokens` is too, goes through kernels. The cuts
+    depend on these two numbers alone, because matmul and kernels round differently.
     """
     sizes: list[int] = []
     while max_tokens >= MATRIX_TOKENS and num_tokens >= MATRIX_TOKENS:

@@ -1,1 +1,1 @@
-"""What is decided before and while a system starts: checks, placement, shards, hosts."""
+"""Decisions before and while a system starts: checks, memory, modes, shards, hosts."""

@@ -1,69 +1,151 @@
-"""How neurons are dealt to CPU services and their threads."""
+"""Which service holds which neurons: hot ones on the GPU, cold ones on CPU services and threads."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
-
-from hotcold.actors.setup.hot_neurons import Layers
-from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.down_outputs import UNIT
 
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.plan import PlacementPlan, load_plan
 
-def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:
-    """`deal_to_threads` of services that have `num_threads` threads each."""
-    return deal_to_threads(num_neurons, [num_threads] * num_services)
+Layers = list[np.ndarray]  # int32 ids of each layer
 
 
-def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Ids of one layer for each service, in its loading order.
+def system_plan(system: SystemConfig, config: ModelConfig) -> PlacementPlan | None:
+    """The plan that the system loads by, or None. Errors: ArtifactError."""
+    if not system.plan_path:
+        return None
+    return load_plan(Path(system.plan_path), ModelIdentity.of(system.model_path), config)
 
-    Service s has threads[s] threads, and so large a share. Neighbours in the checkpoint
-    are dealt to different threads in turn, so that no thread gets a run of neurons that fire alike.
-    A service's order is its threads' deals one after the other. Its threads cut that order in
-    multiples of four (`numba_kernels.decode.rows.split_range`), so a cut may stand a few neurons
-    beside the end of a deal.
+
+def hot_neurons(
+    system: SystemConfig, config: ModelConfig, plan: PlacementPlan | None
+) -> Layers | None:
+    """The attention service's neurons, sorted ids of each layer; None where it holds none.
+
+    Those of the plan, or all; if `num_hot_neurons` is set, only so many of them, the most frequent
+    by the model's profile.
+    Errors:  ArtifactError
+    """
+    candidates = None
+    if plan is not None:
+        candidates = np.zeros((config.num_layers, config.ffn_size), bool)
+        if plan.num_gpus:
+            candidates = plan.neuron_device == 0
+    num_hot = system.num_hot_neurons
+    if num_hot < 0:
+        num_hot = 0 if candidates is None else int(candidates.sum())
+    if num_hot == 0:
+        return None
+    path = Path(system.model_path)
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    frequency = None if profile is None else profile.frequency
+    return hottest_neurons((config.num_layers, config.ffn_size), num_hot, frequency, candidates)
+
+
+def cold_neurons(
+    system: SystemConfig, config: ModelConfig, plan: PlacementPlan | None, hot: Layers | None
+) -> tuple[list[Layers] | None, Layers]:
+    """The plan's shard of each CPU service (None without one), and the cold neurons of no shard.
+
+    A plan for another number of CPU services has no shards. Neurons that it puts on a GPU and that
+    are not in `hot` are in no shard.
+    """
+    owned = np.zeros((config.num_layers, config.ffn_size), bool)
+    for layer, ids in enumerate(hot or []):
+        owned[layer, ids] = True
+    shards = None
+    if plan is not None and len(plan.device_names) - plan.num_gpus == system.num_cpu_actors:
+        shards = [plan.neurons_of(f"cpu{i}") for i in range(system.num_cpu_actors)]
+        owned |= plan.neuron_device >= plan.num_gpus
+    return shards, [np.flatnonzero(~layer).astype(np.int32) for layer in owned]
+
+
+def hottest_neurons(
+    shape: tuple[int, int],
+    num_neurons: int,
+    frequency: np.ndarray | None = None,
+    candidates: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """The `num_neurons` most frequent candidates: sorted ids of each layer.
+
+    Ties (all neurons without `frequency`) are broken evenly over the layers, and within a layer by
+    ids far apart: neighbours in a checkpoint may fire alike.
+    Shapes:  shape (L, N); frequency (L, N) float64; candidates (L, N) bool, all without it
+    Dtypes:  ids int32
+    """
+    scores = np.zeros(shape) if frequency is None else frequency.astype(np.float64)
+    if candidates is not None:
+        scores = np.where(candidates, scores, -1.0)
+    most = scores.size if candidates is None else int(candidates.sum())
+    order = np.lexsort((_spread_ranks(shape).ravel(), -scores.ravel()))
+    chosen = np.zeros(scores.size, bool)
+    chosen[order[: min(num_neurons, most)]] = True
+    return [np.flatnonzero(layer).astype(np.int32) for layer in chosen.reshape(shape)]
+
+
+def _spread_ranks(shape: tuple[int, int]) -> np.ndarray:
+    """Ranks (L, N): low ones are spread over all layers, and far apart within each."""
+    num_layers, num_neurons = shape
+    golden = 0.6180339887498949
+    places = np.argsort(np.argsort((np.arange(num_neurons) * golden) % 1.0))
+    ranks: np.ndarray = places[None, :] * num_layers + np.arange(num_layers)[:, None]
+    return ranks
+
+
+def assign_neurons(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
+    """Neuron ids of one layer for each service, in loading order.
+
+    Service s has threads[s] threads and a share in proportion. Ids go to all threads round-robin:
+    neighbours in the checkpoint may fire alike, so no thread should get a run of them. A service's
+    loading order is one thread's ids after another's. Its threads later cut that order at multiples
+    of four (`numba_kernels.decode.rows.split_range`), so a cut may be a few neurons off.
     Dtypes:  int32
     """
     ids = np.arange(num_neurons, dtype=np.int32)
     turns = range(max(threads))
     owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
-    assignments = [ids[thread :: len(owners)] for thread in range(len(owners))]
+    parts = [ids[thread :: len(owners)] for thread in range(len(owners))]
     return [
         np.concatenate(
-            [deal for deal, owner in zip(assignments, owners, strict=True) if owner == service]
+            [part for part, owner in zip(parts, owners, strict=True) if owner == service]
         )
         for service in range(len(threads))
     ]
 
 
-def _assigned(ids: np.ndarray, num_threads: int) -> np.ndarray:
-    """One service's neurons of a layer in its loading order."""
-    return ids[deal_neurons(ids.size, 1, num_threads)[0]]
-
-
 def cold_shards(
     threads: Sequence[int], planned: list[Layers] | None, others: Layers
 ) -> list[Layers]:
-    """Each CPU service's neurons in its loading order: its planned ones, and its deal of others."""
-    assignments = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
-    shards = [[ids[assignments[ids.size][s]] for ids in others] for s in range(len(threads))]
+    """Each CPU service's neurons in loading order: its planned ones and its share of `others`."""
+    assigned = {ids.size: assign_neurons(ids.size, threads) for ids in others}
+    shards = [[ids[assigned[ids.size][s]] for ids in others] for s in range(len(threads))]
     if planned is None:
         return shards
+
+    def merged(own: np.ndarray, more: np.ndarray, num_threads: int) -> np.ndarray:
+        ids = np.union1d(own, more).astype(np.int32)
+        return ids[assign_neurons(ids.size, [num_threads])[0]]
+
     return [
-        [
-            _assigned(np.union1d(own, more).astype(np.int32), threads[s])
-            for own, more in zip(planned[s], shards[s], strict=True)
-        ]
+        [merged(own, more, threads[s]) for own, more in zip(planned[s], shards[s], strict=True)]
         for s in range(len(threads))
     ]
 
 
 def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Ids of one layer for each service: runs of them, where none is chosen first.
+    """Runs of neuron ids of one layer for each service, where all neurons are computed.
 
-    They are cut at multiples of UNIT. Service s has threads[s] threads, and about so large a share,
-    a UNIT at least: there are as many.
+    Cut at multiples of UNIT, in proportion to threads[s] but at least one UNIT each; there must be
+    as many UNITs as services.
     Dtypes:  int32
     """
     units, count = -(-num_neurons // UNIT), len(threads)
@@ -76,5 +158,50 @@ def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
 
 
 def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """`neuron_runs` of each service, in every layer."""
+    """The same `neuron_runs` in every layer."""
     return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
+
+
+def hot_counts(config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
+    """How many neurons of each layer the attention service holds: (L,) int64; 0 without shards.
+
+    They are those that no CPU service holds (`require_partition` has checked).
+    """
+    if not shards:
+        return np.zeros(config.num_layers, np.int64)
+    cold = [sum(shard[layer].size for shard in shards) for layer in range(config.num_layers)]
+    return config.ffn_size - np.array(cold, np.int64)
+
+
+def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
+    """Check that every neuron is held by exactly one service: else sums would silently be wrong.
+
+    held[s][l]: the neurons of layer l that service s holds, in any order; None: it holds none.
+    Errors:  ServiceError
+    """
+    shards = [layers for layers in held if layers is not None]
+    every = np.arange(config.ffn_size)
+    for layer in range(config.num_layers):
+        ids = np.sort(np.concatenate([every[:0], *(layers[layer] for layers in shards)]))
+        if not np.array_equal(ids, every):
+            num_held = np.intersect1d(ids, every).size
+            raise ServiceError(
+                f"of the {every.size} neurons of layer {layer}, {every.size - num_held} are in no "
+                f"service and {ids.size - num_held} too many: answers would be wrong; start again"
+            )
+
+
+def neuron_owners(
+    config: ModelConfig, specs: Sequence[ServiceSpec]
+) -> tuple[list[str], np.ndarray]:
+    """The names of the services that hold neurons, and the owner of each neuron.
+
+    Shapes:  owners (L, N), indices into the names
+    Dtypes:  int16
+    """
+    holding = [(spec.name, spec.neuron_ids) for spec in specs if spec.neuron_ids is not None]
+    owners = np.zeros((config.num_layers, config.ffn_size), np.int16)
+    for index, (_, layers) in enumerate(holding):
+        for layer, ids in enumerate(layers):
+            owners[layer, ids] = index
+    return [name for name, _ in holding], owners

@@ -1,4 +1,4 @@
-"""What a user's options make of a system, what they leave open filled in."""
+"""A system's configuration from the user's options, with defaults filled in."""
 
 import os
 import platform
@@ -15,10 +15,9 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.actors.setup.auto_mode import auto_mode
-from hotcold.actors.setup.gpu_choice import choose_device, neuron_upload_tokens
+from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
 from hotcold.actors.setup.memory_needs import KV_ITEM_BYTES
-from hotcold.actors.setup.threshold_mode import thresholds_file
+from hotcold.actors.setup.modes import auto_mode, thresholds_file
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -27,17 +26,17 @@ from hotcold.model.limits import num_cpus
 from hotcold.placement.machine.numa import nodes_with_memory
 from hotcold.placement.machine.survey import usable_cores
 from hotcold.placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
-from hotcold.predictors.in_checkpoint import checkpoint_predictors, has_predictors
+from hotcold.predictors.powerinfer import checkpoint_predictors, has_predictors
 from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
-# Below which proc and sys tell of NUMA nodes; tests have fake ones there.
+# The folder of proc and sys, where tests have fake NUMA nodes.
 NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
 _MAX_KV_POSITIONS = 1 << 31
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
-    """Check the options and fill in what was left open, for a model that was read.
+    """Check the options and fill in defaults, for a model whose config is `config`.
 
     Errors:  UsageError; ArtifactError for predictors or thresholds that are missing, damaged or
              another model's
@@ -86,7 +85,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
 
 
 def require_one_mode(options: SystemOptions) -> None:
-    """Raise UsageError for `--mode auto`, where modes are measured one by one."""
+    """Raise UsageError for `--mode auto` in a command that measures one mode."""
     if options.mode == AUTO_MODE:
         raise UsageError(
             f"--mode {AUTO_MODE} chooses by itself, and here a mode is measured; give one of "
@@ -95,7 +94,7 @@ def require_one_mode(options: SystemOptions) -> None:
 
 
 def default_mode(config: ModelConfig) -> str:
-    """The mode where none is asked for: `exact` skips nothing where no activation is zero."""
+    """The mode without --mode: `exact` skips nothing where no activation is exactly zero."""
     return "exact" if config.is_sparse else "dense"
 
 
@@ -110,7 +109,7 @@ def _check_hosts(system: SystemConfig) -> None:
 
 
 def _require_kernels(root: Path = Path("/")) -> None:
-    """Refuse a CPU that kernels cannot be compiled for; LLVM would end the process."""
+    """Raise UsageError for a CPU that kernels cannot be compiled for; LLVM would abort."""
     if missing := missing_features(read_cpu(root), platform.machine()):
         raise UsageError(
             f"this CPU has no {', '.join(missing)}, which hotcold's kernels need; use one with "
@@ -127,9 +126,9 @@ def _mode(config: ModelConfig, mode: str | None) -> str:
 
 
 def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptions) -> str:
-    """The predictors' file of a predicted mode, found to be this model's; no other mode has one.
+    """The checked predictors file of a predicted mode; "" in other modes.
 
-    Where there is none, low-rank predictors that lie in the checkpoint become one.
+    Low-rank predictors that lie in the checkpoint are written to one first.
     """
     if mode not in PREDICTED_MODES:
         if options.predictors is not None:
@@ -154,7 +153,7 @@ def _context(config: ModelConfig, length: int | None) -> int:
 
 
 def _kv_positions(number: int | None, context: int) -> int:
-    """Positions of all requests together: a whole context at least, or some could never run."""
+    """Positions of all requests together: at least one context, or some could never run."""
     if number is not None and number < context:
         raise UsageError(
             f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
@@ -164,10 +163,9 @@ def _kv_positions(number: int | None, context: int) -> int:
 
 
 def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
-    """float32 keeps a float32 model's results; others take float16, as precise as their weights.
+    """float32 for a float32 model, else float16, which is as precise as the weights.
 
-    float16 ends at 65504, where bfloat16 goes on: keys or values beyond it would become infinite,
-    and such a model needs float32.
+    float16 ends at 65504, unlike bfloat16: a model with larger keys or values needs float32.
     """
     if dtype is None:
         return "float32" if config.dtype == "float32" else "float16"

@@ -1,6 +1,6 @@
-"""A system's services and what the driver asks them through: arenas, doorbells, calls, relays."""
+"""Connects the driver to its services: nodes, arenas, the exchange, other hosts' relays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +10,20 @@ import ray
 from hotcold.actors.exchange.call_exchange import CallExchange
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
-from hotcold.actors.exchange.places import OwnPlace, Place
 from hotcold.actors.exchange.recovery import RecoveryPolicy
-from hotcold.actors.exchange.replacement import ServiceReplacer
-from hotcold.actors.exchange.service_calls import await_each
-from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.exchange.replacement import OwnPlace, Place, ServiceReplacer
+from hotcold.actors.exchange.watch import ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.actors.protocol.step_sizes import MatmulChoice
-from hotcold.actors.setup.hosts import SpawnRelay, start_relays
-from hotcold.actors.setup.partition import require_partition
+from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import HotcoldError
+from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
+
+SpawnRelay = Callable[[list[str], list[Any], str], Any]
 
 
 class Connection:
@@ -40,7 +39,7 @@ class Connection:
         handles: Sequence[Any],
         policy: RecoveryPolicy,
     ) -> None:
-        """`specs[s]` and `handles[s]` are of service s, the GPU service first."""
+        """`specs[s]` and `handles[s]` are those of service s; the attention service is first."""
         self.system, self.specs, self.handles = system, list(specs), list(handles)
         self.names = [spec.name for spec in specs]
         self.watch = ActorWatch(self.names, self.handles)
@@ -55,42 +54,39 @@ class Connection:
 
     @property
     def cpu_services(self) -> range:
-        """All but the GPU service."""
+        """Indices of all but the attention service."""
         return range(1, len(self.specs))
 
     @property
     def services(self) -> range:
-        """All of them."""
+        """Indices of all services."""
         return range(len(self.specs))
 
     def find(self, services: Sequence[int]) -> None:
-        """The processes of `services` run; one that ends or stops is noticed from now on.
-
-        Errors:  ServiceLost
-        """
+        """Find the processes of `services` and watch them from now on. Errors: ServiceLost."""
         self.replacer.find(services)
 
     def call_each(
         self, method: str, *arguments: Any, services: Sequence[int] | None = None
     ) -> list[Any]:
-        """Call a method of `services`, else of all, side by side. Errors: as in `await_each`."""
-        asked = self.services if services is None else services
-        calls = {s: getattr(self.handles[s], method).remote(*arguments) for s in asked}
+        """Call a method of `services`, or of all, concurrently. Errors: as in `await_each`."""
+        called = self.services if services is None else services
+        calls = {s: getattr(self.handles[s], method).remote(*arguments) for s in called}
         return await_each(calls, self.watch)
 
     def load(self, services: Sequence[int]) -> None:
-        """Let `services` load what their specs say. Errors: HotcoldError of one that fails."""
+        """Let `services` load as their specs say. Errors: HotcoldError of one that fails."""
         await_each({s: self.handles[s].load.remote(self.specs[s]) for s in services}, self.watch)
 
     def require_partition(self, config: ModelConfig) -> None:
-        """Ask all services what they hold; each neuron has to be in one. Errors: ServiceError."""
+        """Check that each neuron is in exactly one loaded service. Errors: ServiceError."""
         require_partition(config, self.call_each("held_neurons"))
 
     def agree_on_matmul(self) -> MatmulChoice:
-        """How all services multiply long prompts from now on, also those that come in their place.
+        """Choose one matmul of long prompts for all services and their replacements.
 
-        Each found out by trying; a fresh process might find otherwise, and round otherwise.
-        Errors:  ServiceLost of one that died or is stuck; RequestError of one that cannot
+        Each service votes by trying. A fresh process might choose, and round, differently.
+        Errors:  ServiceLost where one died or is stuck; RequestError where one fails
         """
         choices: list[MatmulChoice] = self._call_compiling("choose_matmul", self.services)
         choice = MatmulChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
@@ -98,7 +94,7 @@ class Connection:
         return choice
 
     def use_matmul(self, choice: MatmulChoice, services: Sequence[int]) -> None:
-        """Let `services` multiply so, and all that come in a service's place. Errors: as above."""
+        """Let `services` and all replacements use `choice`. Errors: as in `agree_on_matmul`."""
         self._layout = replace(self._layout, products=choice)
         self.replacer.change_layout(self._layout)
         self._call_compiling("use_matmul", services, choice)
@@ -116,9 +112,9 @@ class Connection:
             self.watch.starting = before
 
     def open(self, layout: ArenaLayout, spawn_relay: SpawnRelay) -> None:
-        """Make the arenas, one on every host, and start the other hosts' relays.
+        """Make an arena on every host, and start the other hosts' relays.
 
-        Exchanging by calls, every process has an arena of its own.
+        With the exchange by calls, every process has its own arena.
         Errors:  HotcoldError of a service or a relay that fails
         """
         self._layout, arena, arena_refs = layout, layout.new_arena(), []
@@ -151,17 +147,53 @@ class Connection:
         }
         await_each(calls, self.watch)
         self.exchange.buffers.requests[services, OPERATION] = PING
-        self.exchange.ask(services)
+        self.exchange.request(services)
 
     def ready(self) -> None:
-        """All kernels are compiled: from now on silence is a fault."""
+        """All kernels are compiled: from now on a timeout is a failure."""
         self.watch.starting = False
         for relay in self._relays:
             relay.ready()
 
     def kill(self, services: Sequence[int] | None = None) -> None:
-        """End the processes of `services`, else of all, and the relays'."""
+        """Kill the processes of `services`, or of all, and the relays."""
         for service in self.services if services is None else services:
             ray.kill(self.handles[service], no_restart=True)
         for relay in self._relays:
             relay.kill()
+
+
+def node_ids(hosts: Sequence[str]) -> list[str]:
+    """Ids of the Ray nodes at these addresses. Errors: UsageError where there is no node."""
+    found = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    for host in hosts:
+        if host not in found:
+            raise UsageError(
+                f"--hosts: no Ray node is at {host}, there are {', '.join(sorted(found))}; run "
+                "`ray start --address=HEAD:6379` there"
+            )
+    return [found[host] for host in hosts]
+
+
+def service_nodes(system: SystemConfig, own_node: str | None) -> list[str | None]:
+    """The Ray node of each service; None is any node. Errors: UsageError.
+
+    Without --hosts `own_node`. With --hosts the first host has driver and attention service, and
+    CPU services are assigned to all hosts round-robin.
+    """
+    if not system.hosts:
+        return [own_node] * (1 + system.num_cpu_actors)
+    ids = node_ids(system.hosts)
+    return [ids[0], *(ids[service % len(ids)] for service in range(system.num_cpu_actors))]
+
+
+def start_relays(
+    system: SystemConfig, names: Sequence[str], handles: Sequence[Any], spawn_relay: SpawnRelay
+) -> list[Relay]:
+    """A relay on every host but the first, for the services there; none without --hosts."""
+    nodes, relays = node_ids(system.hosts), []
+    for number, host in enumerate(system.hosts[1:], 1):
+        relay = spawn_relay(list(names), list(handles), nodes[number])
+        services = range(1 + number, 1 + system.num_cpu_actors, len(nodes))
+        relays.append(Relay(host, relay, services))
+    return relays

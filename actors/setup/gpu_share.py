@@ -1,28 +1,30 @@
-"""What a GPU is expected to hold of a system, and what is left of that to the host."""
+"""Whether a system uses a GPU, and what of it the GPU is expected to hold, before it is opened."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.options import DEVICES
 from hotcold.cuda_kernels.device import first_gpu
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
 from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.machine.this_machine import measured_before
 from hotcold.placement.memory import MemoryNeed
 
-# Left to others where no budget is given: a screen, another program.
-RESERVE_BYTES = 512 << 20
-# What a GPU has beside weights and KV cache: CUDA's context, graphs, work space. What there is room
-# for is found out when it is opened.
-_ASIDE_BYTES = 1 << 30
+RESERVE_BYTES = 512 << 20  # left to other programs where no budget is given
+_ASIDE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 
 
 def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:
-    """What the host holds of `need` when a GPU holds as much as its budget (0: all of it) allows.
+    """What the host holds of `need` if a GPU is filled up to its budget (0: all of its memory).
 
-    The KV cache and attention are first, then the head, then neurons.
+    KV cache and attention go first, then the head, then neurons.
     """
-    left, parts = _room(gpu_memory_bytes, 0), {}
+    left, parts = _usable_bytes(gpu_memory_bytes, 0), {}
     for name in ("kv_cache_bytes", "attention_bytes", "head_bytes", "ffn_bytes"):
         taken = min(left, getattr(need, name))
         parts[name] = getattr(need, name) - taken
@@ -30,25 +32,22 @@ def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:
     return replace(need, **parts)
 
 
-def _room(budget: int, reserve_bytes: int) -> int:
-    """Bytes of the GPU that `budget` allows (0: all but the reserve), at most those there are.
-
-    Where no GPU can be seen that is the budget.
-    """
+def _usable_bytes(budget: int, reserve_bytes: int) -> int:
+    """Bytes of the GPU within `budget` (0: all but the reserve); the budget where none is seen."""
     found = first_gpu()
     return budget if isinstance(found, str) else min(budget or found[1] - reserve_bytes, found[1])
 
 
 def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> SystemConfig:
-    """`system` with what its GPU is expected to hold of `need`, or holds, where that is known.
+    """`system` with what its GPU is expected to hold of `need`; unchanged where that is known.
 
-    `need` is of the whole system, wherever its parts are. What the GPU takes beside them is counted
-    here, so rather less is expected than there will be.
+    `need` is that of the whole system on all devices. This is a lower estimate: the GPU's own
+    overhead is subtracted generously.
     """
     if system.device != "cuda" or system.num_hot_neurons >= 0:
         return system
     layers = config.num_layers
-    left = max(0, _room(system.gpu_memory_bytes, RESERVE_BYTES) - _ASIDE_BYTES)
+    left = max(0, _usable_bytes(system.gpu_memory_bytes, RESERVE_BYTES) - _ASIDE_BYTES)
     layer_bytes = -(-(need.attention_bytes + need.kv_cache_bytes) // layers)
     num_layers = min(layers, left // layer_bytes)
     left -= num_layers * layer_bytes
@@ -64,7 +63,7 @@ def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) 
 
 
 def beside_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """What the host holds of `need` beside a GPU that holds what `system` says."""
+    """What the host holds of `need` beside the share that `system` gives to its GPU."""
     if system.device != "cuda":
         return need
     on_host = system.num_host_layers / config.num_layers
@@ -78,6 +77,58 @@ def beside_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) ->
 
 
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
-    """Neurons of all layers that the CPU services hold."""
+    """How many neurons of all layers the CPU services hold."""
     num_hot = max(0, system.num_hot_neurons) if system.device == "cuda" else 0
     return config.num_layers * config.ffn_size - num_hot
+
+
+def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
+    """Resolve --device: "auto" is "cuda" where there is a GPU, else "cpu".
+
+    Errors:  UsageError where `device` or a budget demands a GPU and none can be used
+    """
+    if device not in DEVICES:
+        raise UsageError(f"no device named {device!r}; give {' or '.join(DEVICES)}")
+    if device == "cpu" and gpu_memory_bytes:
+        raise UsageError("--gpu-memory was given with --device cpu; leave one of them out")
+    if device == "cuda" and gpu_memory_bytes == 0:
+        raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
+    if device == "cpu" or gpu_memory_bytes == 0:
+        return "cpu"
+    found = first_gpu()
+    if not isinstance(found, str):
+        return "cuda"
+    if device == "cuda" or gpu_memory_bytes:
+        option = "--device cuda" if device == "cuda" else "--gpu-memory"
+        raise UsageError(f"{option} was given, but {found}; leave it out to use the CPU alone")
+    return "cpu"
+
+
+def neuron_upload_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
+    """The prompt length from which cold neurons are uploaded to the GPU; 0: never.
+
+    They travel through the arena, from services of this host.
+    """
+    if device == "cpu" or exchange != "arena" or hosts:
+        return 0
+    return upload_tokens(measured_before())
+
+
+# A CPU multiplies so many tokens in the time that it takes to read the weights from memory: cores
+# with AVX-512 and bfloat16 do 100 to 300 GFLOP/s each where they share 10 GB/s.
+TOKENS_A_READ = 16
+# Where nothing was measured: memory of 100 GB/s, a link of 12.
+UNMEASURED_TOKENS = 128
+
+
+def upload_tokens(machine: Machine | None) -> int:
+    """The number of tokens from which a GPU that first copies all weights is faster than the CPU.
+
+    T = TOKENS_A_READ * rows_gb_per_s / link_gb_per_s, of all nodes and the first GPU
+    The CPU takes T / TOKENS_A_READ times as long as reading the weights, the GPU as long as the
+    copy: its matmul is fast beside it.
+    """
+    if machine is None or not machine.gpus:
+        return UNMEASURED_TOKENS
+    rows_gb_per_s = sum(node.rows_gb_per_s for node in machine.nodes)
+    return math.ceil(TOKENS_A_READ * rows_gb_per_s / machine.gpus[0].link_gb_per_s)

@@ -1,4 +1,4 @@
-"""A service's part of the model's files, on whatever host it is."""
+"""Checks of a service's host: that it has the same model's files, and enough memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 
 def require_same_model(spec: ServiceSpec) -> None:
-    """The files must be those that the system started with, also for a service that comes later.
+    """Check that this host has the files that the system started with; replacements check too.
 
     Errors:  CheckpointError where this host has no copy of the model at the path, or another model;
-             MemoryBudgetError where the service's weights do not fit on a host of their own
+             MemoryBudgetError where the service's weights do not fit on a host of --hosts
     """
     if not spec.model_digest:
         return
@@ -57,7 +57,7 @@ def require_same_model(spec: ServiceSpec) -> None:
 
 @contextmanager
 def named_host(spec: ServiceSpec) -> Iterator[None]:
-    """Errors within say which service fails on which host, where each has files of its own."""
+    """Add service and host to errors raised within, where each host has its own files."""
     try:
         yield
     except HotcoldError as error:
@@ -68,16 +68,15 @@ def named_host(spec: ServiceSpec) -> Iterator[None]:
 
 
 def own_predictors(spec: ServiceSpec) -> Path | None:
-    """By what its host reads neurons ahead; None where a host of several has no such file."""
+    """The predictors file for reading neurons ahead; None where a host of several lacks it."""
     file = spec.storage.predictors if spec.storage is not None else ""
     return Path(file) if file and (Path(file).exists() or not spec.has_own_files) else None
 
 
-def require_room(spec: ServiceSpec, num_bytes: int) -> None:
-    """The system as a whole was found to fit; one that comes in a lost one's place may not.
+def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
+    """Raise MemoryBudgetError where the service's weights, `num_bytes`, do not fit.
 
-    `num_bytes`: of the service's weights.
-    Errors:  MemoryBudgetError
+    Preflight has checked the system as a whole; a replacement service may find less free.
     """
     if spec.gpu is None and num_bytes > (free := free_bytes()):
         raise MemoryBudgetError(
@@ -87,7 +86,7 @@ def require_room(spec: ServiceSpec, num_bytes: int) -> None:
 
 
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
-    """Bytes of the weights that a service loads. Errors: HotcoldError of a damaged checkpoint."""
+    """Bytes of the weights that a service loads. Errors: CheckpointError."""
     checkpoint = Checkpoint(Path(spec.model_path))
     has_gpu, transposed = spec.gpu is not None, spec.down_transposed
     config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, transposed)

@@ -1,4 +1,4 @@
-"""What a system takes of memory, on a host and on a GPU, before anything is started."""
+"""The memory that a system needs on a host, computed before anything is started."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
 from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_share
 from hotcold.actors.setup.shards import arena_layout, num_kv_pages
-from hotcold.actors.setup.storage_shares import bytes_in_memory, stored_bytes
+from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 KV_ITEM_BYTES = {"float16": 2, "float32": 4}  # of the KV cache, by --kv-dtype
-# More than counted of each process, as measured after long prompts: of a service, and of Ray's own
-# processes and the command's together.
+# Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
-CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
+CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 
 def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """What the system will take of memory; of several hosts that of the driver's, the most."""
+    """The memory that the system needs on the driver's host, which needs most of several."""
     if system.storage is not None:
         share = expected_gpu(system, config)
         need = beside_share(_whole_need(system, config), share, config)
         need = replace(
             need,
-            ffn_bytes=stored_bytes(share, config, system.storage),
+            ffn_bytes=offloaded_ffn_bytes(share, config, system.storage),
             process_bytes=need.process_bytes + more_process_bytes(share, config),
         )
         return _of_one_host(need, system)
@@ -40,7 +39,7 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
 
 
 def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
-    """Bytes of weights that its services load: on a GPU, and of stored neurons those in memory."""
+    """Bytes of weights that the services load; of offloaded neurons those kept in memory."""
     if system.storage is None:
         return weight_bytes(config)
     share = expected_gpu(system, config)
@@ -49,21 +48,21 @@ def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
 
 
 def memory_beside_gpu(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """The same with all cold neurons in memory, and as much on a GPU as surely fits there."""
+    """`system_need` with all cold neurons in memory, and on the GPU what surely fits."""
     need = beside_share(_whole_need(system, config), expected_gpu(system, config), config)
     return _of_one_host(need, system)
 
 
 def expected_gpu(system: SystemConfig, config: ModelConfig) -> SystemConfig:
-    """The system with what its GPU holds, or surely will, where neurons are on storage."""
+    """`system` with the share that its GPU holds or surely will hold."""
     return expected_share(_whole_need(system, config), system, config)
 
 
 def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
-    """What the driver's host's processes take at most, beside what `MemoryNeed` counts.
+    """Upper bound of process memory on the driver's host, beyond what `MemoryNeed` counts.
 
-    `system` says what a GPU holds. Its service holds a part of that while it loads: a layer's
-    attention, a layer's neurons, or the head.
+    A service with a GPU holds part of the GPU's share while it loads: one layer's attention, one
+    layer's neurons, or the head.
     """
     num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
     num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
@@ -76,15 +75,15 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
 
 
 def _of_one_host(need: MemoryNeed, system: SystemConfig) -> MemoryNeed:
-    """Services on other hosts look at their own memory (`actors/setup/host_files.py`)."""
+    """Services on other hosts check their own memory (`actors/setup/host_files.py`)."""
     return replace(need, ffn_bytes=-(-need.ffn_bytes // max(1, len(system.hosts))))
 
 
 def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """What the driver's host takes, and its GPU, with all hosts' neurons there."""
+    """The need of the driver's host and GPU together, with all hosts' neurons there."""
     num_hosts = max(1, len(system.hosts))  # which share the CPU services equally
-    num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, GPU service, CPU services
-    # Exchanging by calls, every process has an arena of its own.
+    num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, attention, CPU services
+    # With the exchange by calls every process has its own arena.
     num_arenas = 1 if system.exchange == "arena" else num_processes
     return memory_need(
         config,
@@ -97,7 +96,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
 
 
 def _predictor_bytes(system: SystemConfig) -> int:
-    """What the driver has of predictors for itself, beside those of their bits in the arena."""
+    """Predictor bytes in the driver's own memory, without those in the arena."""
     if not system.predictors_path:
         return 0
     words = system.storage.predictor_words if system.storage is not None else 0

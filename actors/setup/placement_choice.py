@@ -1,4 +1,4 @@
-"""Which placement plan a system loads by, and what that plan was made for."""
+"""Which placement plan a system loads by, and what that plan has to be made for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_request(
     machine_digest: str,
     profile: ActivationProfile | None,
 ) -> PlanRequest:
-    """What a plan for `system` has to be made for."""
+    """The request that a plan for `system` has to answer."""
     return PlanRequest(
         mode=system.mode,
         gpu_memory_bytes=gpu_memory_bytes,
@@ -55,7 +55,7 @@ def own_profile(
 def predictor_cost(
     system: SystemConfig, identity: ModelIdentity, config: ModelConfig
 ) -> PredictorCost | None:
-    """What the system's predictors weigh and let through; None where its mode has none.
+    """Bytes and selectivity of the system's predictors; None where its mode has none.
 
     Errors:  ArtifactError
     """
@@ -68,7 +68,7 @@ def predictor_cost(
 
 
 def _factors(predictors: Predictors) -> np.ndarray:
-    """Neurons computed for each that fires."""
+    """Neurons computed for each that fires, by layer: (L,)."""
     if predictors.qualities is None:
         return np.full(len(predictors.layers), _UNMEASURED_FACTOR)
     return np.array([max(1.0, q.computed / max(q.active, 1e-9)) for q in predictors.qualities])
@@ -82,10 +82,10 @@ def find_plan(
     cpu_memory_bytes: int | None,
     file: Path | None,
 ) -> str:
-    """The plan that `system` is to load by: `file`, else the one made for just this; "" for none.
+    """The plan for `system`: `file`, else the one made for exactly this request; "" for none.
 
-    Without a plan neurons are dealt to the CPU services in turn. This machine is not measured for
-    it: there can be a plan only where it was.
+    Without a plan neurons are assigned to the CPU services round-robin. Nothing is measured here: a
+    plan exists only where the machine has been measured.
     Errors:  ArtifactError, UsageError for a `file` that does not fit the system
     """
     if system.hosts:
@@ -126,7 +126,7 @@ def find_plan(
 
 
 def _predictor_digest(system: SystemConfig) -> str:
-    """Of the head of the file, which tells what it is, and its size; "" without one."""
+    """A digest of the file's first MiB, with its header, and of its size; "" without a file."""
     if not system.predictors_path:
         return ""
     path = Path(system.predictors_path)

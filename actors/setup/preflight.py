@@ -1,4 +1,4 @@
-"""What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
+"""Checks and choices before anything is started, so that mistakes cost no waiting."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
 from hotcold.actors.setup.placement_choice import find_plan
-from hotcold.actors.setup.shards import can_keep_outputs, served_config
+from hotcold.actors.setup.shards import can_keep_transposed, served_config
 from hotcold.actors.setup.storage import fit_storage, has_bundles
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -26,10 +26,10 @@ from hotcold.placement.memory import MemoryNeed, require_memory
 def prepare_system(
     path: Path, options: SystemOptions, extra_bytes: int = 0
 ) -> tuple[SystemConfig, ModelConfig]:
-    """Check the model's files, the options and the memory; fill in what was left open.
+    """Check the model's files, the options and the memory; fill in defaults.
 
-    The config's dtype is the one that matrices are loaded in. Where --cpu-memory, of each host, is
-    less than the system takes there, and `extra_bytes` besides, its neurons stay on storage.
+    The config's dtype is the one that matrices are loaded in. If the system and `extra_bytes` need
+    more than --cpu-memory (of each host), neurons stay on storage.
     Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
     """
     config = read_model(path, options.weight_dtype)
@@ -38,7 +38,7 @@ def prepare_system(
     served = in_memory(path, system, config, has_plan)
     fits = _fits(path, *served, options, extra_bytes)
     if not fits and system.neuron_upload_tokens:
-        # Neurons on their way to a GPU take room; stored ones are multiplied where they are read.
+        # Upload buffers need memory; offloaded neurons are multiplied where they are read anyway.
         system = replace(system, neuron_upload_tokens=0)
         served = in_memory(path, system, config, has_plan)
         fits = _fits(path, *served, options, extra_bytes)
@@ -48,7 +48,7 @@ def prepare_system(
             return replace(system, storage=storage), config
     system, config = served
     check_memory(path, system, config, options, extra_bytes)
-    if system.down_transposed:  # services hold runs of neurons, all alike
+    if system.down_transposed:  # services hold runs of neurons: no plan applies
         return system, config
     return replace(system, plan_path=_plan(path, system, config, options)), config
 
@@ -56,13 +56,13 @@ def prepare_system(
 def in_memory(
     path: Path, system: SystemConfig, config: ModelConfig, has_plan: bool = False
 ) -> tuple[SystemConfig, ModelConfig]:
-    """A chosen system, and the config with the formats that it holds matrices in, all in memory.
+    """`system` with all neurons in memory, and the config with the formats of its matrices.
 
-    `has_plan`: --plan names one, so down projections are by neurons, which it places.
+    `has_plan`: --plan places neurons, so down projections have a row for each neuron.
     Errors:  CheckpointError, UsageError
     """
     checkpoint = Checkpoint(path)
-    keeps = not has_plan and can_keep_outputs(system, checkpoint, config)
+    keeps = not has_plan and can_keep_transposed(system, checkpoint, config)
     system = replace(system, down_transposed=keeps)
     return system, served_config(system, checkpoint, config)
 
@@ -79,9 +79,9 @@ def _fits(
     options: SystemOptions,
     extra_bytes: int,
 ) -> bool:
-    """Whether all of the system is within --cpu-memory and what is free; so too without a limit.
+    """Whether the system fits in --cpu-memory and in free memory; True without a limit.
 
-    What a GPU takes beside weights is counted, unless a plan says what it holds.
+    A GPU's overhead beside weights is counted, unless a plan says what it holds.
     """
     limit = options.cpu_memory_bytes
     if limit is None:
@@ -96,7 +96,7 @@ def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     """Check the model's files without reading weights.
 
     The config's dtype is the one that matrices are loaded in: `weight_dtype`, else as stored.
-    Errors:  ConfigError, CheckpointError; UsageError for a dtype that cannot be had
+    Errors:  ConfigError, CheckpointError; UsageError for an unsupported dtype
     """
     config = read_config(path)
     checkpoint = Checkpoint(path)
@@ -112,7 +112,7 @@ def check_memory(
     options: SystemOptions,
     extra_bytes: int = 0,
 ) -> None:
-    """Compare what the system, and `extra_bytes` besides, takes with what is free or allowed.
+    """Compare the need of the system and `extra_bytes` with the memory that is free or allowed.
 
     Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
     """
@@ -135,7 +135,7 @@ def _storage(
     options: SystemOptions,
     extra_bytes: int,
 ) -> NeuronStorage | None:
-    """What stays in memory under a --cpu-memory that is too little for all; None: nothing can."""
+    """How much of the FFN --cpu-memory leaves in memory; None where offloading is not possible."""
     assert options.cpu_memory_bytes is not None
     free = min(options.cpu_memory_bytes, free_bytes())
     share = expected_gpu(system, config)
@@ -151,12 +151,12 @@ def _storage(
 
 
 def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:
-    """What each --dtype that takes less would need, the most precise first."""
+    """The memory need of each smaller --dtype, the most precise first."""
     casts = ("f16",) if read_model(path).dtype == "float32" else ()
     for dtype in (*casts, *QUANTIZED_NAMES):
         try:
             config = read_model(path, dtype)
-        except UsageError:  # rows that are no whole groups, or quantized otherwise already
+        except UsageError:  # rows that are no whole groups, or a quantized checkpoint
             continue
         system = choose_system(path, config, replace(options, weight_dtype=dtype))
         yield dtype, system_need(system, config)

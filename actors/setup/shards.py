@@ -1,4 +1,4 @@
-"""What each service of a system is to load: its neurons, its threads, its share of memory."""
+"""What each service of a system loads: its neurons, threads and share of memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,28 +18,34 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.assignment import cold_shards, runs_of_layers
-from hotcold.actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
+from hotcold.actors.setup.assignment import (
+    Layers,
+    cold_neurons,
+    cold_shards,
+    hot_neurons,
+    runs_of_layers,
+    system_plan,
+)
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.down_outputs import has_down_outputs, num_units
+from hotcold.model.weights.ffn import has_down_outputs, num_units
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
 from hotcold.placement.machine.pinning import HostShare, not_pinned_because
 from hotcold.placement.machine.survey import usable_cores
 from hotcold.placement.machine.sysfs import read_numa_nodes
 
-# Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
-# it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
+# Rows of logits in the arena: generation needs one a request, scoring is faster with more. Eight
+# rows are 4 MiB of shared memory for a vocabulary of 128 thousand.
 _MIN_LOGITS = 8
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
-    """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
+    """The attention service and the CPU services of a system that starts.
 
-    For a system that starts: what runs may have been started by other files than lie there now.
+    Not for a running system: profile and plan may have changed since it started.
     Errors:  ArtifactError
     """
     threads = service_threads(system)
@@ -69,9 +75,10 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
 
 
 def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -> list[ServiceSpec]:
-    """What the services of a running `system` are with another number of CPU services.
+    """The services of a running system after its number of CPU services has changed.
 
-    The GPU service `gpu` keeps its neurons; all others are dealt to the new CPU services in turn.
+    The attention service `gpu` keeps its neurons; the others are assigned to CPU services
+    round-robin.
     """
     threads = service_threads(system)
     if system.down_transposed:
@@ -87,7 +94,7 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
 def _cpu_specs(
     system: SystemConfig, gpu: ServiceSpec, threads: Sequence[int], shards: Sequence[Layers]
 ) -> list[ServiceSpec]:
-    """The CPU services beside `gpu`: service i has threads[i] threads and the neurons shards[i]."""
+    """The CPU services beside `gpu`; service i has threads[i] threads and neurons shards[i]."""
     return [
         ServiceSpec(
             f"cpu{i}",
@@ -119,11 +126,11 @@ def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelCon
     return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
 
 
-def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether down projections can stay as the file has them, a row for each output.
+def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
-    They can where no neuron is chosen before its gate is computed, by services that hold runs of
-    neurons. With thresholds whole rows of few bits are read as fast as chosen ones of 8.
+    That takes services that hold runs of neurons, and a mode that selects none before its gate is
+    computed. With thresholds, whole rows of few bits are read as fast as selected rows of 8.
     Errors:  CheckpointError
     """
     return (
@@ -138,7 +145,7 @@ def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: Model
 def _storage_share(
     system: SystemConfig, shard: Layers, shards: Sequence[Layers]
 ) -> NeuronStorage | None:
-    """One CPU service's, which has as large a share of what stays as of the neurons."""
+    """One CPU service's storage: its share of the kept rows is its share of the neurons."""
     storage = system.storage
     if storage is None:
         return None
@@ -151,7 +158,7 @@ def _storage_share(
 
 
 def _among(system: SystemConfig, shards: Sequence[Layers], service: int) -> np.ndarray | None:
-    """Of each layer, how many neurons the services before one hold, and all: (L, 2) int64."""
+    """For each layer, the neurons of the services before this one, and of all: (L, 2) int64."""
     if system.storage is None or not system.storage.predictor_words:
         return None
     sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64)
@@ -170,9 +177,9 @@ def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
 
 
 def service_threads(system: SystemConfig) -> tuple[int, ...]:
-    """Threads of each CPU service: in proportion to its cores, where those are this host's nodes'.
+    """Threads of each CPU service, in proportion to its cores where services are pinned to nodes.
 
-    Services are dealt to hosts in turn, and all hosts are taken to be like this one.
+    Services are assigned to hosts round-robin; all hosts are assumed to be like this one.
     """
     num_hosts = max(1, len(system.hosts))
     num_services = system.num_cpu_actors // num_hosts
@@ -185,7 +192,7 @@ def service_threads(system: SystemConfig) -> tuple[int, ...]:
 
 
 def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
-    """What CPU service `service` is to its host; None: the GPU service."""
+    """The share of its host that CPU service `service` has; None: the attention service."""
     num_hosts = max(1, len(system.hosts))
     index = None if service is None else service // num_hosts
     return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)

@@ -1,4 +1,4 @@
-"""Which neurons of a model larger than memory stay on storage, and what that takes of memory."""
+"""Neurons on storage: how many are kept in memory within a budget, and the bundle file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from hotcold.actors.protocol.offloaded_neurons import (
 )
 from hotcold.actors.setup.memory_needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
 from hotcold.actors.setup.placement_choice import own_profile
-from hotcold.actors.setup.storage_shares import divided, kept_parts, reads_whole, stored_bytes
+from hotcold.actors.setup.storage_shares import (
+    divided,
+    kept_parts,
+    offloaded_ffn_bytes,
+    reads_whole,
+)
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.direct import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -35,12 +40,11 @@ _GIB = 1 << 30
 def fit_storage(
     path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
 ) -> NeuronStorage | None:
-    """How much of the FFN can stay in memory where all of `need` has not `free_bytes`.
+    """How much of the FFN to keep in memory where `need` does not fit in `free_bytes`.
 
-    `need` and `free_bytes` are of the driver's host, which has most to hold; every host has an
-    equal part of the FFN. `system` says what a GPU holds. None where neurons cannot be stored: with
-    a GPU and several hosts, and where it would take no less memory.
-    Errors:  MemoryBudgetError naming the least that would do
+    Both are those of the driver's host, which needs most; the FFN is shared equally among hosts.
+    None where offloading is not possible (a GPU with several hosts) or would not save memory.
+    Errors:  MemoryBudgetError naming the least budget that would do
     """
     if system.device == "cuda" and system.hosts:
         return None
@@ -52,7 +56,7 @@ def fit_storage(
 def storage_within(
     path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
 ) -> NeuronStorage:
-    """As `fit_storage`, even where all would fit. Errors: as there."""
+    """`fit_storage` without its checks. Errors: MemoryBudgetError."""
     least, least_bytes = _least(need, system, config)
     num_hosts = max(1, len(system.hosts))
     if least_bytes > free_bytes:
@@ -66,15 +70,15 @@ def storage_within(
 
 
 def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
-    """How much of the FFN stays in memory, now that it is known what the GPU of `system` holds.
+    """`system.storage` fitted again, now that the GPU's share is known.
 
-    As before where nothing was promised. Errors: MemoryBudgetError naming the least that would do
+    Unchanged without a budget. Errors: MemoryBudgetError naming the least budget that would do
     """
     storage = system.storage
     if storage is None or not storage.memory_bytes:
         return storage
     need = memory_beside_gpu(system, config)
-    if system.device == "cpu":  # the GPU was tried, and what that took stays with its service
+    if system.device == "cpu":  # the GPU was tried: its service keeps that memory
         need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
     path, free = Path(system.model_path), storage.memory_bytes
     found = storage_within(path, need, system, config, free)
@@ -84,15 +88,15 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
 def _least(
     need: MemoryNeed, system: SystemConfig, config: ModelConfig
 ) -> tuple[NeuronStorage, int]:
-    """As many slots as a layer has neurons, and what the driver's host then takes of memory.
+    """The smallest storage, slots for one whole layer, and the memory the driver's host then needs.
 
-    Of a layer a GPU may turn out to hold few neurons.
+    For a whole layer, as a GPU may turn out to hold few of its neurons.
     """
     geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
-    file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
+    file = bundle_path(system.model_path, geometry)  # absolute: the same on other hosts
     least = NeuronStorage(str(file), geometry.num_neurons, geometry.num_neurons)
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
-    return least, rest + -(-stored_bytes(system, config, least) // num_hosts)
+    return least, rest + -(-offloaded_ffn_bytes(system, config, least) // num_hosts)
 
 
 def _rounded_up(num_bytes: int) -> str:
@@ -100,10 +104,7 @@ def _rounded_up(num_bytes: int) -> str:
 
 
 def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
-    """What a CPU service keeps in memory; `config` has the dtypes that matrices are loaded in.
-
-    Errors:  ArtifactError
-    """
+    """What a CPU service keeps in memory; `config` has the loaded dtypes. Errors: ArtifactError."""
     storage, shards = spec.storage, spec.neuron_ids or []
     if storage is None:
         raise ValueError(f"{spec.name} has no neurons on storage")
@@ -118,18 +119,18 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         rates = np.concatenate(parts).astype(np.float32)
     is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_up_downs))
     share = OffloadedShare(num_gates, num_up_downs, rates, is_whole)
-    return _left_out(share, storage, geometry, most)
+    return _ablated(share, storage, geometry, most)
 
 
-def _left_out(
+def _ablated(
     share: OffloadedShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
 ) -> OffloadedShare:
-    """The share of a benchmark that leaves out parts of how neurons are read."""
+    """`share` without the techniques that a benchmark leaves out (`storage.without`)."""
     if CACHE in storage.without:
         unknown = np.empty(0, np.float32)
         share = replace(share, num_gates=most, num_up_downs=most, rates=unknown, forgets=True)
     if BUNDLES in storage.without:
-        # Each row by a read of its own, wherever it lies.
+        # Each row by its own read.
         piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES
         share = replace(share, piece_bytes=piece_bytes, most_gap=ALONE)
     return replace(share, waits_first=PIPELINE in storage.without)
@@ -142,9 +143,9 @@ def pack_model(
     on_bytes: OnBytes = lambda written, total: None,
     takes_others: bool = False,
 ) -> Path:
-    """Write the model's bundle file: neurons that fire often first, where a profile tells.
+    """Write the model's bundle file with the dtypes of `config`, as `write_bundles` does.
 
-    As `write_bundles`, with the dtypes of `config` and the profile that lies beside the model.
+    With a profile beside the model, neurons that fire often come first.
     """
     profile = own_profile(path, ModelIdentity.of(path), config)
     order, name = _file_order(config, profile)

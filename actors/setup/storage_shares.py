@@ -1,4 +1,4 @@
-"""How the memory of stored neurons is best used: for gates, for reading ahead, for slots."""
+"""How best to use memory for offloaded neurons: for gates, read-ahead predictors, or slots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
+from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
-from hotcold.actors.setup.hot_neurons import hot_neurons
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -19,27 +19,23 @@ from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
 from hotcold.numba_kernels.formats import ROW_FORMATS
-from hotcold.numba_kernels.storage.depths import RING_DEPTH
+from hotcold.numba_kernels.storage import RING_DEPTH
 from hotcold.placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
 
-_ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
-_SLOT_BYTES = 24  # of each slot: whose it is, biases
-_UNKNOWN_RATE = 0.1  # of neurons, where no profile says how often they fire
-_DIVISIONS = 32  # of memory between gates and whole neurons, of which the best is chosen
-_SHARED_BYTES_LEFT = 256 << 20  # of shared memory, for all else that is in the arena
-_SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more slots
+_ROW_BYTES = 64  # of each neuron: its place, checksums, biases, counts
+_SLOT_BYTES = 24  # of each slot: its owner, biases
+_UNKNOWN_RATE = 0.1  # firing rate assumed without a profile
+_DIVISIONS = 32  # steps between all memory for whole neurons and all for gates
+_SHARED_BYTES_LEFT = 256 << 20  # of shared memory for the rest of the arena
+_SPARE_FOR_AHEAD = 4  # times the predictors' bytes must be spare to keep them
 
 
 def divided(
     path: Path, system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
 ) -> NeuronStorage:
-    """How `spare` bytes, of all hosts, beside the least are best used.
-
-    A GPU holds what `system` says.
-    Errors:  ArtifactError
-    """
+    """The fastest way to use `spare` bytes, of all hosts, beyond `least`. Errors: ArtifactError."""
     num_words = _words_to_read_ahead(path, system, config)
     shared = num_words if _shares_bits(system, num_words) else 0
     ahead = replace(least, predictors=system.predictors_path or "", predictor_words=shared)
@@ -48,7 +44,7 @@ def divided(
         least, spare = ahead, spare - num_bytes
     found = list(_divisions(system, config, least, spare))
     if not system.predictors_path:
-        found = [found[0], *found[-1:]]  # gates are wanted always: all stay, or none
+        found = [found[0], *found[-1:]]  # every gate is always read: keep all, or none
     disk = Disk()
     return min(found, key=lambda kept: disk.seconds(token_reads(path, system, config, kept)))
 
@@ -56,7 +52,7 @@ def divided(
 def _divisions(
     system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
 ) -> Iterator[NeuronStorage]:
-    """Ways to use `spare` bytes beside the least: for whole neurons, then more and more gates."""
+    """Divisions of `spare` bytes: first all for whole neurons, then more and more for gates."""
     geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
     gate_bytes, up_down_bytes = slot_bytes(geometry)
     most = max(0, num_cold - least.num_gates)
@@ -71,7 +67,7 @@ def _divisions(
 
 
 def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) -> int:
-    """Of predictors by which neurons can be read ahead; 0 where there are none."""
+    """Words of predictors that can read neurons ahead; 0 without such."""
     if not system.predictors_path:
         return 0
     file = Path(system.predictors_path)
@@ -79,14 +75,14 @@ def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) 
 
 
 def _shares_bits(system: SystemConfig, num_words: int) -> bool:
-    """Whether services can read ahead by the driver's bits: all on its host, and room for them."""
+    """Whether services can read ahead by bits in the arena: one host, enough shared memory."""
     if system.exchange != "arena" or system.hosts:
         return False
     return _SHARED_BYTES_LEFT + num_words * WORD_BYTES <= free_shared_memory()
 
 
 def _own_predictor_bytes(storage: NeuronStorage) -> int:
-    """What services have of predictors for themselves, beside what the driver has."""
+    """Predictor bytes in the services' own memory."""
     if not storage.predictors:
         return 0
     return Path(storage.predictors).stat().st_size - storage.predictor_words * WORD_BYTES
@@ -95,11 +91,7 @@ def _own_predictor_bytes(storage: NeuronStorage) -> int:
 def token_reads(
     path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
 ) -> Reads:
-    """What a token reads, by the profile; as if a tenth of the neurons fired alike without one.
-
-    Nothing is read of neurons that a GPU holds.
-    Errors:  ArtifactError
-    """
+    """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError."""
     geometry = BundleGeometry.of(config)
     fired = _cold_rates(path, system, config)
     if not fired.size:
@@ -108,13 +100,13 @@ def token_reads(
     if system.predictors_path or kept.num_gates >= fired.size:
         is_whole = bool(system.predictors_path) and reads_whole(geometry, fired, parts)
         return whole_bundles(fired, parts) if is_whole else gates_first(fired, parts)
-    # Gates of all that are not in slots; what lies between them is read too.
+    # Gates of all neurons outside of slots, and the bytes between them.
     ones, num_bytes = np.ones_like(fired), geometry.bundle_bytes
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
-    """How often each neuron fires that the CPU services hold: (cold neurons of all layers,)."""
+    """Firing rates of the neurons that CPU services hold: (cold neurons of all layers,)."""
     profile = own_profile(path, ModelIdentity.of(path), config)
     unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
     fired = unknown if profile is None else profile.frequency
@@ -127,11 +119,10 @@ def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.nda
 
 
 def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool:
-    """Whether all of a neuron that a predictor lists is read at once, not its gate first.
+    """Whether reading a listed neuron's whole bundle at once beats reading its gate first.
 
-    `fired` is how often each neuron fires, (0,) where that is not known. What is rarely in slots
-    fires for few of the tokens for which it is listed. A 4-bit bundle is never read whole: its rest
-    takes twice as long as its gate.
+    `fired` are firing rates, (0,) if unknown. Gates first pays where a listed neuron seldom fires.
+    A 4-bit bundle is never read whole: up and down rows take twice as long as the gate.
     """
     row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
     if row_format is not None and row_format.bits <= 4:
@@ -143,12 +134,12 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool
 
 
 def kept_parts(geometry: BundleGeometry, num_gates: int, num_up_downs: int) -> Kept:
-    """So many neurons' parts in memory, and what a read of one takes."""
+    """`Kept` with the read sizes of `geometry`."""
     return Kept(num_gates, num_up_downs, geometry.gate_bytes, geometry.up_down_bytes)
 
 
 def slot_bytes(geometry: BundleGeometry) -> tuple[int, int]:
-    """Bytes of a slot for a gate row, and of one for up and down rows, with their tables."""
+    """Bytes of a slot for a gate row, and of a slot for up and down rows, tables included."""
     return geometry.gate_row_bytes + _SLOT_BYTES, geometry.up_down_row_bytes + _SLOT_BYTES
 
 
@@ -158,8 +149,8 @@ def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
     return storage.num_gates * gate_bytes + storage.num_up_downs * up_down_bytes
 
 
-def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
-    """What the FFN takes of memory, on all hosts: slots, gates that stay, tables, buffers."""
+def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
+    """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
     geometry = BundleGeometry.of(config)
     tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
     buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)

@@ -1,1 +1,1 @@
-"""What a running system shows of itself, none of it computed in the engine's thread."""
+"""What a running system shows of itself: neurons, speed, times, health of its actors."""

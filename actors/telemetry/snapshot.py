@@ -1,6 +1,6 @@
-"""What a running system shows of itself: which neurons work, how fast, who is alive.
+"""A snapshot of a running system: which neurons fire, how fast it is, which actors are alive.
 
-Nothing here is computed in the engine's thread; services count neurons only while somebody asks.
+Nothing here is computed in the engine's thread; services count neurons only while it is watched.
 """
 
 import threading
@@ -23,7 +23,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     SharedBuffers,
 )
 
-WATCH_S = 5.0  # after the last question services count no more
+WATCH_S = 5.0  # after the last snapshot services count no more
 _RECENT_S = 2.0  # over which speeds are averaged
 
 
@@ -33,7 +33,7 @@ class NeuronMap:
 
     A step is a token of a lone request; of several requests, one token of each. A neuron is
     computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
-    counted by nobody. Prompts that go through matrix products are not counted.
+    not counted. Prompts that go through matmul are not counted.
     Shapes:  all (L, B); mean_*: neurons a step since the watch began
     Dtypes:  int64, mean_* float64
     """
@@ -49,7 +49,7 @@ class NeuronMap:
 
 @dataclass(frozen=True)
 class Speed:
-    """The last seconds' decoding.
+    """Decoding in the last seconds.
 
     Units:   per_step_ms as `StepTimes.per_step_ms`; shares of all neurons, 0 to 1
     """
@@ -69,7 +69,6 @@ class ActorHealth:
     pid: int
     memory_bytes: int  # resident, in the host's memory
     device: str
-    answered_s: float  # since its last answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +100,7 @@ def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarra
 
 
 class NeuronWatch:
-    """Lets services count for as long as somebody asks, and reads their counts."""
+    """Lets services count neurons while the system is watched, and reads their counts."""
 
     def __init__(
         self, config: ModelConfig, buffers: SharedBuffers, shards: Sequence[Sequence[np.ndarray]]
@@ -124,10 +123,7 @@ class NeuronWatch:
         return self._ender is not None
 
     def watch(self, seconds: float = WATCH_S) -> None:
-        """Let the services count from now on, until nobody has called this for so long.
-
-        With 0 they count no more, whoever else watches.
-        """
+        """Let the services count for `seconds` from the last call on; 0: stop at once."""
         with self._changing:
             self._watched_until = time.monotonic() + seconds
             self._changing.notify()
@@ -146,9 +142,9 @@ class NeuronWatch:
             self._ender = None
 
     def read(self) -> NeuronMap:
-        """The counts so far; layers may be of two neighbouring steps while one runs."""
+        """The counts so far; while a step runs, layers may be of two neighbouring steps."""
         counts = self._buffers.neuron_counts[1:].copy()
-        # Both count on without end, so differences are taken before the type is widened.
+        # Both counters wrap around, so differences are taken before the type is widened.
         sums = (counts - self._first_counts[1:]).astype(np.int64)
         steps = (self._buffers.counted_steps[1:] - self._first_steps[1:]).astype(np.int64)
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
@@ -165,13 +161,13 @@ class NeuronWatch:
         )
 
     def write(self, service: int, counts: np.ndarray, steps: np.ndarray) -> None:
-        """Take over what a service that shares no memory has counted.
+        """Add the counts of a service that shares no memory.
 
         Shapes:  counts (L, B, NUM_COUNTS), steps (L,)
         """
         assert counts.shape[-1] == NUM_COUNTS
         if ((steps - self._buffers.counted_steps[service]).astype(np.int32) < 0).any():
-            # A process that has come in a lost one's place begins with none.
+            # A new process in a lost one's place counts from 0.
             self._first_counts[service], self._first_steps[service] = 0, 0
         self._buffers.neuron_counts[service] = counts
         self._buffers.counted_steps[service] = steps

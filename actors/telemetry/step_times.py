@@ -19,8 +19,8 @@ from hotcold.numba_kernels.serve.layer_loop import (
 )
 
 PARTS = ("attention", "head", "ffn", "predictor")
-# Of neurons on storage: what all services read, how long the slowest waited for it, and the parts
-# of neurons that were wanted and those that were not in memory.
+# Of neurons on storage: bytes that all services read, the slowest one's wait for them, parts of
+# neurons that were wanted, and parts that were not in memory.
 READS = ("bytes_read", "wait_ns", "wanted", "missed")
 
 
@@ -44,7 +44,7 @@ class StepTimes:
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Time one step of so many tokens."""
+        """Time one step of `num_tokens`."""
         started = time.monotonic_ns()
         yield
         self.total += time.monotonic_ns() - started
@@ -52,12 +52,12 @@ class StepTimes:
         self.num_tokens += num_tokens
 
     def add(self, part: str, waited_ns: int, busy_ns: int) -> None:
-        """Count one exchange: what the driver waited, and what the slowest service worked."""
+        """Count one exchange: the driver's wait, and the slowest service's work."""
         self.parts[part] += int(busy_ns)
         self.exchange += waited_ns - int(busy_ns)
 
     def add_layers(self, layer_state: np.ndarray) -> None:
-        """Count what a walk through layers has counted; see `numba_kernels.serve.layer_loop`."""
+        """Count the sums of a layer loop (`numba_kernels.serve.layer_loop`)."""
         self.add(
             "attention", int(layer_state[ATTENTION_WAITED_NS]), int(layer_state[ATTENTION_BUSY_NS])
         )
@@ -68,17 +68,17 @@ class StepTimes:
         )
 
     def add_predictor(self, busy_ns: int) -> None:
-        """Count the driver's choices of neurons."""
+        """Count time in which the driver chose neurons."""
         self.parts["predictor"] += busy_ns
 
     def count_neurons(self, num_neurons: int, num_ups: int, num_gates: int) -> None:
-        """Count neurons that were computed, those whose up was, and those whose gate was."""
+        """Count neurons that were computed, and those of which up, or the gate, was."""
         self.num_neurons += num_neurons
         self.num_ups += num_ups
         self.num_gates += num_gates
 
     def count_reads(self, found: Sequence[int]) -> None:
-        """Count what services have read for a step, in the order of READS."""
+        """Count what services read for a step, in the order of READS."""
         for name, number in zip(READS, found, strict=True):
             self.reads[name] += number
 
@@ -88,9 +88,7 @@ class StepTimes:
         self.exchange += other.exchange
         self.num_steps += other.num_steps
         self.num_tokens += other.num_tokens
-        self.num_neurons += other.num_neurons
-        self.num_gates += other.num_gates
-        self.num_ups += other.num_ups
+        self.count_neurons(other.num_neurons, other.num_ups, other.num_gates)
         for part, busy_ns in other.parts.items():
             self.parts[part] += busy_ns
         self.count_reads(list(other.reads.values()))
@@ -107,10 +105,7 @@ class StepTimes:
         }
 
     def per_step_reads(self) -> dict[str, float]:
-        """Of neurons on storage: bytes a step, the share of time waited, the share that was there.
-
-        {} where nothing was looked for.
-        """
+        """Of neurons on storage: bytes a step, share of time waited, hit rate; {} without any."""
         if not self.reads["wanted"]:
             return {}
         return {

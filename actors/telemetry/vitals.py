@@ -1,4 +1,4 @@
-"""Health and memory of actors, asked for now and then and never waited for."""
+"""Health, memory and compiling of actors, polled now and then and never waited for."""
 
 import os
 import time
@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import ray
+from numba.core import event
 
 from hotcold.actors.telemetry.snapshot import ActorHealth
 
-_ASK_S = 2.0  # between two questions to one actor
+_EVERY_S = 2.0  # between two polls of one actor
 _SILENT_S = 3.0  # unanswered for so long, an actor is shown as silent
 
 
 @dataclass(frozen=True, eq=False)
 class ServiceVitals:
-    """What a service says of itself; counts, steps only where the driver cannot see them."""
+    """What a service says of itself; `counts`, `steps` only where the driver cannot see them."""
 
     pid: int
     memory_bytes: int
@@ -33,66 +34,87 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class _Patient:
-    """One actor: the question under way and the last answer."""
+class CompileCounter(event.Listener):
+    """Counts the kernels that Numba compiles from now on, without those found in its cache."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.ref: Any = None
-        self.asked_s = self.answered_s = time.monotonic()
-        self.last: ServiceVitals | None = None
-        self.state = "alive"
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self._num_ended = 0
+        event.register("numba:compile", self)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a function is being compiled now."""
+        return self.num_begun > self._num_ended
+
+    def on_start(self, _: event.Event) -> None:
+        """A function is not in the cache."""
+        self.num_begun += 1
+
+    def on_end(self, _: event.Event) -> None:
+        """It is compiled, or has failed."""
+        self._num_ended += 1
+
+
+@dataclass
+class _Actor:
+    """One actor: the call in progress, and its last reply."""
+
+    name: str
+    ref: Any = None
+    called_s: float = 0.0
+    last: ServiceVitals | None = None
+    state: str = "alive"
 
     def health(self, now_s: float) -> ActorHealth:
-        last, state = self.last, self.state
-        if self.ref is not None and state == "alive" and now_s - self.asked_s > _SILENT_S:
-            state = "silent"
-        if last is None:
-            return ActorHealth(self.name, state, 0, 0, "", now_s - self.answered_s)
-        answered_s = now_s - self.answered_s
-        return ActorHealth(self.name, state, last.pid, last.memory_bytes, last.device, answered_s)
+        is_silent = self.ref is not None and now_s - self.called_s > _SILENT_S
+        state = "silent" if is_silent and self.state == "alive" else self.state
+        if self.last is None:
+            return ActorHealth(self.name, state, 0, 0, "")
+        return ActorHealth(
+            self.name, state, self.last.pid, self.last.memory_bytes, self.last.device
+        )
 
 
 class VitalSigns:
-    """Asks all services of a system, at most every two seconds, and remembers their answers."""
+    """Polls all services of a system, each at most every two seconds, and keeps their replies."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """`handles` are the actors of `names`."""
         self._handles = handles
-        self._patients = [_Patient(name) for name in names]
+        self._actors = [_Actor(name) for name in names]
 
-    def look(
+    def poll(
         self, on_counts: Callable[[int, np.ndarray, np.ndarray], None]
     ) -> tuple[ActorHealth, ...]:
-        """Collect answers that have come, ask again where it is time; the driver comes first.
+        """Collect replies, call again where it is time; the driver comes first.
 
-        `on_counts` receives what a service has counted.
+        `on_counts` receives a service's index, counts and steps.
         """
         now_s = time.monotonic()
-        for index, (patient, handle) in enumerate(zip(self._patients, self._handles, strict=True)):
-            self._collect(index, patient, now_s, on_counts)
-            if patient.ref is None and (patient.last is None or now_s - patient.asked_s >= _ASK_S):
-                patient.ref, patient.asked_s = handle.vitals.remote(), now_s
-        driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu", 0.0)
-        return (driver, *(patient.health(now_s) for patient in self._patients))
+        for index, (actor, handle) in enumerate(zip(self._actors, self._handles, strict=True)):
+            self._collect(index, actor, on_counts)
+            if actor.ref is None and (actor.last is None or now_s - actor.called_s >= _EVERY_S):
+                actor.ref, actor.called_s = handle.vitals.remote(), now_s
+        driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu")
+        return (driver, *(actor.health(now_s) for actor in self._actors))
 
     def _collect(
         self,
         index: int,
-        patient: _Patient,
-        now_s: float,
+        actor: _Actor,
         on_counts: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> None:
-        if patient.ref is None or not ray.wait([patient.ref], timeout=0)[0]:
+        if actor.ref is None or not ray.wait([actor.ref], timeout=0)[0]:
             return
-        ref, patient.ref = patient.ref, None
+        ref, actor.ref = actor.ref, None
         try:
             vitals: ServiceVitals = ray.get(ref, timeout=0)
         except ray.exceptions.ActorUnavailableError:
-            patient.state = "restarting"
+            actor.state = "restarting"
         except ray.exceptions.RayError:
-            patient.state = "dead"
+            actor.state = "dead"
         else:
-            patient.last, patient.answered_s, patient.state = vitals, now_s, "alive"
+            actor.last, actor.state = vitals, "alive"
             if vitals.counts is not None and vitals.steps is not None:
                 on_counts(index, vitals.counts, vitals.steps)

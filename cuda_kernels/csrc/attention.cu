@@ -1,9 +1,9 @@
-// Decode attention: each token's heads over the cached positions up to its own, grouped-query;
-// with a window, over the last ones of them.
+// Decode attention, grouped-query: each token's heads over the cached positions up to its own, or
+// with a window over the last of them.
 //
-// Positions are cut into splits of 128 wherever a sequence ends; a block takes one split, one token
-// and up to QUERIES heads that share a key-value head. A second kernel merges the splits in order.
-// So a token's sums have one order, whatever else is computed.
+// Positions are cut into splits of 128, whatever the sequence's length. A block takes one split,
+// one token and up to QUERIES heads of a key-value head; a second kernel merges the splits in
+// order. So the order of a token's sums does not depend on its batch-mates.
 #include "cache.cuh"
 #include "formats.cuh"
 
@@ -77,7 +77,7 @@ struct Place {
     }
 };
 
-// scores[q][p] = scale * key of position p . query q; all lanes go round together.
+// scores[q][p] = scale * key of position p . query q; all lanes take part in every round.
 template <int FORMAT, bool VECTOR, int LANES, int QUERIES>
 DEVICE void score(
     const u8* keys, const Step& step, int count, const float (&queries)[QUERIES][ITEMS],
@@ -186,7 +186,7 @@ DEVICE void attend_split(
     const Step& step, const Cache& cache, const u8* keys, const u8* values, int token, int split,
     int kv_head, int first_head, int num_queries, float* partials) {
     __shared__ Shared<LANES, QUERIES> shared;
-    int end = least((split + 1) * SPLIT, step.last_position(token) + 1);
+    int end = min_of((split + 1) * SPLIT, step.last_position(token) + 1);
     int begin = split * SPLIT, first = step.first_position(token);
     begin = begin < first ? first : begin;
     int count = end - begin;
@@ -199,7 +199,7 @@ DEVICE void attend_split(
     Place<LANES> place;
 #pragma unroll
     for (int q = 0; q < QUERIES; ++q) {
-        const float* query = step.query(token, first_head + least(q, num_queries - 1));
+        const float* query = step.query(token, first_head + min_of(q, num_queries - 1));
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 4) {
             float four[4] = {};
@@ -244,7 +244,7 @@ DEVICE float block_largest(float value) {
     return value;
 }
 
-// out[t, h] = the splits' sums in order, each scaled from its own largest score to that of all.
+// out[t, h] = the splits' sums in order, each rescaled from its own largest score to the overall.
 DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     __shared__ float shares[THREADS], totals[THREADS];
     int head = blockIdx.x, token = blockIdx.y, size = step.head_dim, thread = threadIdx.x;
@@ -258,7 +258,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     top = block_largest(top);
     for (int begin = 0; begin < splits; begin += THREADS) {
         const float* parts = first + static_cast<i64>(begin) * (size + 2);
-        int count = least(THREADS, splits - begin);
+        int count = min_of(THREADS, splits - begin);
         if (thread < count) {
             const float* last = parts + thread * (size + 2) + size;
             shares[thread] = expf(load(last) - top);
@@ -299,7 +299,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
         int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;                    \
         attend_split<FORMAT, VECTOR, LANES, QUERIES>(                                              \
             step, cache, keys, values, blockIdx.y, blockIdx.z, kv_head, kv_head * group + first,   \
-            least(QUERIES, group - first), partials);                                              \
+            min_of(QUERIES, group - first), partials);                                             \
     }
 
 #define MERGE_SPLITS()                                                                             \

@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-// Where the cache of a layer has a position: rows of head_dim items, (pages, KV, page, head_dim).
+// Rows of a layer's cache, head_dim items each: (pages, KV, page, head_dim).
 struct Cache {
     const int* page_tables;
     int pages_a_slot, page_positions, num_kv_heads;

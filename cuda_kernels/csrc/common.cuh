@@ -1,7 +1,7 @@
-// What all kernels share: types, access to memory, conversions, sums within a warp.
+// Shared by all kernels: types, memory access, conversions, warp sums.
 //
-// No header of CUDA is needed, so NVRTC compiles this alone. Under HOTCOLD_EMULATION the same
-// source is compiled for the CPU, where every access below is checked.
+// It includes no header of CUDA, so NVRTC needs none. Under HOTCOLD_EMULATION the same source is
+// compiled for the CPU, where every access below is checked.
 #pragma once
 
 using u8 = unsigned char;
@@ -32,7 +32,7 @@ DEVICE T load(const T* from) {
     return __ldg(from);
 }
 
-// The same, read once: it is the first to leave the caches.
+// `load` of what is read once: the first to be evicted from the caches.
 template <typename T>
 DEVICE T load_once(const T* from) {
     return __ldcs(from);
@@ -63,7 +63,7 @@ DEVICE u16 float_to_half(float value) {
 }
 #endif
 
-DEVICE int least(int a, int b) { return a < b ? a : b; }
+DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 
 DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 

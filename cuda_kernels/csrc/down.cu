@@ -1,18 +1,18 @@
 // The hot FFN's second kernel: partial sums of h[n, t] * down[n] over parts of the neurons.
 //
 // Neurons are cut into parts, and four parts are a run. A block takes one part or a run of them,
-// and a stretch of columns. Within a part the neurons that fired are added in ascending order; a
-// run is the sum of its parts in order. So the order of additions is the same however parts are
-// dealt, and whichever neurons other tokens bring: those add zeros.
+// and a range of columns. Within a part the neurons that fired are added in ascending order; a run
+// is the sum of its parts in order. So the order of additions does not depend on how parts are
+// assigned to blocks, nor on batch-mates, whose neurons add zeros.
 #include "formats.cuh"
 
 constexpr int MAX_PART = THREADS;  // neurons of a part
 constexpr int MAX_STEP_TOKENS = 32;
 
-// What a thread reads of a row: its place, and the columns that it holds.
+// What a thread reads of a row: its offset, and its columns.
 template <int FORMAT, bool VECTOR>
 struct Piece {
-    // Words of as many groups, of the same step.
+    // Words of the same step, of as many groups.
     static constexpr int WORDS = !VECTOR ? 1 : FORMAT == Q8 ? 4 : 2;
     static constexpr int WORD_ITEMS = FORMAT == Q8 ? 4 : 8;
     static constexpr int ITEMS = is_quantized(FORMAT) ? WORDS * WORD_ITEMS : items_of(FORMAT);
@@ -35,7 +35,7 @@ struct Piece {
 
     DEVICE bool is_inside() const { return static_cast<i64>(number) * ITEMS < width; }
 
-    // Four items that follow each other start at items 0, 4, 8, ... of the piece.
+    // Items 0, 4, 8, ... of the piece start four adjacent columns each.
     DEVICE int column(int item) const {
         if constexpr (!is_quantized(FORMAT)) return number * ITEMS + item;
         return (group + item / WORD_ITEMS) * GROUP + step * WORD_ITEMS + item % WORD_ITEMS;
@@ -112,8 +112,8 @@ struct Fired {
 
 constexpr int UP_SHIFT = 16;  // of a part's two counts in one number
 
-// Fills `fired` with neurons first..last-1 for `step_tokens` tokens, zeros beyond `num_tokens`.
-// Returns how many there are, and above UP_SHIFT of how many the up row was read.
+// Fills `fired` with those of neurons first..last-1 that fired, h zero beyond `num_tokens`.
+// Returns their number, and from bit UP_SHIFT on the number of up rows read.
 template <int STEP_TOKENS>
 DEVICE int list_fired(
     const int* is_fired, const float* h, int first, int last, int num_tokens, int step_tokens,

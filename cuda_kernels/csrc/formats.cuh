@@ -1,8 +1,8 @@
 // Readers of weight rows, in the layouts of numba_kernels/formats.py.
 //
-// A piece is what a lane reads at once: 16 bytes. With VECTOR every row is aligned to 16 bytes and
-// holds whole pieces (quantized: a multiple of 256 weights, so that the last chunk has 8 or 16
-// groups). Without it items are read one by one, with the same lanes for the same columns, so sums
+// A piece is 16 bytes, what a lane reads at once. With VECTOR every row is aligned to 16 bytes and
+// has whole pieces (quantized: a multiple of 256 weights, so that the last chunk has 8 or 16
+// groups). Without it items are read one by one, with the same columns in the same lanes, so sums
 // have the same order.
 #pragma once
 #include "common.cuh"
@@ -10,8 +10,8 @@
 SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
 SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
 SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
-SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6 and the K formats, that share float16 numbers
-SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
+SHARED_CONSTANT int BLOCK_GROUPS = 8;   // that share float16 numbers, of Q6 and the K formats
+SHARED_CONSTANT int QUARTER = 4;        // groups with a word each in a 16-byte piece
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
 DEVICE constexpr bool is_k(int format) { return format == Q4_K || format == Q5_K; }
@@ -104,7 +104,7 @@ DEVICE void load_floats(const float* x, int k, int width, float (&out)[N]) {
 
 // Groups of chunk `chunk` in a row of `groups`.
 DEVICE int chunk_size(int chunk, int groups) {
-    return least(CHUNK_GROUPS, groups - chunk * CHUNK_GROUPS);
+    return min_of(CHUNK_GROUPS, groups - chunk * CHUNK_GROUPS);
 }
 
 // Bytes of a row's values before those of a chunk, and of all its values.
@@ -114,7 +114,7 @@ DEVICE i64 value_bytes(i64 weights) {
     return FORMAT == Q8 ? weights : FORMAT == Q6 ? weights / 4 * 3 : weights / 2;
 }
 
-// A word of `valid` <= 4 groups that follow each other, zeros for the others.
+// A word of each of `valid` <= 4 adjacent groups, zeros for the others.
 template <bool VECTOR, bool ONCE>
 DEVICE uint4 quarter_piece(const u8* from, int valid) {
     if constexpr (VECTOR) {
@@ -129,7 +129,7 @@ DEVICE uint4 quarter_piece(const u8* from, int valid) {
     }
 }
 
-// Where a row's scales are, and its minima behind them.
+// A row's scales, and its minima behind them.
 template <int FORMAT>
 DEVICE const u16* scales_of(const u8* row, int width) {
     return reinterpret_cast<const u16*>(row + value_bytes<FORMAT>(width));
@@ -197,7 +197,7 @@ DEVICE u32 upper_bits(u32 fifths, int step, int half) {
     return (fifths >> (2 * step + half) & 0x01010101u) << 4;
 }
 
-// What a stored value of 4 or 5 bits is more than the number that it stands for.
+// The zero point of a value of 4 or 5 bits.
 DEVICE constexpr int offset_of(int format) { return has_min(format) ? 0 : format == Q5 ? 16 : 8; }
 
 // A word's weights without scale and minimum: four of Q8; else the four low nibbles, then the high
@@ -216,8 +216,8 @@ DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
     }
 }
 
-// Values of Q6, as signed bytes: four low nibbles or the high ones (half 1), and two bits of each
-// byte of `pairs` above them, of which steps 0 and 1 have the low half and 2 and 3 the high one.
+// Values of Q6 as signed bytes: four low nibbles or the high ones (half 1), and above them two bits
+// of each byte of `pairs`: of its low half for steps 0 and 1, of its high half for 2 and 3.
 DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
     u32 low = nibbles >> 4 * half & 0x0f0f0f0fu;
     u32 values = low | (pairs >> (4 * (step / 2) + 2 * half) & 0x03030303u) << 4;

@@ -1,6 +1,6 @@
-// RMSNorm and LayerNorm, a block a token, or a part of a token's numbers; `out` may be `x`.
+// RMSNorm and LayerNorm of a token's numbers, or of a part of them; a block each. `out` may be `x`.
 //
-//     out = norm(x)    or residual + factor * norm(x)    without weights the norm is x itself
+//     out = norm(x)    or residual + factor * norm(x)    without weights norm(x) = x
 #include "common.cuh"
 
 constexpr int NORM_THREADS = 512;

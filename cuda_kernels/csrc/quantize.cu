@@ -1,10 +1,9 @@
-// Vectors in groups of 32 with a scale each, as quantized rows are multiplied with: the same
-// numbers as in numba_kernels.vectors. A warp takes a group.
+// Quantized activations: groups of 32 numbers with a scale each, the same values as of
+// numba_kernels.decode.vectors. A warp takes a group.
 //
 //     scale = max |x| / 127, value = x / scale rounded to the nearest, ties to even
 //
-// A NaN makes its group's scale NaN. Beside them the sum of each group's scale * value, by which
-// rows with minima multiply.
+// A NaN makes its group's scale NaN. Rows with minima also need each group's sum of scale * value.
 #include "formats.cuh"
 
 DEVICE float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }

@@ -1,5 +1,5 @@
-// Rotates query and key heads of a step in place, or the first items of each, and writes keys and
-// values to the cache.
+// Rotates query and key heads of a step in place, all items or the first of each, and writes keys
+// and values to the cache.
 #include "cache.cuh"
 
 template <int FORMAT>
@@ -11,7 +11,7 @@ DEVICE void store_item(u8* cache, i64 item, float value) {
     }
 }
 
-// A thread takes an item and its mate: half of what is rotated further on, or half of the rest.
+// A thread takes two items of a head: a rotated pair i and half + i, or two that are not rotated.
 template <int FORMAT>
 DEVICE void rope_store_pair(
     float* qkv, int num_heads, int head_dim, const float* rope_table, int half, int slot,

@@ -1,4 +1,4 @@
-// Brings numbers between -cap and cap, in place: cap * tanh(value / cap).
+// Softcap, in place: cap * tanh(value / cap).
 #include "common.cuh"
 
 #define SOFTCAP()                                                                                  \

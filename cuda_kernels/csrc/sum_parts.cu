@@ -1,6 +1,6 @@
 // The hot FFN's last kernel: the sum of all runs, each the sum of its parts, in order.
 //
-// A block takes 32 cells of the output; its warps sum runs side by side, the first adds them up.
+// A block takes 32 cells of the output; its warps sum one run each, the first adds them up.
 #include "common.cuh"
 
 constexpr int RUN_PARTS = 4;
@@ -33,7 +33,8 @@ DEVICE void sum_runs(
         float sum = 0.0f;
         if (cell < cells && run < num_runs) {
             int first = run * run_partials;
-            sum = run_sum(partials + cell, cells, first, least(first + run_partials, num_partials));
+            int last = min_of(first + run_partials, num_partials);
+            sum = run_sum(partials + cell, cells, first, last);
         }
         sums[warp][lane] = sum;
         __syncthreads();
@@ -45,20 +46,20 @@ DEVICE void sum_runs(
     store(out + cell, total);
 }
 
-// num_fired (2,): neurons that fire, and those whose up row was read: of the two halves of each count.
+// num_fired (2,): neurons that fire, and up rows read, from the two halves of each count.
 DEVICE void count_fired(const int* fired_counts, int num_parts, int* num_fired) {
     if (blockIdx.x > 0 || threadIdx.x >= WARP) return;
-    int fired = 0, asked = 0;
+    int fired = 0, up_read = 0;
     for (int i = threadIdx.x; i < num_parts; i += WARP) {
         int counts = load(fired_counts + i);
-        fired += counts & 0xFFFF, asked += counts >> 16;
+        fired += counts & 0xFFFF, up_read += counts >> 16;
     }
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
         fired += __shfl_xor_sync(ALL_LANES, fired, offset);
-        asked += __shfl_xor_sync(ALL_LANES, asked, offset);
+        up_read += __shfl_xor_sync(ALL_LANES, up_read, offset);
     }
-    if (threadIdx.x == 0) store(num_fired, fired), store(num_fired + 1, asked);
+    if (threadIdx.x == 0) store(num_fired, fired), store(num_fired + 1, up_read);
 }
 
 #define SUM_PARTS()                                                                                \

@@ -23,7 +23,7 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     }
 }
 
-// The same of Q6.
+// `quantized_weight` of Q6.
 DEVICE float six_bit_weight(const u8* row, int width, int column) {
     int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
     int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
@@ -36,7 +36,7 @@ DEVICE float six_bit_weight(const u8* row, int width, int column) {
     return half_scale(row, width, group, half) * whole;
 }
 
-// Eight weights from `column` on; of a quantized row they are of one group.
+// Eight weights from `column` on, of a quantized row within one group.
 template <int FORMAT, bool VECTOR>
 DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8]) {
     if constexpr (has_halves(FORMAT)) {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from examples.train_demo.corpus import HELD_OUT_MODULES, Question, questions, stdlib_entries
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import hot_share
 
 SAMPLE_SEED, NUM_SAMPLED, MAX_ANSWER_TOKENS = 2026, 200, 96
 RATE_EDGES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0)

@@ -18,14 +18,14 @@ from hotcold.actors.system import System
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 from hotcold.placement.solver.cost import RowBytes
 
 _READ_BYTES = 1 << 30
@@ -92,7 +92,7 @@ def decode(
 
 
 def _read_line(reads: dict[str, float]) -> str:
-    """Said where neurons are on storage."""
+    """A line for systems with neurons on storage."""
     if not reads:
         return ""
     return (
@@ -206,10 +206,10 @@ def _run(
     if options.kv_positions is None and kv_positions > system.kv_positions:
         system, config = prepare_system(path, replace(options, kv_positions=kv_positions))
     with running_system(system) as running:
-        # What only long prompts need is had when nobody waits: not while this measures.
+        # What only long prompts need is loaded while idle; here before anything is measured.
         if system.context_length > MATRIX_TOKENS:
             running.complete(decode_request(config, MATRIX_TOKENS, 0))
-        # Where memory is short, this is not to take what was promised to be free.
+        # Where memory is short, this must not take much of it.
         read_bytes = _READ_BYTES if system.storage is None else _READ_BYTES // 8
         before = measure_read_bandwidth(system.num_threads, read_bytes)
         results = measure(running, config)

@@ -1,4 +1,4 @@
-"""`hotcold bench exchange`: empty questions to the CPU services of a running system."""
+"""`hotcold bench exchange`: empty requests to the CPU services of a running system."""
 
 import time
 from typing import Any

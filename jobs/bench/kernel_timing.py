@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +15,7 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
-from hotcold.numba_kernels.measure.parts import dense_part, sparse_part
-from hotcold.numba_kernels.measure.plain_reads import read_listed, read_row
+from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
@@ -78,7 +77,7 @@ class KernelBench:
         self.ffn, self.num_threads = rows // memory.layers, num_threads
         self.x = np.full((most_tokens, width), 0.01, np.float32)
         self.out = np.zeros((most_tokens, rows), np.float32)
-        self.room: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
+        self.workspace: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
             offsets=np.arange(memory.layers + 1) * self.ffn,
@@ -99,9 +98,9 @@ class KernelBench:
             work()
 
     def _fresh_ids(self) -> np.ndarray:
-        """Ids for each layer. A cache that holds those of the last time would be measured else.
+        """New ids for each layer: rows of the last ones may be in a cache.
 
-        Read-only, as services have them: other ids would be another FFN to compile.
+        Read-only, as in services: else another variant would be compiled.
         """
         count = max(1, round(self.ffn * self.density))
         chosen = [self.rng.choice(self.ffn, count, replace=False) for _ in range(self.layers)]
@@ -126,7 +125,9 @@ class KernelBench:
         rows = self.gate.shape[0]
         parts = [split_range(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
         x, out = self.x[: self.num_tokens], self.out[: self.num_tokens]
-        seconds = self._parallel(lambda i: dense_part(self.gate, x, self.room, i, out, *parts[i]))
+        seconds = self._parallel(
+            lambda i: dense_part(self.gate, x, self.workspace, i, out, *parts[i])
+        )
         return seconds, self.gate.nbytes
 
     def read_listed(self) -> tuple[float, int]:
@@ -171,10 +172,6 @@ class Comparison:
     share_min: float
     share_max: float
     of_first: float
-
-    def as_json(self) -> dict[str, float]:
-        """By names."""
-        return asdict(self)
 
 
 def compare(works: Sequence[tuple[Work, Work]], repeat: int) -> list[Comparison]:

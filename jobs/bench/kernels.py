@@ -5,6 +5,7 @@ come prefetched as the kernels do it. Several widths are measured in turn, over 
 Lines at the end say which of them is slowest beside the first.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -19,7 +20,7 @@ from hotcold.jobs.bench.kernel_timing import (
     is_summed,
 )
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
-from hotcold.jobs.support.shared_option import shared_option
+from hotcold.jobs.support.settings import shared_option
 from hotcold.placement.machine.survey import usable_cores
 
 
@@ -95,7 +96,7 @@ def kernels(
             some = densities if is_summed(DTYPES[dtype]) else ()
             found = _compare_all(benches, batches, some, repeat)
         report["kernels"][dtype] = {
-            width: {name: results[i].as_json() for name, results in found.items()}
+            width: {name: asdict(results[i]) for name, results in found.items()}
             for i, width in enumerate(own)
         }
         for name, results in found.items():

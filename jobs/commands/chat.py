@@ -27,7 +27,7 @@ from hotcold.jobs.support.options import (
     split_system_options,
     system_options,
 )
-from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model, model_name
 

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from hotcold.jobs.support.settings import (
+    SHARED_OPTIONS,
     Setting,
     let_settings_decide,
     read_settings,
     settings_of,
     settings_path,
 )
-from hotcold.jobs.support.shared_option import SHARED_OPTIONS
 
 _SECRET = {"api-key"}
 _TOP = {"model"}.union(*SHARED_OPTIONS.values())
@@ -38,7 +38,7 @@ def config(ctx: click.Context, example: bool) -> None:
         return
     content, path = read_settings(), settings_path()
     for names, command in commands.items():
-        let_settings_decide(command, names, content)  # whose errors are what is to be said
+        let_settings_decide(command, names, content)  # for its errors
     found = dict(_from_file(content)) | dict(_from_environment(commands))
     there = path is not None and path.exists()
     click.echo(f"{path or 'no file'}{'' if there or path is None else ' (not there)'}")

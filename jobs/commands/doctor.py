@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+import hotcold
 from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
 from hotcold.jobs.support.options import dtype_option
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def doctor(
         check_services,
         check_thresholds,
     )
-    from hotcold.placement.machine.locality import running_services
+    from hotcold.placement.machine.memory_pages import running_services
     from hotcold.placement.machine.survey import survey
 
     if fresh and not measure:
@@ -108,7 +109,7 @@ def _disk(path: Path) -> dict[str, list[float]]:
     from rich.markup import escape
     from rich.progress import BarColumn, TextColumn
 
-    from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+    from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
     from hotcold.numba_kernels.storage.io_ring import has_rings
     from hotcold.placement.machine.measure_disk import measure_disk
 
@@ -127,7 +128,9 @@ def _disk(path: Path) -> dict[str, list[float]]:
                 (rate,) = measure_disk(largest, (size,), threads)
                 rates[depth].append(rate / 1e9)
     except OSError as problem:
-        raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None
+        raise CheckpointError(
+            f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"
+        ) from None
     return rates
 
 
@@ -150,6 +153,7 @@ def _print_json(
     read_gb_per_s = None if measured is None else measured.read_gb_per_s
     print_json(
         {
+            "version": hotcold.__version__,
             "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
             "measured": None if measured is None else measured.as_json(),
             "findings": [asdict(finding) for finding in findings],

@@ -24,10 +24,10 @@ def pull(model: str, as_json: bool) -> None:
     """
     from hotcold.model.files import hub
 
-    asked = hub.REPOSITORY.fullmatch(model)
-    if asked is None:
+    match = hub.REPOSITORY.fullmatch(model)
+    if match is None:
         raise UsageError(f"{shown(model)} is no model of Hugging Face; give org/repo[:FILE]")
-    found = hub.find(asked["repo"], asked["name"])
+    found = hub.find(match["repo"], match["name"])
     download = hub.size_of(found)
     hub.require_room(download)
     gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9

@@ -19,7 +19,7 @@ from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.support.console import json_option, print_json, transient_progress
 from hotcold.jobs.support.options import split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hotcold.actors.protocol.messages import MODES
-from hotcold.jobs.profile.files import PLOT_SUFFIXES
+from hotcold.jobs.profile.files import require_plot
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
+from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.locate import resolved_model
 
@@ -86,8 +87,9 @@ def plan(
     from hotcold.jobs.support.planned_model import planned_model, planned_profile
     from hotcold.placement.plan import plan_path, write_plan
 
-    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
+    require_extra("plan", "plan")
+    if plot is not None:
+        require_plot(plot)
     options = split_system_options(values)
     found = planned_model(model, shape, config_source, options.weight_dtype)
     if found.path is None and out is not None:
@@ -138,7 +140,7 @@ def _plans_storage(
     Errors:  MemoryBudgetError naming the least that would do
     """
     from hotcold.jobs.profile.plot import plot_offload
-    from hotcold.jobs.support.stored_model import offload_json, offload_plans, offload_text
+    from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 
     assert model.path is not None
     roomy = replace(machine, nodes=tuple(replace(n, free_bytes=_ROOMY) for n in machine.nodes))
@@ -153,7 +155,7 @@ def _plans_storage(
         plot_offload(plot, more, resolved_model(model.path).name)
         click.echo(f"drew {plot}")
     if plans and as_json:
-        print_json(offload_json(plans))
+        print_json({"storage": [asdict(plan) for plan in plans]})
     return bool(plans)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from hotcold.actors.protocol.messages import EXCHANGES
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import json_option, print_json
-from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.jobs.support.options import options_adder
+from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 
@@ -58,12 +58,6 @@ _OPTIONS = [
 ]  # fmt: skip
 
 
-def _profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @dataclass(frozen=True)
 class _Reading:
     """What of the text is read, and how."""
@@ -76,7 +70,7 @@ class _Reading:
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@_profile_options
+@options_adder(_OPTIONS)
 @json_option
 def profile(
     model: str | None,
@@ -99,8 +93,8 @@ def profile(
     calibrated first, for --mode threshold; neurons that pass them are counted.
     """
     from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.modes import has_thresholds
     from hotcold.actors.setup.preflight import prepare_system, read_model
-    from hotcold.actors.setup.threshold_mode import has_thresholds
     from hotcold.jobs.profile.calibrate import calibrate
     from hotcold.jobs.profile.report import LayerSummary, print_summary
     from hotcold.jobs.profile.run import run_profile

@@ -68,7 +68,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     """
     from hotcold.actors.setup.preflight import read_model
     from hotcold.actors.setup.storage import has_bundles
-    from hotcold.jobs.support.stored_model import make_bundles
+    from hotcold.jobs.support.loading import make_bundles
     from hotcold.model.bundles.bundle_file import bundle_path
     from hotcold.model.bundles.geometry import BundleGeometry
     from hotcold.model.files.locate import locate_model
@@ -92,8 +92,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
 
 def _verify(path: Path, geometry: BundleGeometry) -> int:
     """How many neurons are damaged: none. Errors: ArtifactError where some are."""
-    from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
-    from hotcold.model.bundles.verify import damaged_bundles
+    from hotcold.model.bundles.bundle_file import bundle_path, damaged_bundles, read_bundle_file
     from hotcold.model.files.artifact import ModelIdentity
 
     found = read_bundle_file(bundle_path(path, geometry), geometry, ModelIdentity.of(path))

@@ -14,8 +14,8 @@ from hotcold.jobs.support.console import json_option, print_json
 def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     """Change how many CPU services a running system has; its requests go on.
 
-    The system's threads are dealt again, and neurons move. Where the new services cannot be loaded
-    the old ones go on.
+    The system's threads are assigned again, and neurons move. Where the new services cannot be
+    loaded the old ones go on.
     """
     from hotcold.actors.processes.cluster import connect
     from hotcold.actors.system import System
@@ -25,7 +25,7 @@ def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     name = name or _only_system()
     system = System.attach(name)
     if system is None:
-        raise UsageError(f"no system named {name!r} is running")
+        raise UsageError(f"no system named {name!r} is running; see `ray list actors`")
     before = system.call("describe")
     after: Any = system.call("scale", cpu_actors)
     click.echo(

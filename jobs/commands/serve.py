@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.jobs.support.listening import listen, require_server_packages, url_of
+from hotcold.jobs.support.extras import require_extra
+from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
-from hotcold.jobs.support.shared_option import GroupedCommand, ModelsArgument
+from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.until_stopped import Signals
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
-    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.jobs.support.served_systems import SystemStarter
     from hotcold.ui.api.backend import Backend
     from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.serving import ServerThread
+    from hotcold.ui.server_thread import ServerThread
 
-_LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
+_LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
 
@@ -54,7 +55,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
     type=click.IntRange(0, 100_000),
     default=64,
     show_default=True,
-    help="Requests that may wait; others are told to come later.",
+    help="Requests that may wait; others are refused with status 503.",
 )
 @click.option(
     "--max-tokens-limit", type=click.IntRange(1), help="Most new tokens that a request may ask for."
@@ -98,21 +99,20 @@ def serve(
 ) -> None:
     """Serve MODELs (the embedded demo model without one) to browsers and OpenAI's clients.
 
-    The first is loaded at the start, others when they are asked for. Where memory is short, the
-    least recently used one gives way.
+    The first is loaded at the start, others with their first request. Where memory is short, the
+    least recently used one is unloaded.
     """
-    os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
-    require_server_packages("serve")
+    os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
+    require_extra("ui", "serve")
     from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.support.served_plans import model_plans
-    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.jobs.support.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
     from hotcold.ui.served_models import ServedModels
-    from hotcold.ui.serving import LoadingGate, ServerThread
+    from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
     options = split_system_options(values)
@@ -161,12 +161,11 @@ def _serve(
     no_page: bool,
     signals: Signals,
 ) -> None:
-    """Answer until a signal comes; then until all is answered, or another one comes.
+    """Answer until a signal comes; then finish running requests unless another one comes.
 
-    Errors:  ServiceError where the only system ends by itself, or all can: then there is nothing
-             left to serve
+    Errors:  ServiceError where the only system ends by itself, or Ray
     """
-    from hotcold.ui.server import create_app
+    from hotcold.ui.app import create_app
 
     pages = {} if no_page else _pages(models)
     server.use(create_app(models, pages.pop("/", None), pages))
@@ -174,7 +173,7 @@ def _serve(
     click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
     sys.stdout.flush()
 
-    def look() -> None:
+    def poll() -> None:
         lost = starter.lost()
         if lost and len(models.backends) == 1:
             raise lost[0][1]
@@ -182,8 +181,8 @@ def _serve(
         for backend, problem in lost:
             server.begin(loader.drop(backend, str(problem)))
 
-    signals.wait(look)
-    starter.leave()  # before anybody is refused who has found it
+    signals.wait(poll)
+    starter.unregister_all()  # before a command that found it is refused
     server.refuse_new()
 
     def num_running() -> int:
@@ -202,9 +201,9 @@ def _serve(
 
 
 def _num_at(backend: Backend, is_only: bool) -> int:
-    """Requests that the driver has; one that has failed has none.
+    """Requests of a model's driver; 0 where it has failed.
 
-    Errors:  ServiceError of the only one there is
+    Errors:  ServiceError if it is the only model
     """
     try:
         load = backend.call("driver_load")
@@ -233,7 +232,7 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
 
 
 def _pages(models: ServedModels) -> dict[str, Any]:
-    """The chat pages by their paths, or none where what they need is not installed."""
+    """The chat pages by their paths; none where Gradio is not installed."""
     if (
         importlib.util.find_spec("hotcold.ui.page.page") is None
         or importlib.util.find_spec("gradio") is None

@@ -10,23 +10,23 @@ from typing import Any
 import click
 
 from hotcold.jobs.kept.client import KeptSystem
-from hotcold.jobs.kept.commands import running_systems
+from hotcold.jobs.kept.commands import running_systems, system_named
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import UsageError
 
-_COUNT_S = 1.0  # in which services answer and count, for a picture that comes alone
+_COUNT_S = 1.0  # for services to answer and count before a single picture
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--once", is_flag=True, help="Print one picture and end, as where nobody watches.")
+@click.option("--once", is_flag=True, help="Print one picture and end.")
 @json_option
 def top(name: str | None, once: bool, as_json: bool) -> None:
     """Watch the running system NAME (see `hotcold ps`); the only one without it. q ends.
 
     FIRE is the share of a layer's neurons that were computed for a token, of late and on average,
-    GATES that of their gates, HOT that of those on a GPU, which nobody counts. BUSY is a service's
-    share of a step's time.
+    GATES that of their gates, HOT that of those on a GPU, which are not counted. BUSY is a
+    service's share of a step's time.
     """
     system = _chosen(name)
     is_seen = sys.stdout is not None and sys.stdout.isatty()
@@ -49,7 +49,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
 
 
 def _is_first(found: dict[str, Any]) -> bool:
-    """Whether nobody has looked before: services have not answered, and count from now on."""
+    """Whether this is the first poll: services have not answered, and count from now on."""
     is_unknown = any(one["state"] == "alive" and not one["pid"] for one in found["actors"])
     return is_unknown or (found["running"] and not found["map"]["steps"])
 
@@ -57,13 +57,11 @@ def _is_first(found: dict[str, Any]) -> bool:
 def _chosen(name: str | None) -> KeptSystem:
     """The system of that name. Errors: UsageError."""
     running = running_systems()
-    chosen = [one for one in running if name is None or one[1].name == name]
-    if len(chosen) == 1:
-        return KeptSystem(*chosen[0])
-    names = ", ".join(record.name for _, record in running)
     if name is not None:
-        told = f"these do: {names}" if names else "none does"
-        raise UsageError(f"no system named {name!r} is running; {told}")
+        return KeptSystem(*system_named(name, running))
+    if len(running) == 1:
+        return KeptSystem(*running[0])
     if running:
-        raise UsageError(f"several systems run: {names}; say which")
+        names = ", ".join(record.name for _, record in running)
+        raise UsageError(f"several systems run: {names}; name one, as in `hotcold top NAME`")
     raise UsageError("no system is running; `hotcold serve` or --keep starts one")

@@ -16,8 +16,7 @@ from hotcold.jobs.support.options import QUANTIZED
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
     from hotcold.model.files.artifact import ModelIdentity
-    from hotcold.predictors.predictor_file import AnyLayer, Predictors
-    from hotcold.predictors.quality import Quality
+    from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality
 
 KINDS = ("lowrank", "sign", "best")
 
@@ -38,7 +37,7 @@ KINDS = ("lowrank", "sign", "best")
     type=float,
     default=0.98,
     show_default=True,
-    help="Share of the neurons that fire which are to be computed, in each layer.",
+    help="Share of the firing neurons to compute, in each layer.",
 )
 @click.option(
     "--dtype",

@@ -1,1 +1,1 @@
-"""Systems that stay: which run on this machine, how a command finds, asks and starts one."""
+"""Kept systems: the registry of running ones, their daemons, and the client of commands."""

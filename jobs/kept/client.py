@@ -1,6 +1,6 @@
-"""A running system as a command sees it that did not start it: asked over its Unix socket.
+"""The client of a running system that another process holds, over its Unix socket.
 
-The socket answers HTTP: the whole API of `hotcold serve`, and below /own what commands ask.
+The socket answers HTTP: the whole API of `hotcold serve`, and the local control API below /own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from hotcold.jobs.kept.records import Record, socket_path
+from hotcold.jobs.kept.registry import Record, socket_path
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
 GONE = "it has just ended, so this command starts its own"  # said where one falls back
 _ASK_S = 10.0
-_LOADING = "loading"  # the code of an answer that is to be had later
+_LOADING = "loading"  # the error code of a system that still loads
 
 
 class GoneError(ServiceError):
@@ -45,15 +45,15 @@ class _Connection(http.client.HTTPConnection):
 
 
 class KeptSystem:
-    """Asks one running system; may be used by several threads."""
+    """Sends requests to one running system; may be used by several threads."""
 
     def __init__(self, folder: Path, record: Record, keep_s: float | None = None) -> None:
-        """`keep_s`: how long it is to stay after each request of this client's; None: as it is."""
+        """`keep_s`: how long it stays after each request of this client; None: unchanged."""
         self.record = record
         self._path = socket_path(folder, record.name)
         self._keep_s = keep_s
         self._lock = threading.Lock()
-        self._asked: dict[str, _Connection] = {}  # requests that are being answered
+        self._running: dict[str, _Connection] = {}  # by request id
 
     @property
     def model_path(self) -> Path:
@@ -62,7 +62,7 @@ class KeptSystem:
 
     @property
     def config(self) -> SystemConfig:
-        """What runs, so far as its options say it; with --mode auto its mode may change."""
+        """The system's config as far as its options tell; with --mode auto its mode may change."""
         names = {field.name for field in fields(SystemConfig)}
         known = {name: value for name, value in self.record.resolved.items() if name in names}
         return SystemConfig(**{"mode": self.state().get("mode", ""), **known})
@@ -76,11 +76,11 @@ class KeptSystem:
             yield event
 
     def answer(self, request: GenerateRequest) -> Iterator[tuple[TokenEvent, dict[str, Any]]]:
-        """As `generate`, with what is said of the system beside the last event."""
+        """As `generate`, with facts about the system beside the last event."""
         name, connection = request.request_id, _Connection(self._path, None)
         with closing(connection):
             with self._lock:
-                self._asked[name] = connection
+                self._running[name] = connection
             try:
                 body = {"request": asdict(request), "keep_s": self._keep_s}
                 for line in _lines(connection, "POST", "/own/generate", body):
@@ -92,17 +92,17 @@ class KeptSystem:
                 self._require_cancelled(name)
             finally:
                 with self._lock:
-                    self._asked.pop(name, None)
+                    self._running.pop(name, None)
 
     def _require_cancelled(self, request_id: str) -> None:
-        """An answer has ended without a result. Errors: ServiceError unless that was asked for."""
+        """An answer ended without a result. Errors: ServiceError unless it was cancelled."""
         with self._lock:
-            is_cancelled = request_id not in self._asked
+            is_cancelled = request_id not in self._running
         if not is_cancelled:
             raise ServiceError(f"the system {self.record.name!r} has ended") from None
 
     def complete(self, request: GenerateRequest) -> Generation:
-        """Run a request to its end. Errors: as above."""
+        """Run a request to its end. Errors: those of `generate`."""
         for event in self.generate(request):
             if event.result is not None:
                 return event.result
@@ -111,39 +111,39 @@ class KeptSystem:
     def cancel(self, request_id: str) -> None:
         """End a request that another thread reads; its events end without a result."""
         with self._lock:
-            connection = self._asked.pop(request_id, None)
+            connection = self._running.pop(request_id, None)
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def state(self) -> dict[str, Any]:
-        """What the system says of itself; while it loads, how far it is.
+        """The system's state; while it loads, its progress.
 
-        Its `status` is "ready", "loading", or "silent" where it says nothing for ten seconds.
+        `status` is "ready", "loading", or "silent" where it has not answered for ten seconds.
         Errors:  GoneError
         """
         try:
-            return self._told("/own/state")
+            return self._get("/own/state")
         except TimeoutError:
             return {"status": "silent"}
 
     def telemetry(self) -> dict[str, Any]:
-        """What the system does now; see `ui.telemetry`. Services count neurons while it is asked.
+        """What the system does now, as `ui.telemetry` gives it. Services count while it is polled.
 
         Errors:  GoneError, LoadingError, ServiceError
         """
         try:
-            return self._told("/own/telemetry")
+            return self._get("/own/telemetry")
         except TimeoutError:
             raise self._silent() from None
 
-    def _told(self, path: str) -> dict[str, Any]:
-        """The one object of a route. Errors: GoneError, TimeoutError; those of `_lines`."""
+    def _get(self, path: str) -> dict[str, Any]:
+        """The object that a route answers. Errors: GoneError, TimeoutError; those of `_lines`."""
         with closing(_Connection(self._path, _ASK_S)) as connection:
             return self._first(connection, path)
 
     def _first(self, connection: _Connection, path: str) -> dict[str, Any]:
-        """The first object of a route. Errors: as those of `_told`."""
+        """The first object of a route. Errors: those of `_get`."""
         try:
             return next(_lines(connection, "GET", path))
         except TimeoutError:
@@ -153,20 +153,23 @@ class KeptSystem:
 
     @contextmanager
     def attended(self) -> Iterator[dict[str, Any]]:
-        """Within it the system does not end for want of requests; gives its state.
+        """Within it the system does not end because it is idle; gives its state.
 
         Errors:  GoneError, LoadingError, ServiceError
         """
         with closing(_Connection(self._path, _ASK_S)) as connection:
             try:
                 self._first(connection, "/own/attend")
-                state = self._told("/own/state")
+                state = self._get("/own/state")
             except TimeoutError:
                 raise self._silent() from None
             yield state
 
     def _silent(self) -> ServiceError:
-        return ServiceError(f"the system {self.record.name!r} does not answer")
+        name = self.record.name
+        return ServiceError(
+            f"the system {name!r} does not answer; end it with `hotcold stop {name}`"
+        )
 
 
 def _lines(
@@ -191,11 +194,11 @@ def _lines(
 
 
 def _error(answer: dict[str, Any], status: int) -> HotcoldError:
-    told = answer.get("error", {})
-    text = str(told.get("message", answer))
-    if told.get("code") == _LOADING:
+    error = answer.get("error", {})
+    text = str(error.get("message", answer))
+    if error.get("code") == _LOADING:
         return LoadingError(text)
-    if told.get("param") == "prompt":
+    if error.get("param") == "prompt":
         return PromptError(text)
     return UsageError(text) if status == 400 else ServiceError(text)
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, own_folder, systems_folder
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import ServiceError, UsageError
 
 _POLL_S = 0.05
-_TIMEOUT_S = 60.0  # for what is being answered
+_TIMEOUT_S = 60.0  # for running requests
 _ENDING_S = 15.0
 _HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "UNTIL")
 
@@ -29,8 +29,8 @@ _HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "UNTIL")
 def ps(as_json: bool) -> None:
     """List the running systems of this user: those that are kept, and those of `hotcold serve`.
 
-    MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is how long nobody has
-    asked, UNTIL when a system ends if nobody asks.
+    MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is the time since the
+    last request, UNTIL when a system ends if no other comes.
     """
     found = [_state(folder, record) for folder, record in running_systems()]
     if not as_json or found:
@@ -48,38 +48,47 @@ def ps(as_json: bool) -> None:
 def stop(name: str | None) -> None:
     """End the running system NAME (see `hotcold ps`); all that are kept without it.
 
-    What is being answered is answered first.
+    Requests that run are answered first.
     """
     running = running_systems()
-    chosen = [one for one in running if one[1].is_kept if name is None or one[1].name == name]
     if name is not None:
-        chosen = [one for one in running if one[1].name == name]
-        if not chosen:
-            names = ", ".join(record.name for _, record in running)
-            told = f"these do: {names}" if names else "none does"
-            raise UsageError(f"no system named {name!r} is running; {told}")
+        chosen = [system_named(name, running)]
+    else:
+        chosen = [one for one in running if one[1].is_kept]
     with ExitStack() as stack:
-        holders = [_Holder(folder, _begun(folder, record)) for folder, record in chosen]
-        for holder in holders:
-            stack.callback(holder.close)
-            holder.signal(signal.SIGTERM)
-        for holder in holders:
-            holder.await_end()
-            click.echo(f"the system {holder.name!r} has ended")
+        processes = [_Process(folder, _with_pid(folder, record)) for folder, record in chosen]
+        for process in processes:
+            stack.callback(process.close)
+            process.signal(signal.SIGTERM)
+        for process in processes:
+            process.await_end()
+            click.echo(f"the system {process.name!r} has ended")
     if not chosen:
         click.echo("no system is kept")
 
 
-def running_systems() -> list[tuple[Path, records.Record]]:
+def running_systems() -> list[tuple[Path, registry.Record]]:
     """The systems of this user. Errors: UsageError for a folder that is not this user's alone."""
     if systems_folder().is_symlink() or systems_folder().exists():
         own_folder()
     folder = found_folder()
-    return [] if folder is None else [(folder, one) for one in records.running(folder)]
+    return [] if folder is None else [(folder, one) for one in registry.running(folder)]
 
 
-def _state(folder: Path, record: records.Record) -> dict[str, Any]:
-    """What a system says of itself, or that it does not."""
+def system_named(
+    name: str, running: list[tuple[Path, registry.Record]]
+) -> tuple[Path, registry.Record]:
+    """The running system of that name. Errors: UsageError."""
+    for one in running:
+        if one[1].name == name:
+            return one
+    names = ", ".join(record.name for _, record in running)
+    others = f"these do: {names}" if names else "none does"
+    raise UsageError(f"no system named {name!r} is running; {others}")
+
+
+def _state(folder: Path, record: registry.Record) -> dict[str, Any]:
+    """A system's own state, or that it does not answer."""
     known = {
         "name": record.name,
         "pid": record.pid,
@@ -106,42 +115,42 @@ def _row(state: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _time(seconds: float) -> str:
-    """As a person says it."""
+    """A duration for people."""
     for unit_s, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def _begun(folder: Path, record: records.Record) -> records.Record:
-    """The same with the process that holds the system, which is not known at once.
+def _with_pid(folder: Path, record: registry.Record) -> registry.Record:
+    """The record with the process that holds the system, once it is known; 0 if it has ended.
 
-    Without it where the system has ended. Errors: ServiceError
+    Errors:  ServiceError
     """
     deadline = time.monotonic() + _ENDING_S
     while time.monotonic() < deadline:
         if record.pid:
             return record
         time.sleep(_POLL_S)
-        same = [one for one in records.running(folder) if one.name == record.name]
+        same = [one for one in registry.running(folder) if one.name == record.name]
         if not same:
             return record
         record = same[0]
-    raise ServiceError(f"the system {record.name!r} does not begin")
+    raise ServiceError(f"the system {record.name!r} does not start; try again")
 
 
-class _Holder:
-    """The process that holds a system. Signals reach it, and none that has its number later."""
+class _Process:
+    """The process that holds a system. Signals reach it, never a later process with its pid."""
 
-    def __init__(self, folder: Path, record: records.Record) -> None:
-        """Errors: ServiceError where the system runs, and its process cannot be seen from here."""
+    def __init__(self, folder: Path, record: registry.Record) -> None:
+        """Errors: ServiceError where the system runs, and its process is not visible here."""
         self.name, self._folder, self._pid = record.name, folder, record.pid
         self._descriptor: int | None = None
         if not record.pid:
             return
         try:
             self._descriptor = os.pidfd_open(record.pid)
-            is_same = record.started in (0, records.start_of(record.pid))
+            is_same = record.started in (0, registry.start_of(record.pid))
         except (ProcessLookupError, FileNotFoundError):
             is_same = False
         except OSError as problem:
@@ -149,8 +158,8 @@ class _Holder:
                 f"the system {record.name!r} cannot be ended from here ({problem.strerror}); end "
                 f"its process, {record.pid}"
             ) from None
-        # Who holds a system locks its record: then the process was there when it was opened.
-        if not records.is_running(folder, record):
+        # A system's process locks its record: if it is locked, the pid was that process's.
+        if not registry.is_running(folder, record):
             self.close()
             self._descriptor = None
         elif not is_same:
@@ -168,18 +177,20 @@ class _Holder:
     def await_end(self) -> None:
         """Wait until the process is gone; one that does not end is killed. Errors: ServiceError"""
         for timeout_s, number in (
-            (_TIMEOUT_S, signal.SIGTERM),  # a second one cuts off what is being answered
+            (_TIMEOUT_S, signal.SIGTERM),  # a second one cancels running requests
             (_ENDING_S, signal.SIGKILL),
             (_ENDING_S, 0),
         ):
             if self._descriptor is None or _has_ended(self._descriptor, timeout_s):
-                records.running(self._folder)  # removes what one that was killed has left
+                registry.running(self._folder)  # removes the record of a killed one
                 return
             self.signal(number)
-        raise ServiceError(f"the system {self.name!r} (process {self._pid}) does not end")
+        raise ServiceError(
+            f"the system {self.name!r} does not end; end its process: kill -9 {self._pid}"
+        )
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the process's descriptor."""
         if self._descriptor is not None:
             os.close(self._descriptor)
 

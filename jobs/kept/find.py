@@ -1,4 +1,4 @@
-"""Finds the running system that a command may use, or has one kept for it."""
+"""Finds the running system that a command may use, or starts a daemon with one."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from typing import IO, Any
 import click
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, may_be_running, own_folder
 from hotcold.jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.model.current_folder import environment_of_python
 from hotcold.model.errors import ServiceError
 
 _POLL_S = 0.05
-_MAX_SILENT = 12  # times ten seconds: a keeper imports much before it answers
+_MAX_SILENT = 12  # times ten seconds: a daemon imports much before it answers
 _ERROR = "hotcold: error: "
 
 
 def find_system(
     model: str | None, options: SystemOptions, keep_s: float, is_own: bool
 ) -> KeptSystem | None:
-    """The running system of this model and these options, ready; None where a command starts one.
+    """The running system of this model and these options, ready; None: the command starts its own.
 
-    With a `keep_s` that is not 0 one is started that stays so long after its last request. Says in
-    a line which one it is. `is_own`: none but a system of the command's own will do.
-    Errors:  HotcoldError of what cannot be started
+    With a `keep_s` other than 0 a daemon is started, whose system stays so long after its last
+    request. A line on standard error says which system is used. `is_own`: always None.
+    Errors:  HotcoldError
     """
     if is_own or not (keep_s or may_be_running()):
         return None
     model = model_text(model)
     asked = identity_of(model, options)
     while True:
-        found, process = _found(asked), None
+        found = _found(asked)
         if found is None and keep_s:
-            with _Keeper.start(model, options, asked, keep_s) as process:
-                if process is not None:
-                    return _ready(process.system, keep_s, process)
-                found = _found(asked)  # another command has been faster
+            with _Daemon.start(model, options, asked, keep_s) as daemon:
+                if daemon is not None:
+                    return _ready(daemon.system, keep_s, daemon)
+                found = _found(asked)  # another command was faster
         if found is None:
             return None
         with contextlib.suppress(GoneError):
@@ -61,22 +61,22 @@ def _found(asked: Identity) -> tuple[Path, Record] | None:
     folder = found_folder()
     if folder is None:
         return None
-    for record in records.running(folder):
+    for record in registry.running(folder):
         if is_same(asked, record.identity, record.resolved):
             return folder, record
     return None
 
 
-def _ready(found: tuple[Path, Record], keep_s: float, keeper: _Keeper | None) -> KeptSystem:
-    """The system, once it has loaded. Errors: GoneError; ServiceError as the keeper says it."""
+def _ready(found: tuple[Path, Record], keep_s: float, daemon: _Daemon | None) -> KeptSystem:
+    """The system, once it has loaded. Errors: GoneError; ServiceError of the daemon."""
     folder, record = found
     system = KeptSystem(folder, record, keep_s if keep_s and record.is_kept else None)
-    state = _state(system, keeper)
+    state = _state(system, daemon)
     if state["status"] != "ready":
-        _await(system, keeper)
-    record = next(one for one in [*records.running(folder), record] if one.name == record.name)
-    system.record = record  # with what is known since it has loaded
-    if keeper is not None:
+        _await(system, daemon)
+    record = next(one for one in [*registry.running(folder), record] if one.name == record.name)
+    system.record = record  # complete since it has loaded
+    if daemon is not None:
         stay = "until `hotcold stop`" if keep_s < 0 else f"for {keep_s:g} s after its last answer"
         click.echo(f"the system {record.name!r} stays {stay}", err=True)
     else:
@@ -85,23 +85,23 @@ def _ready(found: tuple[Path, Record], keep_s: float, keeper: _Keeper | None) ->
     return system
 
 
-def _state(system: KeptSystem, keeper: _Keeper | None) -> dict[str, Any]:
+def _state(system: KeptSystem, daemon: _Daemon | None) -> dict[str, Any]:
     try:
         return system.state()
     except GoneError:
-        if keeper is not None:
-            raise keeper.failure() from None
+        if daemon is not None:
+            raise daemon.failure() from None
         raise
 
 
-def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
-    """Wait until it has loaded, and show how far it is. Errors: as above."""
+def _await(system: KeptSystem, daemon: _Daemon | None) -> None:
+    """Wait until it has loaded, with a progress bar. Errors: those of `_ready`."""
     from hotcold.actors.protocol.messages import LoadProgress
-    from hotcold.jobs.support.loading_bar import loading_bar
+    from hotcold.jobs.support.console import loading_bar
 
     with loading_bar() as show:
         num_silent = 0
-        while (state := _state(system, keeper))["status"] != "ready":
+        while (state := _state(system, daemon))["status"] != "ready":
             num_silent += state["status"] == "silent"
             if num_silent == _MAX_SILENT:
                 name = system.record.name
@@ -111,13 +111,13 @@ def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
                 )
             if "progress" in state:
                 show(LoadProgress(**state["progress"]))
-            if keeper is not None:
-                keeper.require_alive()
+            if daemon is not None:
+                daemon.require_alive()
             time.sleep(_POLL_S)
 
 
-class _Keeper:
-    """The process that holds a system, as the command sees it that has started it."""
+class _Daemon:
+    """The daemon's process, for the command that started it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], log: IO[bytes], system: tuple[Path, Record]
@@ -130,46 +130,49 @@ class _Keeper:
     @contextmanager
     def start(
         model: str, options: SystemOptions, identity: Identity, keep_s: float
-    ) -> Iterator[_Keeper | None]:
-        """A new one, registered; None where a system of this identity is registered meanwhile.
+    ) -> Iterator[_Daemon | None]:
+        """A new one, registered; None where a system of this identity was registered meanwhile.
 
-        Its socket is there at once, and whoever connects waits for it.
-        Errors:  UsageError, OSError
+        Its socket exists at once; clients that connect wait for it. Errors: UsageError, OSError.
         """
         folder = own_folder()
         with tempfile.TemporaryFile() as log:
-            with records.alone(folder):
-                others = records.remove_dead(folder)
-                keeper = None
+            with registry.locked(folder):
+                others = registry.remove_dead(folder)
+                daemon = None
                 if not any(is_same(identity, one.identity, one.resolved) for one in others):
                     name = Path(model).stem if Path(model).is_file() else Path(model).name
                     record = Record(name, 0, True, model, "", identity)
-                    claimed = records.claim(folder, record)
-                    process = _spawn(claimed, model, options, keep_s, log)
-                    keeper = _Keeper(process, log, (folder, claimed.record))
-                    os.close(claimed.lock)
-                    claimed.listener.close()
-            yield keeper
+                    registration = registry.register(folder, record)
+                    process = _spawn(registration, model, options, keep_s, log)
+                    daemon = _Daemon(process, log, (folder, registration.record))
+                    os.close(registration.lock)
+                    registration.listener.close()
+            yield daemon
 
     def require_alive(self) -> None:
-        """Raise what ended the process, if it has ended."""
+        """Raise `failure` if the process has ended."""
         if self._process.poll() is not None:
             raise self.failure()
 
     def failure(self) -> ServiceError:
-        """What ended the process, in its own words."""
+        """The last error that the process printed, once it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        told = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-        return ServiceError(told[-1] if told else f"the system ended ({' '.join(lines[-1:])})")
+        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+        return ServiceError(errors[-1] if errors else f"the system ended ({' '.join(lines[-1:])})")
 
 
 def _spawn(
-    claimed: records.Claim, model: str, options: SystemOptions, keep_s: float, log: IO[bytes]
+    registration: registry.Registration,
+    model: str,
+    options: SystemOptions,
+    keep_s: float,
+    log: IO[bytes],
 ) -> subprocess.Popen[bytes]:
-    """Start the keeper of a claim, out of reach of this terminal. Errors: OSError."""
+    """Start a daemon, detached from this terminal. Errors: OSError."""
     handed = {
         "model": model,
         "options": {
@@ -177,10 +180,10 @@ def _spawn(
             for name, value in vars(absolute(options)).items()
         },
         "keep_s": keep_s,
-        "folder": str(claimed.folder),
-        "record": asdict(claimed.record),
-        "lock": claimed.lock,
-        "listener": claimed.listener.fileno(),
+        "folder": str(registration.folder),
+        "record": asdict(registration.record),
+        "lock": registration.lock,
+        "listener": registration.listener.fileno(),
     }
     shown = {name: text for name, text in os.environ.items() if name != "HOTCOLD_API_KEY"}
     process = subprocess.Popen(
@@ -190,7 +193,7 @@ def _spawn(
         stderr=log,
         cwd="/",
         env={**shown, **environment_of_python()},
-        pass_fds=[claimed.lock, claimed.listener.fileno()],
+        pass_fds=[registration.lock, registration.listener.fileno()],
         start_new_session=True,
     )
     assert process.stdin is not None

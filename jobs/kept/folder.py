@@ -1,7 +1,7 @@
-"""The folder in which a user's running systems can be found; it is for that user alone.
+"""The folder of a user's registry of running systems; only that user may enter it.
 
-Whoever came to the sockets in it could read what is asked. So it has mode 700, and one that is
-another user's, or open to others, is never used.
+The sockets in it ask for no key. So it has mode 700, and a folder of another user, or one that is
+open to others, is never used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MODE = 0o700
 
 
 def systems_folder() -> Path:
-    """Where the folder is, whether it is there or not: below XDG_RUNTIME_DIR, else temporary.
+    """The folder's path, whether it exists or not: in XDG_RUNTIME_DIR, else in TMPDIR or /tmp.
 
-    The one of another user, as `su` and `sudo` may leave it, is not for this one.
+    One of another user, which `su` and `sudo` may leave in the environment, is not used.
     """
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(given) and len(os.fsencode(given)) <= _LONGEST and _is_own_folder(given):
@@ -31,13 +31,15 @@ def systems_folder() -> Path:
 
 
 def own_folder() -> Path:
-    """The folder, made where it was not there. Errors: UsageError where others may come in."""
+    """The folder, created where needed. Errors: UsageError where others may enter it."""
     folder = systems_folder()
     try:
         folder.mkdir(mode=_MODE, exist_ok=True)
         found = folder.lstat()
     except OSError as problem:
-        raise UsageError(f"{folder} cannot be used ({problem.strerror})") from None
+        raise UsageError(
+            f"{folder} cannot be used ({problem.strerror}); name another folder in XDG_RUNTIME_DIR"
+        ) from None
     if refused := _refused(found):
         raise UsageError(
             f"{folder} {refused}, so no system is kept there; remove it, or name another folder "
@@ -47,7 +49,7 @@ def own_folder() -> Path:
 
 
 def found_folder() -> Path | None:
-    """The folder where it is there and is this user's alone, else None."""
+    """The folder if it exists and only this user may enter it, else None."""
     folder = systems_folder()
     try:
         return None if _refused(folder.lstat()) else folder
@@ -56,7 +58,7 @@ def found_folder() -> Path | None:
 
 
 def may_be_running() -> bool:
-    """Whether any system may be found."""
+    """Whether the registry has any record."""
     folder = found_folder()
     return folder is not None and next(folder.glob("*.json"), None) is not None
 
@@ -70,7 +72,7 @@ def _is_own_folder(path: str) -> bool:
 
 
 def _refused(found: os.stat_result) -> str:
-    """Why a folder, looked at without following a link, is not to be trusted; "" where it is."""
+    """Why a folder, by its lstat, is not trusted; "" where it is."""
     if not stat.S_ISDIR(found.st_mode):
         return "is no folder"
     if found.st_uid != os.geteuid():

@@ -1,6 +1,6 @@
-"""What makes two systems the same: the model, and all that changes tokens, memory or devices.
+"""The identity of a system: its model, and all options that change tokens, memory or devices.
 
-Told without reading the model and without importing what runs it, so that it takes no time.
+Computed without reading the model and without importing what runs it, so that it takes no time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.model.file_state import file_state
 from hotcold.model.files import hub
 from hotcold.model.files.hub import REPOSITORY
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 from hotcold.model.gguf.names import are_parts
+from hotcold.model.mapped_file import file_state
 
 _CODE = Path(__file__).resolve().parents[2]
 _BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans
@@ -57,10 +57,9 @@ def identity_of(model: str, options: SystemOptions) -> Identity:
 
 
 def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> bool:
-    """Whether the system `running` is what is asked for.
+    """Whether a running system has the identity that a command asks for.
 
-    An option that is asked for by the value which it was given there by itself, of `resolved`, is
-    the same option.
+    An option that was left open there counts as given with its resolved value.
     """
     parts = asked.keys() - {"options", "code"}
     if asked["code"] != running["code"]:
@@ -78,8 +77,8 @@ def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> boo
 
 
 def resolved_options(system: SystemConfig) -> dict[str, Any]:
-    """The model's path, and what the options have become that a system was started with."""
-    # 0 is what --gpu-memory is on a GPU where nothing was given, and no GPU where it was.
+    """The model's path, and the values of a system's options, those left open included."""
+    # --gpu-memory is 0 on a GPU where it was not given, and without a GPU where it was.
     unlike = {"gpu_memory_bytes"} | ({"mode"} if system.auto_mode else set())
     found = {
         name: _plain(getattr(system, name))
@@ -90,14 +89,14 @@ def resolved_options(system: SystemConfig) -> dict[str, Any]:
 
 
 def absolute(options: SystemOptions) -> SystemOptions:
-    """The same options for a process whose working directory is another one."""
+    """The same options with absolute paths, for a process in another working directory."""
     names = ("predictors", "thresholds", "plan")
     given = {name: path for name in names if (path := getattr(options, name)) is not None}
     return replace(options, **{name: path.absolute() for name, path in given.items()})
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; a file with its state, so that it is another one once it has changed."""
+    """As JSON has it; a file with its state, so that a changed file is another option."""
     if isinstance(value, Path):
         return [str(value.absolute()), *_state(value)]
     return list(value) if isinstance(value, tuple) else value
@@ -105,9 +104,7 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _digest(checkout: str) -> str:
-    """Of the library's files and the embedded model's, so that a copy is known, such as a job of a
-    cluster runs in.
-    """
+    """SHA-256 of the library's files and the embedded model's: a cluster's job runs in a copy."""
     found = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted(Path(checkout, package).rglob("*")):

@@ -1,4 +1,4 @@
-"""What `hotcold profile` does for models whose activations are never zero."""
+"""`hotcold profile` of models whose activations are never zero: thresholds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.setup.modes import ffn_share, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
-from hotcold.actors.setup.threshold_mode import ffn_share, require_memory_to_calibrate
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import print_json
 from hotcold.jobs.support.loading import running_system
@@ -32,12 +32,7 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
-    from hotcold.jobs.profile.calibration import (  # torch
-        WINDOW,
-        Calibration,
-        Windows,
-        calibration_bar,
-    )
+    from hotcold.jobs.profile.calibration import WINDOW, Calibration, Windows, calibration_bar
 
     length = min(WINDOW, read_model(path).max_positions)
     options = replace(options, context_length=length)
@@ -47,7 +42,7 @@ def calibrate(
     text = read_text(text_path, prompts)
     windows = Windows.of(text, prompts, served, max_tokens)
     started = time.monotonic()
-    # What a neuron adds is measured on rows of down, so down rows are neurons here.
+    # Down rows are neuron-major here, so that what a neuron adds can be measured.
     system = replace(system, has_down_norms=True, down_transposed=False)
     config = read_model(path, options.weight_dtype)
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)

@@ -1,9 +1,9 @@
 """Thresholds for a model whose activations are never zero: each layer is tried alone, then all.
 
-First the dense model reads some windows of a text, and every pair of thresholds is counted on what
-came into its layers. Then what an error of one layer costs is measured by the running system, layer
-by layer, and the budget is dealt to them. Last the whole is measured, and dealt anew where it costs
-too much.
+First the dense model reads some windows of a text, and every pair of thresholds is counted on its
+layers' inputs. Then the running system measures the cost of one layer's error, layer by layer, and
+the budget is allocated to layers. Last the whole is measured, and allocated again if it costs too
+much.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.solver.cost import RowBytes
-from hotcold.predictors.magnitude_allocation import Choice, alike, allocate
-from hotcold.predictors.magnitude_curve import LayerCurve, layer_magnitudes
+from hotcold.predictors.fitting.magnitudes import (
+    Choice,
+    LayerCurve,
+    alike,
+    allocate,
+    layer_magnitudes,
+)
 from hotcold.predictors.magnitude_thresholds import Calibrated, LayerThresholds
 
 WINDOW = 256  # positions, an opening token included
@@ -75,7 +80,7 @@ class Windows:
 
 
 class Calibration:
-    """One run of it, on a system whose services have the lengths of down rows."""
+    """One calibration, on a system whose services have the norms of down rows."""
 
     def __init__(
         self,
@@ -96,13 +101,13 @@ class Calibration:
         self._up_weight = 1.0 if served.reads_all_down else served.up / served.rest
 
     def run(self, target_kld: float, text: TextIds) -> tuple[Calibrated, ActivationProfile]:
-        """The thresholds that cost `target_kld` nats or a little less, and who passes them."""
+        """Thresholds that cost at most `target_kld` nats, and the profile of their neurons."""
         inputs = self._inputs()
         curves = []
         for found in layer_magnitudes(self._checkpoint, self._config, inputs):
             curves.append(LayerCurve.of(found))
             self._step()
-        choices, mean_kld = self._deal(curves, self._sensitivities(curves), target_kld)
+        choices, mean_kld = self._allocate(curves, self._sensitivities(curves), target_kld)
         calibrated = Calibrated(
             _layer_thresholds([choice.thresholds for choice in choices]),
             mean_kld,
@@ -125,7 +130,7 @@ class Calibration:
         return np.concatenate(found, axis=1)
 
     def _sensitivities(self, curves: list[LayerCurve]) -> list[float]:
-        """What an error of each layer costs, in nats, from a trial of that layer alone."""
+        """The cost of each layer's error in nats, from a trial of that layer alone."""
         silent = Thresholds(np.float32(0), np.float32(0))
         found = []
         for layer, curve in enumerate(curves):
@@ -137,10 +142,10 @@ class Calibration:
             self._step()
         return found
 
-    def _deal(
+    def _allocate(
         self, curves: list[LayerCurve], sensitivities: list[float], target_kld: float
     ) -> tuple[list[Choice], float]:
-        """Deal budgets out until one costs no more than the target, and nearly as much."""
+        """Allocate budgets until one costs the target or a little less."""
         budget = target_kld
         best: tuple[list[Choice], float] | None = None
         for _ in range(_MAX_ROUNDS):

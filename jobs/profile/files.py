@@ -1,4 +1,4 @@
-"""Which files `hotcold profile` writes, checked before hours of work go into them."""
+"""The files that `hotcold profile` writes, checked before hours of work."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotcold.jobs.support.extras import require_extra
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import artifact_path
 from hotcold.placement.profile import PROFILE_FILE
 from hotcold.predictors.fitting.inputs import INPUTS_FILE
 
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+_PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class ProfileFiles:
         """
         if inputs_out is not None and not with_inputs:
             raise UsageError("--inputs-out was given, but --inputs 0 records none; leave one out")
-        if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-            raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
+        if plot is not None:
+            require_plot(plot)
         inputs = (inputs_out or artifact_path(model_path, INPUTS_FILE)) if with_inputs else None
         files = cls(out or artifact_path(model_path, PROFILE_FILE), inputs, plot, thresholds)
         options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot,
@@ -60,6 +61,13 @@ class ProfileFiles:
         """Those that are written."""
         files = self.profile, self.inputs, self.plot, self.thresholds
         return [path for path in files if path is not None]
+
+
+def require_plot(path: Path) -> None:
+    """Raise UsageError where no figure can be drawn into a file of this name."""
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise UsageError(f"--plot {path}: give a name that ends in {', '.join(_PLOT_SUFFIXES)}")
+    require_extra("plot", "--plot")
 
 
 def require_writable(option: str, path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.jobs.support.stored_model import OffloadPlan
+from hotcold.jobs.support.offload_plan import OffloadPlan
 from hotcold.model.errors import UsageError
 from hotcold.model.files.whole_file import write_whole
-from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
 _MAX_POINTS = 1000
@@ -34,12 +34,7 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
     A thin line a layer, coloured by depth, and a thick one over all neurons of the model.
     Errors:  UsageError where the file cannot be written
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.6), layout="constrained")
+    figure, axes = _figure(4.6)
     _draw_layers(figure, axes, profile.counts)
     if profile.counts.any():
         x, y = cumulative_share(profile.counts.reshape(-1))
@@ -51,9 +46,6 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
     axes.set_ylabel("share of activations")
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{model_name}: activations over {profile.num_tokens:,} tokens", loc="left")
     _save(path, figure)
 
@@ -63,23 +55,29 @@ def plot_offload(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
 
     Errors:  UsageError where the file cannot be written
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure, axes = _figure(4.0)
     sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
     allowed = [plan.most_tokens_per_s for plan in plans]
     axes.plot(sizes, [plan.tokens_per_s for plan in plans], "o-", color="black", label="expected")
     axes.plot(sizes, allowed, "o:", color="0.5", label="that the disk allows")
     axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s", yscale="log")
     axes.legend(frameon=False)
+    axes.set_title(f"{model_name}: neurons on storage", loc="left")
+    _save(path, figure)
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    """An empty figure, and its axes with a grid."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, height), layout="constrained")
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{model_name}: neurons on storage", loc="left")
-    _save(path, figure)
+    return figure, axes
 
 
 def _save(path: Path, figure: Any) -> None:
@@ -92,7 +90,9 @@ def _save(path: Path, figure: Any) -> None:
     try:
         write_whole(path, image.getvalue())
     except OSError as problem:
-        raise UsageError(f"{path}: cannot be written ({problem.strerror})") from None
+        raise UsageError(
+            f"{path}: cannot be written ({problem.strerror}); give another place with --plot"
+        ) from None
 
 
 def _draw_layers(figure: Any, axes: Any, counts: np.ndarray) -> None:

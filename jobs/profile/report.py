@@ -1,4 +1,4 @@
-"""What a profile says: how many neurons stay silent, and how few do most of the work."""
+"""The summary of a profile: silent neurons, and the share that makes most activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
 if TYPE_CHECKING:

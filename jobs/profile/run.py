@@ -19,7 +19,7 @@ from hotcold.jobs.support.text_file import windows
 
 
 def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every_s: float) -> float:
-    """Do what the state has not done yet, saving it every `every_s` seconds; tokens a second.
+    """Profile the remaining tokens, saving every `every_s` seconds; returns tokens a second.
 
     Errors:  HotcoldError; KeyboardInterrupt at Ctrl-C, once the window is done and saved
     """
@@ -55,7 +55,7 @@ def _count(running: System, ids: list[int], state: ProfileState, every_s: float)
 
 @contextmanager
 def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error that is told how many tokens are done."""
+    """A bar on standard error; gives the function to call with the tokens done."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -83,7 +83,7 @@ def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _interrupts_noted() -> Iterator[list[int]]:
-    """The first Ctrl-C is only noted, so that a window can be finished; the second is one."""
+    """The first Ctrl-C is only noted, so that a window is finished; the second raises."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""What a profiling run has done so far, on disk: a run that was stopped continues from there.
+"""The progress of a profiling run on disk, from which a stopped run continues.
 
-Two files beside the output: `<out>.part` holds counts and how many tokens they are of, replaced as
-a whole; `<out>.part.inputs` holds the recorded inputs, appended, of which only those count that
-belong to these tokens.
+Two files beside the output: `<out>.part` has the counts and their number of tokens, replaced as a
+whole; `<out>.part.inputs` has the recorded inputs, appended, of which only those of these tokens
+count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KIND = "profile"
 
 @dataclass(frozen=True)
 class ProfileTask:
-    """What is read and recorded. Another task cannot go on from this one's state."""
+    """What is read and recorded. A state belongs to one task."""
 
     text_digest: str
     num_tokens: int
@@ -68,7 +68,7 @@ class ProfileState:
             self.counts, self.num_done = counts, num_done
 
     def start(self) -> None:
-        """Make the files, or show at once that they cannot be made. Errors: ArtifactError."""
+        """Create the files. Errors: ArtifactError."""
         if self.num_done == 0:
             with suppress(OSError):
                 self.remove()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-    from hotcold.actors.protocol.messages import Generation
+    from hotcold.actors.protocol.messages import Generation, LoadProgress
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
@@ -26,19 +26,18 @@ json_option = click.option(
 
 
 class OutputError(HotcoldError):
-    """Standard output takes no more; no OSError, which click would take for its own."""
+    """Writing to standard output failed; no OSError, which click would handle itself."""
 
     def __init__(self, problem: OSError) -> None:
-        """`problem`: what the system says."""
         super().__init__(f"standard output: {problem.strerror}")
-        self.is_unread = isinstance(problem, BrokenPipeError)  # by anybody, any more
+        self.is_unread = isinstance(problem, BrokenPipeError)  # the reader has closed the pipe
 
 
 class _Output(io.FileIO):
-    """Standard output, whose errors say so, or standard error, which has none to be told of."""
+    """Standard output, which raises OutputError, or standard error, whose errors are ignored."""
 
     def write(self, data: Any, /) -> int:
-        """See io.RawIOBase. Errors: OutputError."""
+        """Write as io.RawIOBase. Errors: OutputError."""
         try:
             return super().write(data)
         except OSError as problem:
@@ -48,10 +47,9 @@ class _Output(io.FileIO):
 
 
 def use_own_streams() -> None:
-    """Let this process's standard output raise OutputError, and its standard error nothing.
+    """Let standard output raise OutputError, and standard error nothing.
 
-    Where a standard stream is closed, no file that is opened later takes its number: what is
-    written to standard output is an error then, to standard error is lost.
+    A closed standard stream gets a descriptor, so that no file opened later takes its number.
     """
     for number, mode in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
@@ -80,9 +78,9 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 def cut_short(result: Generation, context_length: int, longer: str, anew: str) -> str:
-    """What cut an answer short, and what helps; "" where nothing did.
+    """What cut an answer short, with a remedy; "" where nothing did.
 
-    `longer` helps where it has the most tokens that it may have, `anew` where the context is full.
+    `longer`: the remedy where it reached its token limit; `anew`: where the context is full.
     """
     if result.finish_reason != "length":
         return ""
@@ -119,3 +117,46 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     with transient_progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda written, total: progress.update(task, completed=written, total=total)
+
+
+def bytes_column() -> ProgressColumn:
+    """A column of a task's bytes, empty where its field `counts_bytes` is false."""
+    from rich.progress import DownloadColumn, Task
+    from rich.text import Text
+
+    class BytesColumn(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.fields["counts_bytes"] else Text()
+
+    return BytesColumn()
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
+    """Show a bar on standard error; gives the function to call with a system's loading progress.
+
+    Its notes stay, each on a line.
+    """
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    from hotcold.actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS
+
+    columns = (TextColumn("{task.description}"), BarColumn(), bytes_column(), TimeElapsedColumn())
+    with transient_progress(*columns) as bar:
+        task = bar.add_task("starting Ray", total=None, counts_bytes=False)
+        shown: set[str] = set()
+
+        def show(progress: LoadProgress) -> None:
+            for note in progress.notes:
+                if note not in shown:
+                    bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
+            shown.update(progress.notes)
+            bar.update(
+                task,
+                description=progress.stage,
+                completed=min(progress.loaded_bytes, progress.total_bytes),
+                total=progress.total_bytes,
+                counts_bytes=progress.stage in (LOADING_WEIGHTS, WRITING_NEURONS),
+            )
+
+        yield show

@@ -1,4 +1,4 @@
-"""What `hotcold doctor` finds wrong, or right, with a machine: one Finding a question."""
+"""The checks of `hotcold doctor`, each with a Finding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
+from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.machine.huge_pages import probe_huge_pages
-from hotcold.placement.machine.locality import ServiceMemory
+from hotcold.placement.machine.memory_pages import ServiceMemory, probe_huge_pages
 from hotcold.placement.machine.pinning import may_bind_memory
 from hotcold.placement.machine.survey import MachineSurvey
 from hotcold.placement.machine.sysfs import Cpu, missing_features
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
-# Of a service's memory, what may lie anywhere: Python and libraries, which are loaded before the
-# process knows its place, and pages that two threads share.
+# Of a service's memory, what may be on any node: Python and libraries, which are loaded before the
+# process is bound, and pages that two threads share.
 _FAR_BYTES, _FAR_SHARE = 512 << 20, 0.02
 _SLOW_NODE = 0.6  # of the fastest node's rate per core
 _ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
@@ -38,7 +37,7 @@ _NICENESS_VARIABLE = "RAY_worker_niceness"
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer. A problem's text says what to do."""
+    """The result of one check. A problem's text says what to do."""
 
     level: Level
     subject: str
@@ -61,7 +60,7 @@ def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
 
 
 def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
-    """Yield whether --mode threshold can be had, for models that it is for."""
+    """Yield whether --mode threshold can be used, for models that it is for."""
     if not has_thresholds(config):
         return
     subject = "--mode threshold"
@@ -76,36 +75,32 @@ def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
         yield Finding("ok", subject, promise(found, config))
 
 
-def check_measured(measured: Machine) -> Iterator[Finding]:
-    """Yield what is odd about the measured figures, or that nothing is."""
-    odd = False
+def check_measured(measured: Machine) -> list[Finding]:
+    """Unusual measured figures, or that there are none."""
+    found = {}
     rates = {node.name: node.read_gb_per_s / node.num_cores for node in measured.nodes}
     slow = [name for name, rate in rates.items() if rate < _SLOW_NODE * max(rates.values())]
     if slow:
-        odd = True
-        text = f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
-        yield Finding("note", "memory read", text)
+        found["memory read"] = (
+            f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
+        )
     if measured.exchange_us > _SLOW_EXCHANGE_US:
-        odd = True
-        text = (
+        found["exchange"] = (
             f"{measured.exchange_us:.0f} µs are many; if other programs ran then, measure again "
             "with --fresh"
         )
-        yield Finding("note", "exchange", text)
     if measured.was_busy:
-        odd = True
-        text = (
+        found["busy"] = (
             f"other programs took {measured.busy_cores:.1f} cores while this was measured; with "
             "nothing else running measure again with --fresh"
         )
-        yield Finding("note", "busy", text)
     assumed = [gpu.name for gpu in measured.gpus if not gpu.measured]
     if assumed:
-        odd = True
-        text = f"{', '.join(assumed)} could not be measured; plans assume slow memory"
-        yield Finding("note", "GPU memory", text)
-    if not odd:
-        yield Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")
+        names = ", ".join(assumed)
+        found["GPU memory"] = f"{names} could not be measured; plans assume slow memory"
+    if not found:
+        return [Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")]
+    return [Finding("note", subject, text) for subject, text in found.items()]
 
 
 def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:
@@ -152,7 +147,7 @@ def kernel_instructions() -> str:
 
 
 def kernel_paths() -> str:
-    """Which way this CPU's kernels go, where there are several."""
+    """Which variants of kernels this CPU uses."""
     from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
     from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
     from hotcold.numba_kernels.ir.target import has_feature
@@ -187,7 +182,7 @@ def _gpus(machine: MachineSurvey) -> Finding:
 
 
 def _limits(machine: MachineSurvey) -> Iterator[Finding]:
-    """Yield what this process may use of the machine, where that is not all, and what follows."""
+    """Yield limits on this process's cores and memory, and their effect."""
     allowed, num_threads = machine.num_allowed, len(machine.cores)
     threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
     if allowed < machine.num_online:

@@ -49,14 +49,14 @@ class LazyGroup(click.Group):
         with interrupts_after():
             command: click.Command = getattr(import_module(module), attribute)
         add_debug_option(command)
-        if not ctx.resilient_parsing:  # a line that is being completed is run by nobody
+        if not ctx.resilient_parsing:  # shell completion runs no command
             _let_settings_decide(ctx, cmd_name, command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that `args` starts with; an unknown one is told its nearest names."""
+        """Find the command that `args` starts with; an error names the nearest ones."""
         if not args[0].startswith("-") and args[0] not in self.lazy_commands:
             raise click.exceptions.NoSuchCommand(
                 args[0], possibilities=self.list_commands(ctx), ctx=ctx

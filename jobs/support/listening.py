@@ -1,20 +1,18 @@
-"""A port to listen at, and who has it already; the packages that a server needs."""
+"""Listening at a port, and errors that say which server has it already."""
 
 import http.client
-import importlib.util
 import json
 import socket
 
 from hotcold.model.errors import UsageError
 
 _ASK_S = 2.0
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port` (0: any free one).
 
-    Errors:  UsageError that says who has the port, or why it cannot be had
+    Errors:  UsageError that says which server has the port, or why it cannot be used
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(
@@ -22,7 +20,9 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, number)
     except OSError as problem:
-        raise UsageError(f"{host} is no address of this machine ({problem.strerror})") from None
+        raise UsageError(
+            f"{host} is no address of this machine ({problem.strerror}); give another --host"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -33,23 +33,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def require_server_packages(what: str) -> None:
-    """Raise UsageError where one is missing; `what` needs them."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{what} needs {', '.join(missing)}, which is not installed; pip install 'hotcold[ui]'"
-        )
-
-
 def url_of(listener: socket.socket) -> str:
-    """Where a browser of this machine finds it."""
+    """Its URL for a browser of this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{_reachable(host)}:{port}"
 
 
 def _taken(host: str, port: int, problem: OSError) -> UsageError:
-    """The error for a port that cannot be had."""
+    """The error for a port that cannot be used."""
     where = f"http://{_reachable(host)}:{port}"
     model = _model_served(_reachable(host).strip("[]"), port)
     if model is not None:
@@ -60,13 +51,13 @@ def _taken(host: str, port: int, problem: OSError) -> UsageError:
     if isinstance(problem, PermissionError):
         return UsageError(f"port {port} needs root's rights; give a --port from 1024 on")
     return UsageError(
-        f"port {port} of {host} cannot be had ({problem.strerror}): another program may use it; "
+        f"port {port} of {host} cannot be used ({problem.strerror}): another program may use it; "
         "give another --port"
     )
 
 
 def _model_served(host: str, port: int) -> str | None:
-    """The model that a hotcold serves at that port, or None for anybody else."""
+    """The model of a hotcold server at that port, or None."""
     connection = http.client.HTTPConnection(host, port, timeout=_ASK_S)
     try:
         connection.request("GET", "/health")

@@ -1,13 +1,27 @@
-"""Starting a system with a progress bar."""
+"""Starting a system with a progress bar, once the file of its offloaded neurons is there."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
-from hotcold.actors.system import System
-from hotcold.jobs.support.loading_bar import loading_bar
-from hotcold.jobs.support.stored_model import require_bundles
+from hotcold.actors.setup.memory_needs import expected_gpu
+from hotcold.actors.setup.storage import has_bundles, pack_model
+from hotcold.actors.setup.storage_shares import bytes_in_memory
+from hotcold.jobs.support.console import loading_bar, progress_bar, stderr_console
+from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.own_cache import tell_if_full
+
+if TYPE_CHECKING:
+    from hotcold.actors.system import System
 
 
 @contextmanager
@@ -16,11 +30,13 @@ def running_system(
     on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     others: Sequence[SystemConfig] = (),
 ) -> Iterator[System]:
-    """A started system, stopped at the end; loading is shown on standard error.
+    """A started system, ended at the exit, with a progress bar on standard error.
 
-    `on_progress` is told of it as well; `others` may be started beside it.
+    `on_progress` is called too; `others` may be started beside it later.
     Errors:  HotcoldError
     """
+    from hotcold.actors.system import System  # imports Ray
+
     require_bundles(system)
     with loading_bar() as bar:
 
@@ -32,3 +48,43 @@ def running_system(
     tell_if_full()
     with running:
         yield running
+
+
+def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
+    """Write the bundle file with a progress bar, and print its path and size.
+
+    `config` has the formats that matrices are loaded in. Errors: HotcoldError
+    """
+    geometry = BundleGeometry.of(config)
+    place = bundle_path(path, geometry)
+    stderr_console().print(
+        f"writing the model's neurons to {place}, {geometry.file_bytes / 1e9:.2f} GB",
+        markup=False,
+        soft_wrap=True,
+    )
+    with progress_bar(place.name) as on_bytes:
+        return pack_model(path, config, weight_dtype, on_bytes)
+
+
+def require_bundles(system: SystemConfig) -> None:
+    """Write the system's bundle file unless it exists; print how many neurons it holds.
+
+    Errors:  HotcoldError
+    """
+    if system.storage is None:
+        return
+    path = Path(system.model_path)
+    config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
+    share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
+    kept = bytes_in_memory(config, system.storage)
+    total = geometry.num_layers * geometry.num_neurons * geometry.neuron_bytes
+    num_hot = max(0, share.num_hot_neurons)
+    on_gpu = f", about {num_hot * geometry.neuron_bytes / 1e9:.2f} on the GPU" if num_hot else ""
+    stderr_console().print(
+        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory{on_gpu}, the others are "
+        f"read from {system.storage.path}",
+        markup=False,
+        soft_wrap=True,
+    )
+    if not has_bundles(path, config):
+        make_bundles(path, config, system.weight_dtype)

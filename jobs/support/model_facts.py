@@ -1,4 +1,4 @@
-"""What `hotcold show` says of a model, from its files' headers."""
+"""The facts that `hotcold show` prints, from the headers of a model's files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
+from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.actors.setup.preflight import read_model
-from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.ffn import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
-from hotcold.predictors.in_checkpoint import has_predictors
+from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
 _KV_BYTES = 2  # float16
@@ -67,7 +67,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for people: names and texts."""
+    """The facts as lines: names and texts."""
     yield "model", f"{facts['name']}, in {facts['path']}"
     yield "family", facts["family"]
     yield (
@@ -134,7 +134,7 @@ def _threshold_words(facts: dict[str, Any]) -> str:
 
 
 def _thresholds(path: Path, config: ModelConfig) -> str | None:
-    """What --mode threshold promises, or how to have it; None where it is not for such a model."""
+    """What --mode threshold promises, or what it needs; None where it is not for such a model."""
     if not has_thresholds(config):
         return None
     try:

@@ -1,7 +1,7 @@
 """Options that several commands share."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import click
 
 from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
 from hotcold.actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
-from hotcold.jobs.support.shared_option import shared_option as _option
+from hotcold.jobs.support.settings import shared_option as _option
 from hotcold.model.errors import shown
 from hotcold.model.sampling import SamplingParams
 
@@ -84,7 +84,7 @@ class Addresses(click.ParamType[tuple[str, ...]]):
     name = "addresses"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
-        """The addresses; whether they are nodes of the cluster is found out when it starts."""
+        """The addresses; a start checks whether they are nodes of the cluster."""
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -149,30 +149,21 @@ _KEPT = [
 ]  # fmt: skip
 
 
-def own_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--own`."""
-    return _with(_KEPT[1:], command)
+def options_adder(options: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that adds these options to a command."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def kept_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--keep` and `--own`."""
-    return _with(_KEPT, command)
-
-
-def system_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `SystemOptions`."""
-    return _with(_SYSTEM, command)
-
-
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `SamplingParams`."""
-    return _with(_SAMPLING, command)
-
-
-def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(options):
-        command = option(command)
-    return command
+own_option = options_adder(_KEPT[1:])  # --own
+kept_options = options_adder(_KEPT)  # --keep and --own
+system_options = options_adder(_SYSTEM)  # those of `SystemOptions`
+sampling_options = options_adder(_SAMPLING)  # those of `SamplingParams`
 
 
 def split_system_options(values: dict[str, Any]) -> SystemOptions:

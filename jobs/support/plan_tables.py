@@ -26,7 +26,7 @@ _SIZES = {
 
 
 def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --out") -> None:
-    """Print what lies where, what each part costs, the speed to expect, what is assumed for it."""
+    """Print the placement, the cost of each part, the expected speed and its assumptions."""
     console = Console(highlight=False)
     report = plan.report
     console.print(_device_table(report["devices"]))
@@ -45,13 +45,8 @@ def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
     """The command's JSON; `seconds` are the solver's, `bytes` of a device are by content."""
     report = plan.report
     return {
-        "devices": report["devices"],
-        "parts": report["parts"],
-        "token_s": report["token_s"],
-        "tokens_per_s": report["tokens_per_s"],
-        "method": report["solver"]["method"],
-        "seconds": report["solver"]["seconds"],
-        "gap": report["solver"]["gap"],
+        **{name: report[name] for name in ("devices", "parts", "token_s", "tokens_per_s")},
+        **{name: report["solver"][name] for name in ("method", "seconds", "gap")},
         "assumed": report["assumed"],
         "path": None if path is None else str(path),
     }

@@ -1,4 +1,4 @@
-"""What `hotcold plan` plans for: a model that is here, or one that config.json alone describes."""
+"""The model that `hotcold plan` plans for: one on this machine, or only its config.json."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.locate import locate_model
-from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.sparsity import published_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.profile import ActivationProfile, read_profile
-from hotcold.placement.solver.cost import PredictorCost
-from hotcold.placement.stated import assumed_predictors, stated_profile
+from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
+from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model to plan for. `path` is None where its weights are not here."""
+    """A model to plan for. `path` is None without its weights."""
 
     config: ModelConfig
     path: Path | None
@@ -65,8 +64,8 @@ def _config_folder(source: str) -> Path:
         return path.parent
     if path.is_dir():
         return path
-    if (asked := hub.REPOSITORY.fullmatch(source)) and not asked["name"]:
-        return hub.fetch_config(asked["repo"]).parent
+    if (match := hub.REPOSITORY.fullmatch(source)) and not match["name"]:
+        return hub.fetch_config(match["repo"]).parent
     raise UsageError(f"--config is {shown(source)}; give a config.json, its folder, or org/repo")
 
 
@@ -112,7 +111,7 @@ def planned_predictors(model: PlannedModel, system: SystemConfig) -> PredictorCo
 def planned_system(
     model: PlannedModel, options: SystemOptions, described: Machine | None
 ) -> SystemConfig:
-    """The system that is planned for; cores and nodes are those of the `described` machine.
+    """The system to plan for, with cores and nodes of the `described` machine.
 
     Errors:  UsageError; ArtifactError for predictors
     """

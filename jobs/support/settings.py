@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +28,71 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from hotcold.jobs.support.shared_option import SHARED_OPTIONS, SharedOption
 from hotcold.model.errors import UsageError, shown
 
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
 _MAX_BYTES = 1 << 20
+
+# Section of `--help` -> the shared options in it, as they are written on a command line.
+SHARED_OPTIONS = {
+    "Sampling": (
+        "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos",
+    ),
+    "System": (
+        "mode", "predictors", "thresholds", "dtype", "plan", "threads", "cpu-actors", "context",
+        "parallel", "kv-tokens", "kv-dtype", "device", "gpu-memory", "cpu-memory", "exchange",
+        "pin", "hosts",
+    ),
+    "Kept system": ("keep", "own"),
+}  # fmt: skip
+
+
+class SharedOption(click.Option):
+    """An option that HOTCOLD_NAME and the top of config.toml set for every command that has it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        key = max(self.opts, key=len).lstrip("-")
+        (self.section,) = (name for name, keys in SHARED_OPTIONS.items() if key in keys)
+
+
+class _OneName(click.types.StringParamType):
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        """One value, which may contain blanks."""
+        return [rv]
+
+
+class ModelsArgument(click.Argument):
+    """MODELs, as many as there are; a setting names one, or in the file a list of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, nargs=-1, type=_OneName(), **kwargs)
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The names as a tuple."""
+        return super().type_cast_value(ctx, (value,) if isinstance(value, str) else value)
+
+
+def shared_option(*names: str, **kwargs: Any) -> Callable[..., Any]:
+    """Like `click.option`, for one of SHARED_OPTIONS."""
+    return click.option(*names, cls=SharedOption, **kwargs)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its own options first, and shared ones in a section a group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group that has options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                name = f"{param.section} options" if isinstance(param, SharedOption) else "Options"
+                sections.setdefault(name, []).append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 class Setting(NamedTuple):
@@ -45,7 +105,7 @@ class Setting(NamedTuple):
 
 
 def settings_path() -> Path | None:
-    """The settings' file, whether it is there or not; None where there is to be none."""
+    """The settings' file, whether it exists or not; None where HOTCOLD_CONFIG is empty."""
     chosen = os.environ.get(_FILE_VARIABLE)
     if chosen is not None:
         return Path(chosen).expanduser() if chosen else None
@@ -64,14 +124,20 @@ def read_settings() -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
-            raise UsageError(f"{path} has over {_MAX_BYTES >> 20} MiB; settings are short")
+            raise UsageError(
+                f"{path} has over {_MAX_BYTES >> 20} MiB; name another file in HOTCOLD_CONFIG"
+            )
         return tomllib.loads(text.decode())
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is not in UTF-8") from None
+        raise UsageError(f"{path} is not in UTF-8; convert it") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
+        raise UsageError(
+            f"{path} is no TOML: {error}; `hotcold config --example` prints a file"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}; name another file in HOTCOLD_CONFIG"
+        ) from None
 
 
 def settings_of(command: click.Command, names: tuple[str, ...]) -> Iterator[Setting]:

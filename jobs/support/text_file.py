@@ -17,8 +17,8 @@ from hotcold.jobs.support.console import transient_progress
 from hotcold.model.errors import HotcoldError, UsageError, shown
 from hotcold.model.text.tokenizer import Tokenizer
 
-_PIECE_CHARS = 100_000  # one encode of a long text takes memory and time beyond its share
-_LAST_CHARS = 10_000  # of a piece: where its end is looked for
+_PIECE_CHARS = 100_000  # encoding a long text at once takes more memory and time
+_LAST_CHARS = 10_000  # of a piece, in which its end is searched
 _JSON_LINES = (".jsonl", ".json")
 _NO_TOKENIZER = (
     "text needs a tokenizer, and this model has none; give token ids in a "
@@ -51,7 +51,7 @@ def read_text_ids(
     template writes, or {"ids": [...]}, which needs no tokenizer; other keys are ignored. The
     model's eos stands between documents. No document opens with bos: a reader of windows
     puts it before each. A plain text is cut between words and line ends into pieces that are
-    encoded one by one; `on_progress` hears the share done.
+    encoded one by one; `on_progress` gets the share done.
     Errors:  UsageError where the file is missing, empty or malformed or the model has no tokenizer;
              PromptError, ConfigError of the tokenizer and chat template
     """
@@ -180,7 +180,9 @@ def _line_ids(line: bytes, tokenizer: Tokenizer | None) -> list[int]:
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as problem:
-        raise UsageError(f"not JSON in UTF-8 ({shown(str(problem))[1:-1]})") from None
+        raise UsageError(
+            f"not JSON in UTF-8 ({shown(str(problem))[1:-1]}); write an object a line"
+        ) from None
     match values:
         case {"text": str(), "messages": _}:
             raise UsageError("has both text and messages; give one of them")

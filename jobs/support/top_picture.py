@@ -24,16 +24,16 @@ _FRAME_LINES = 16  # beside the map and the services
 
 
 def picture(name: str, found: dict[str, Any], width: int, height: int = 0) -> RenderableType:
-    """All of it, `found` as `ui.telemetry` gives it.
+    """The whole picture of `found`, which `ui.telemetry` makes.
 
     `height`: so many lines at most, for which neighbouring layers share one; 0: as many as needed
     """
-    room = max(1, height - _FRAME_LINES - len(found["actors"])) if height else 0
+    max_rows = max(1, height - _FRAME_LINES - len(found["actors"])) if height else 0
     parts: list[RenderableType] = [_head(name, found), Text()]
     if found["map"]["steps"]:
-        parts += [_neuron_map(found["map"], width, room), Text(_legend(found), style="dim")]
+        parts += [_neuron_map(found["map"], width, max_rows), Text(_legend(found), style="dim")]
     else:
-        parts.append(Text("no neuron has been counted yet: nobody asks", style="dim"))
+        parts.append(Text("no neuron has been counted yet: there was no request", style="dim"))
     parts += [Text(), _step(found), _services(found), Text(_machine(found), style="dim")]
     return Group(*parts)
 
@@ -52,16 +52,16 @@ def drawn(renderable: RenderableType, width: int, is_coloured: bool) -> str:
 
 def _head(name: str, found: dict[str, Any]) -> Text:
     speed = f"{found['tokens_per_s']:.1f} tokens/s" if found["tokens_per_s"] else "idle"
-    told = [
+    facts = [
         f"up {_time(found['uptime_s'])}",
         speed,
         f"{found['running']} running, {found['waiting']} waiting",
         f"{found['kv_pages_used']} of {found['kv_pages']} KV pages",
     ]
-    return Text.assemble((name, "bold"), f"  {found['mode']}  ", "  ".join(told))
+    return Text.assemble((name, "bold"), f"  {found['mode']}  ", "  ".join(facts))
 
 
-def _neuron_map(found: dict[str, Any], width: int, most_rows: int) -> Table:
+def _neuron_map(found: dict[str, Any], width: int, max_rows: int) -> Table:
     """A row for each layer or few of them: what its neurons do, first to last, and shares."""
     mean = found["mean"]
     computed, gates = np.array(mean["computed"]), np.array(mean["gates"])
@@ -69,7 +69,7 @@ def _neuron_map(found: dict[str, Any], width: int, most_rows: int) -> Table:
     hot = np.zeros(computed.shape) if found["hot"] is None else np.array(found["hot"], float)
     num_layers, num_buckets = computed.shape
     num_cells = next(n for n in (num_buckets, 32, 16, 8) if n <= max(8, width - _BESIDE_MAP))
-    many = -(-num_layers // most_rows) if most_rows else 1
+    many = -(-num_layers // max_rows) if max_rows else 1
     table = Table(box=None, pad_edge=False, show_edge=False)
     for head in ("layer", "its neurons, in the checkpoint's order", "hot", "fire", "gates"):
         table.add_column(head, justify="left" if " " in head else "right", no_wrap=True)

@@ -28,7 +28,7 @@ def watch(
     shown_on: Output | None = None,
     each_s: float = 1.0,
 ) -> None:
-    """Show it anew each `each_s` seconds. Errors: HotcoldError where it ends; KeyboardInterrupt."""
+    """Update the picture every `each_s` seconds. Errors: HotcoldError where the system ends."""
     view = _View(system.record.name)
     app: Application[None] = Application(
         Layout(Window(FormattedTextControl(lambda: ANSI(view.text(app.output))))),
@@ -39,7 +39,7 @@ def watch(
     )
     is_over = threading.Event()
 
-    def ask() -> None:
+    def poll() -> None:
         while not is_over.is_set():
             try:
                 view.take(system.telemetry())
@@ -52,15 +52,15 @@ def watch(
             app.invalidate()
             is_over.wait(each_s)
 
-    request_state = threading.Thread(target=ask, name="top", daemon=True)
+    poller = threading.Thread(target=poll, name="top", daemon=True)
     try:
-        app.run(pre_run=request_state.start)
+        app.run(pre_run=poller.start)
     finally:
         is_over.set()
 
 
 class _View:
-    """What is known of a system, and how it looks."""
+    """The last telemetry of a system, as the screen shows it."""
 
     def __init__(self, name: str) -> None:
         self.remark = "asking"
@@ -68,7 +68,7 @@ class _View:
         self._found: dict[str, Any] | None = None
 
     def take(self, found: dict[str, Any]) -> None:
-        """What it does now; the last figures of what has ended stay."""
+        """Take new telemetry; the figures of the last request stay."""
         if self._found is not None and not found["running"]:
             if not found["map"]["steps"]:
                 found["map"] = self._found["map"]
@@ -77,7 +77,7 @@ class _View:
         self._found = found
 
     def text(self, output: Output) -> str:
-        """With a terminal's codes."""
+        """The screen's text, with a terminal's codes."""
         size = output.get_size()
         if self._found is None:
             return f"{self._name}: {self.remark}\n\n{_FOOT}"

@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM where they must not interrupt just anything, and where they could get lost.
+"""Ctrl-C and SIGTERM where they must not raise anywhere, and where they could get lost.
 
-For a command that serves: once to end in good order, twice at once. For a command that waits for
-something long: to end that.
+A server ends in good order at the first, at once at the second. A command that waits for something
+long ends that.
 
-What a handler tells goes through a SimpleQueue: a handler may interrupt another one, or the very
-call that waits for it, and of all there is to wait with only that may be entered twice.
+Handlers communicate by a SimpleQueue: a handler may interrupt another one, or the call that waits
+for it, and of all synchronisation objects only that is reentrant.
 """
 
 import os
@@ -24,10 +24,9 @@ _MAIN_AND_SIGINT = (threading.main_thread().ident or 0, signal.SIGINT)
 
 
 class Signals:
-    """Within it, signals are counted once `wait` was called; before, they interrupt."""
+    """Within it, signals are counted from `wait` on; before, they raise KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        """To be used in the main thread."""
         self._earlier: dict[int, Any] = {}
         self._is_waiting = False
         self._count = 0
@@ -43,16 +42,16 @@ class Signals:
 
     @property
     def count(self) -> int:
-        """How many have come."""
+        """Signals so far."""
         return self._count
 
-    def wait(self, look: Callable[[], object] = lambda: None) -> None:
-        """Return at the first signal; `look` is called once a second, and may raise."""
+    def wait(self, poll: Callable[[], object] = lambda: None) -> None:
+        """Return at the first signal; `poll` is called once a second, and may raise."""
         self._is_waiting = True
         self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
             if not self._has_come(1.0):
-                look()
+                poll()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
@@ -79,10 +78,10 @@ class Signals:
 
 @contextmanager
 def interrupts_after() -> Iterator[None]:
-    """Within it Ctrl-C interrupts at the end; a second one at once.
+    """Within it Ctrl-C raises at the end; a second one at once.
 
-    For imports: Python loses an exception that comes in a callback of its own, such as that of a
-    module's lock, and in some functions written in C.
+    For imports: Python loses an exception in its own callbacks, such as that of a module's lock,
+    and in some C functions.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -106,11 +105,11 @@ def interrupts_after() -> Iterator[None]:
 
 
 def interrupt_again(lost: Any) -> None:
-    """For `sys.unraisablehook`: an interrupt that cannot be raised where it came, comes again."""
+    """For `sys.unraisablehook`: repeats an interrupt that could not be raised where it came."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         if os.getpid() != _PID:  # a fork that is about to run another program
             return
-        # Not here: whatever is raised in the hook is lost as well.
+        # Not here: an exception in the hook is lost as well.
         threading.Timer(_AGAIN_S, signal.pthread_kill, _MAIN_AND_SIGINT).start()
     else:
         sys.__unraisablehook__(lost)
@@ -118,22 +117,22 @@ def interrupt_again(lost: Any) -> None:
 
 @contextmanager
 def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Within it Ctrl-C calls `act`, in another thread, and interrupts nothing. In the main thread.
+    """Within it Ctrl-C calls `act` in another thread and raises nothing. For the main thread.
 
-    An interrupt may come anywhere, also within what was meant to clean up after the one before.
+    A KeyboardInterrupt could come anywhere, also within the cleanup after the one before.
     """
-    told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for Ctrl-C, False at the end
+    signalled: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for Ctrl-C, False at the end
 
     def wait() -> None:
-        if told.get():
+        if signalled.get():
             act()
 
     waiting = threading.Thread(target=wait, name="interrupts", daemon=True)
     waiting.start()
-    earlier = signal.signal(signal.SIGINT, lambda number, frame: told.put(True))
+    earlier = signal.signal(signal.SIGINT, lambda number, frame: signalled.put(True))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, earlier)
-        told.put(False)
+        signalled.put(False)
         waiting.join()

@@ -1,42 +1,49 @@
-"""A bundle file: its header and tables, read within bounds and held against the model."""
+"""A bundle file: header and tables, read within bounds, checked against the model and its bytes."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.numba_kernels.load.convert import row_lengths
 
 _MAGIC = b"hotcold bundles\n"
-_HEAD = len(_MAGIC) + 8  # then the length and the CRC-32 of the facts, JSON
+_HEAD = len(_MAGIC) + 8  # magic, then length and CRC-32 of the facts, JSON, that follow
 _MAKE_AGAIN = "make it again with `hotcold pack`"
+_READ_BYTES = 16 << 20
+_NORM_ERROR = 1e-5  # CPUs round differently
 
 
 @dataclass(frozen=True, eq=False)
 class BundleFile:
-    """An open question answered: which neuron is where, and what its parts add up to.
+    """The tables of a bundle file, by a bundle's place in its layer.
 
-    order (L, N) int32: neuron ids by their places; by places too sums (L, N, 2) uint32, and norms
-    (L, N) float32, the lengths of down rows
+    Shapes:  order (L, N), the neuron's id; checksums (L, N, 2), of the bundle's two parts; norms
+             (L, N), the length of the neuron's down row
+    Dtypes:  order int32, checksums uint32, norms float32
     """
 
     path: Path
     geometry: BundleGeometry
     order: np.ndarray
-    sums: np.ndarray
+    checksums: np.ndarray
     norms: np.ndarray
-    order_name: str  # what the order follows: a profile's digest, or "checkpoint"
+    order_name: str  # the origin of the order: a profile's digest, or "checkpoint"
 
     def places(self) -> np.ndarray:
-        """The place of each neuron: (L, N) int32."""
+        """Return the place of each neuron: (L, N) int32."""
         places = np.empty_like(self.order)
         own = np.arange(self.geometry.num_neurons, dtype=np.int32)
         np.put_along_axis(places, self.order, np.broadcast_to(own, places.shape), axis=1)
@@ -44,14 +51,14 @@ class BundleFile:
 
 
 def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
-    """Where a model's bundle file lies."""
+    """Return the path of a model's bundle file."""
     return artifact_path(model_path, geometry.file_name)
 
 
 def header_block(
     geometry: BundleGeometry, identity: ModelIdentity, order_name: str, tables_crc: int | None
 ) -> bytes:
-    """The file's first block; without `tables_crc` it says that the file is not whole yet."""
+    """Return the file's first block; without `tables_crc` the file is marked as incomplete."""
     facts = {
         "geometry": asdict(geometry),
         **identity.facts(),
@@ -67,7 +74,7 @@ def header_block(
 
 
 def header_facts(block: bytes) -> dict[str, Any] | None:
-    """What a header says; None where it is no header, or a damaged one."""
+    """Return the facts of a header; None for a damaged one."""
     if not block.startswith(_MAGIC) or len(block) < BLOCK_BYTES:
         return None
     length, crc = (int(word) for word in np.frombuffer(block[len(_MAGIC) : _HEAD], "<u4"))
@@ -79,9 +86,10 @@ def header_facts(block: bytes) -> dict[str, Any] | None:
 
 
 def read_bundle_file(path: Path, geometry: BundleGeometry, identity: ModelIdentity) -> BundleFile:
-    """Read header and tables of the file that was made from the model `identity`.
+    """Read header and tables of a bundle file of the model `identity`.
 
-    Errors:  ArtifactError where it is missing, torn, damaged, of another model, format or version
+    Errors:  ArtifactError where it is missing, incomplete, damaged, or of another model, format or
+             version
     """
     try:
         with path.open("rb") as stream:
@@ -104,25 +112,69 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
         raise ArtifactError(
             f"{path}: is not whole, {size} of {geometry.file_bytes} bytes; {_MAKE_AGAIN}"
         )
-    tables = _tables(stream, geometry)
+    stream.seek(geometry.order_start)
+    tables = stream.read(geometry.done_start - geometry.order_start)
     if zlib.crc32(tables) != facts["tables_crc"]:
         raise ArtifactError(f"{path}: its tables are damaged; {_MAKE_AGAIN}")
     shape = geometry.num_layers, geometry.num_neurons
     order = np.frombuffer(tables, "<i4", shape[0] * shape[1]).reshape(shape)
-    sums = np.frombuffer(tables, "<u4", 2 * order.size, geometry.sums_start - geometry.order_start)
+    start = geometry.checksums_start - geometry.order_start
+    checksums = np.frombuffer(tables, "<u4", 2 * order.size, start).reshape(*shape, 2)
     norms = np.frombuffer(tables, "<f4", order.size, geometry.norms_start - geometry.order_start)
     if not (np.sort(order, axis=1) == np.arange(shape[1])).all():
         raise ArtifactError(f"{path}: does not hold each neuron once; {_MAKE_AGAIN}")
     name = str(facts["order_name"])
-    return BundleFile(path, geometry, order, sums.reshape(*shape, 2), norms.reshape(shape), name)
-
-
-def _tables(stream: Any, geometry: BundleGeometry) -> bytes:
-    stream.seek(geometry.order_start)
-    return bytes(stream.read(geometry.done_start - geometry.order_start))
+    return BundleFile(path, geometry, order, checksums, norms.reshape(shape), name)
 
 
 def tables_crc(descriptor: int, geometry: BundleGeometry) -> int:
-    """CRC-32 of the order, sums and norms that are in the file."""
+    """Return the CRC-32 of the file's order, checksums and norms."""
     size = geometry.done_start - geometry.order_start
     return zlib.crc32(os.pread(descriptor, size, geometry.order_start))
+
+
+def damaged_bundles(
+    file: BundleFile, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> list[tuple[int, int]]:
+    """Read all bundles; return (layer, neuron id) where checksums or norm differ.
+
+    Errors:  OSError
+    """
+    geometry, found = file.geometry, []
+    rows = max(1, _READ_BYTES // geometry.bundle_bytes)
+    total, done = geometry.num_layers * geometry.layer_bytes, 0
+    with file.path.open("rb", buffering=0) as stream:
+        for layer in range(geometry.num_layers):
+            for first in range(0, geometry.num_neurons, rows):
+                last = min(first + rows, geometry.num_neurons)
+                bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
+                begin = geometry.first_byte + layer * geometry.layer_bytes
+                begin += first * geometry.bundle_bytes
+                _fill(stream.fileno(), bundles, begin)
+                checksums = np.empty((last - first, 2), np.uint32)
+                bundle_sums(bundles, geometry.gate_bytes, checksums)
+                wrong = (checksums != file.checksums[layer, first:last]).any(axis=1)
+                norms = row_lengths(_down_rows(geometry, bundles))
+                wrong |= ~np.isclose(norms, file.norms[layer, first:last], _NORM_ERROR, 0)
+                found += [(layer, int(n)) for n in file.order[layer, first:last][wrong]]
+                done += bundles.nbytes
+                on_bytes(done, total)
+    return found
+
+
+def _down_rows(geometry: BundleGeometry, bundles: np.ndarray) -> np.ndarray:
+    """The down rows, in their format, of bundles (N, bundle bytes) uint8."""
+    first = geometry.gate_bytes + geometry.up_row_bytes
+    rows = np.ascontiguousarray(bundles[:, first : first + geometry.down_row_bytes])
+    return rows.view(numpy_dtype(geometry.down_dtype))
+
+
+def _fill(descriptor: int, into: np.ndarray, place: int) -> None:
+    """Read until `into` is full or the file ends."""
+    view, done = into.reshape(-1).data, 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], place + done)
+        if count == 0:
+            return
+        done += count
+    os.posix_fadvise(descriptor, place, done, os.POSIX_FADV_DONTNEED)

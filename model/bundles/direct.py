@@ -1,4 +1,4 @@
-"""A file opened for direct reads, where its file system allows them."""
+"""Opens a file for direct I/O (O_DIRECT), where its file system supports it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PAGE_BYTES = 4096
 
 
 class DirectFile(NamedTuple):
-    """A descriptor, the unit of reads, and whether the kernel keeps pages without being asked to.
+    """A descriptor, the unit of reads in bytes, and whether it is direct.
 
-    Direct reads in the file system's least unit; where it has none, through the page cache, whose
-    pages are let go of after each read.
+    Where the file system has no direct reads they go through the page cache, whose pages are
+    dropped after each read: `keeps_pages` is then False.
     """
 
     descriptor: int
@@ -25,7 +25,7 @@ class DirectFile(NamedTuple):
 
 
 def open_direct(path: Path) -> DirectFile:
-    """Open a file to be read. Errors: OSError."""
+    """Open a file for reading, direct where possible. Errors: OSError."""
     buffered = os.open(path, os.O_RDONLY)
     try:
         direct = os.open(path, os.O_RDONLY | os.O_DIRECT)

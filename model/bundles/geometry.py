@@ -1,4 +1,4 @@
-"""What a bundle file holds and where: known from the model before anything is read or written."""
+"""Layout of a bundle file, known from the model's config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hotcold.model.config.weight_formats import row_bytes
 from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
 VERSION = 2
-BLOCK_BYTES = 4096  # what tables and data begin at multiples of
+BLOCK_BYTES = 4096  # alignment of tables and data
 
 
 def _padded(num_bytes: int, unit: int) -> int:
@@ -18,11 +18,12 @@ def _padded(num_bytes: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class BundleGeometry:
-    """Sizes of a file: L layers of N neurons, rows of so many bytes in such formats.
+    """Sizes and offsets in a file of L layers of N neurons.
 
-    header, order (L, N) int32, sums (L, N, 2) uint32, norms (L, N) float32, done (L,) uint8, then
-    the bundles, layer by layer in that order. Each begins at a multiple of BLOCK_BYTES. A bundle is
-    the gate row, padded, then the up and down rows, padded.
+    The file is: header, order (L, N) int32, checksums (L, N, 2) uint32, norms (L, N) float32, done
+    (L,) uint8, then the bundles, layer by layer in that order; each at a multiple of BLOCK_BYTES. A
+    bundle is the gate row, padded, then the up and down rows, padded.
+    Units:   bytes
     """
 
     num_layers: int
@@ -36,7 +37,7 @@ class BundleGeometry:
 
     @classmethod
     def of(cls, config: ModelConfig) -> BundleGeometry:
-        """For a model whose config has the dtypes that matrices are loaded in."""
+        """Return the layout for a config with the dtypes that matrices are loaded in."""
         gate = row_bytes(config, config.hidden_size, "gate")
         return cls(
             config.num_layers,
@@ -50,65 +51,65 @@ class BundleGeometry:
 
     @property
     def gate_bytes(self) -> int:
-        """Of a bundle's first part."""
+        """Size of a bundle's gate part."""
         return _padded(self.gate_row_bytes, PART_UNIT)
 
     @property
     def up_down_bytes(self) -> int:
-        """Of its second part."""
+        """Size of a bundle's up and down part."""
         return _padded(self.up_row_bytes + self.down_row_bytes, PART_UNIT)
 
     @property
     def bundle_bytes(self) -> int:
-        """Of both."""
+        """Size of a bundle."""
         return self.gate_bytes + self.up_down_bytes
 
     @property
     def up_down_row_bytes(self) -> int:
-        """Of a neuron's up and down rows in memory."""
+        """Size of a neuron's up and down rows in memory."""
         return self.up_row_bytes + self.down_row_bytes
 
     @property
     def neuron_bytes(self) -> int:
-        """Of all its rows in memory."""
+        """Size of a neuron's rows in memory."""
         return self.gate_row_bytes + self.up_down_row_bytes
 
     @property
     def order_start(self) -> int:
-        """Where the order of neurons stands."""
+        """Offset of the order of neurons."""
         return BLOCK_BYTES
 
     @property
-    def sums_start(self) -> int:
-        """Where the sums stand."""
+    def checksums_start(self) -> int:
+        """Offset of the checksums."""
         return self.order_start + _padded(4 * self.num_layers * self.num_neurons, BLOCK_BYTES)
 
     @property
     def norms_start(self) -> int:
-        """Where the lengths of down rows stand."""
-        return self.sums_start + _padded(8 * self.num_layers * self.num_neurons, BLOCK_BYTES)
+        """Offset of the norms of down rows."""
+        return self.checksums_start + _padded(8 * self.num_layers * self.num_neurons, BLOCK_BYTES)
 
     @property
     def done_start(self) -> int:
-        """Where it stands which layers are whole."""
+        """Offset of the flags of complete layers."""
         return self.norms_start + _padded(4 * self.num_layers * self.num_neurons, BLOCK_BYTES)
 
     @property
     def first_byte(self) -> int:
-        """Of the first bundle."""
+        """Offset of the first bundle."""
         return self.done_start + _padded(self.num_layers, BLOCK_BYTES)
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer's bundles."""
+        """Size of a layer's bundles."""
         return self.num_neurons * self.bundle_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the file."""
         return _padded(self.first_byte + self.num_layers * self.layer_bytes, BLOCK_BYTES)
 
     @property
     def file_name(self) -> str:
-        """What the file is called among a model's other files."""
+        """Name of the file among a model's artifacts."""
         return f"bundles-{self.gate_dtype}.bin"

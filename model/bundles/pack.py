@@ -1,4 +1,4 @@
-"""Making a bundle file from a checkpoint, layer by layer; a run that was stopped goes on."""
+"""Makes a bundle file from a checkpoint, layer by layer; a stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from hotcold.model.files.whole_file import sync_folder
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
-_WRITTEN_BYTES = 16 << 20  # at once
+_WRITE_BYTES = 16 << 20  # at once
 
 
 def write_bundles(
@@ -37,12 +36,12 @@ def write_bundles(
     on_bytes: OnBytes = lambda written, total: None,
     takes_others: bool = False,
 ) -> Path:
-    """Write the model's bundle file, whole or not at all; returns where it is.
+    """Write the model's bundle file atomically; return its path.
 
-    `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 says which neurons
-    stand beside each other. What an earlier run of the same kind has written is kept. One that is
-    there is replaced; with `takes_others` it is left as it is, and one that another process is
-    writing is waited for, and taken.
+    `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 is the order of a
+    layer's bundles. Layers that a stopped run with the same arguments has written are kept. An
+    existing file is replaced; with `takes_others` it is returned, and a process that is writing it
+    is waited for.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
@@ -76,15 +75,15 @@ def write_bundles(
 
 
 def _open_part(part: Path, path: Path, waits: bool) -> int:
-    """A descriptor of the unfinished file, which no other process writes.
+    """Open and lock the unfinished file.
 
-    Errors:  ArtifactError where another does, unless this one `waits`; OSError
+    Errors:  ArtifactError where another process has it locked, unless `waits`; OSError
     """
     while True:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            # Another may have finished it meanwhile: then what is open here is the whole file.
+            # Another process may have finished and renamed it meanwhile.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(part), os.fstat(descriptor)):
                     return descriptor
@@ -101,7 +100,7 @@ def _open_part(part: Path, path: Path, waits: bool) -> int:
 def _begin(
     descriptor: int, part: Path, geometry: BundleGeometry, header: bytes, order: np.ndarray
 ) -> np.ndarray:
-    """Which layers are whole in the unfinished file; a file of another kind is begun anew."""
+    """Return which layers of the unfinished file are complete; start anew after other arguments."""
     num_layers = geometry.num_layers
     size, table = os.fstat(descriptor).st_size, np.ascontiguousarray(order, "<i4").tobytes()
     found = os.pread(descriptor, BLOCK_BYTES, 0)
@@ -119,13 +118,13 @@ def _begin(
         )
     try:
         os.ftruncate(descriptor, 0)
-        os.fsync(descriptor)  # nothing of the file before is taken for a part of this one
+        os.fsync(descriptor)  # no bytes of an earlier file may pass for this one's
         os.ftruncate(descriptor, geometry.file_bytes)
-    except OSError:  # nothing of it is worth going on with
+    except OSError:  # an incomplete start is of no use
         part.unlink(missing_ok=True)
         raise
     _write_all(descriptor, table, geometry.order_start)
-    os.fsync(descriptor)  # no layer is said to be done, before the header says of which file
+    os.fsync(descriptor)  # the header is written after the order it stands for
     _write_all(descriptor, header, 0)
     return np.zeros(num_layers, bool)
 
@@ -145,26 +144,27 @@ def _write_layers(
     with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
         found = ffn_layers(reader, config, list(order), missing)
         for layer, weights in zip(missing, found, strict=True):
-            sums = np.empty((geometry.num_neurons, 2), "<u4")
-            rows = max(1, _WRITTEN_BYTES // geometry.bundle_bytes)
+            checksums = np.empty((geometry.num_neurons, 2), "<u4")
+            rows = max(1, _WRITE_BYTES // geometry.bundle_bytes)
             begin = geometry.first_byte + layer * geometry.layer_bytes
             for first in range(0, geometry.num_neurons, rows):
                 last = min(first + rows, geometry.num_neurons)
                 bundles = _bundles(geometry, weights, first, last)
-                bundle_sums(bundles, geometry.gate_bytes, sums[first:last])
+                bundle_sums(bundles, geometry.gate_bytes, checksums[first:last])
                 _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
                 written += bundles.nbytes
                 on_bytes(written, total)
-            _write_all(descriptor, sums, geometry.sums_start + layer * sums.nbytes)
+            place = geometry.checksums_start + layer * checksums.nbytes
+            _write_all(descriptor, checksums, place)
             norms = row_lengths(weights.down)
             _write_all(descriptor, norms, geometry.norms_start + layer * norms.nbytes)
-            os.fdatasync(descriptor)  # all of the layer, before it is said to be done
+            os.fdatasync(descriptor)  # the layer is on the disk before its flag is
             os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 
 def _bundles(geometry: BundleGeometry, weights: FfnWeights, first: int, last: int) -> np.ndarray:
-    """Neurons first..last-1 of a layer as bundles: (N, bundle bytes) uint8."""
+    """Return neurons first..last-1 of a layer as bundles: (N, bundle bytes) uint8."""
     bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
     up_at = geometry.gate_bytes
     down_at = up_at + geometry.up_row_bytes

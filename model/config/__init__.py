@@ -1,1 +1,6 @@
-"""config.json of each family, read into one description: the shape of a model's layers."""
+"""A model's config.json, or a GGUF file's metadata, read into `ModelConfig`.
+
+build.py: config.json -> ModelConfig; families/: one file a family, with its tensor names;
+gguf_config.py: GGUF metadata -> config.json, BOS and EOS among it; gguf_architectures.py: GGUF's
+tensor names; activations.py: activation functions.
+"""

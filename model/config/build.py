@@ -1,4 +1,4 @@
-"""config.json -> ModelConfig: which family it is, what is refused, what all families share."""
+"""config.json -> ModelConfig: the family, the keys that all families share, refused keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hotcold.model.config.families import FAMILIES
 from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.gguf_values import gguf_values
+from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from hotcold.model.config.quantization import quantized_dtype
@@ -22,12 +22,12 @@ DTYPES: dict[str, WeightDtype] = {
 }
 MAX_VOCAB = 1 << 24
 
-# Models with a part for pictures beside a language model, which is one of the families.
+# Models with a vision part: model_type -> that of the language model in `text_config`.
 _WRAPPERS = {"gemma3": "gemma3_text"}
 _WRAPPER_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
-# Keys of relatives of the supported families that would change the result without any error; a
-# family reads some of them itself (`Family.reads`).
+# Keys of related models that would change the result silently, and the values without effect. A
+# family may read some of them (`Family.reads`).
 _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
     "num_local_experts": lambda value: value in (0, 1),
     "num_experts": lambda value: value in (0, 1),
@@ -55,7 +55,7 @@ _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Read a model's config.json, or what a GGUF file has for it.
+    """Read a model's config.json, or a GGUF file's metadata.
 
     Errors:  ConfigError naming the file and the key, CheckpointError for a damaged GGUF file
     """
@@ -64,7 +64,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def config_values(path: str | Path) -> tuple[dict[str, Any], str]:
-    """Return the content of config.json, and the file to name in errors. Errors: as above."""
+    """Return config.json's content, and the file to name in errors. Errors: as `read_config`."""
     if is_gguf(path):
         return gguf_values(path), str(path)
     file = Path(path) / "config.json"
@@ -74,7 +74,7 @@ def config_values(path: str | Path) -> tuple[dict[str, Any], str]:
 def build_config(
     config: dict[str, Any], *, source: str = "config.json", name: str = "model"
 ) -> ModelConfig:
-    """Build from config.json's content. `source` names the file in errors (ConfigError)."""
+    """Build from config.json's content; `source` names it in errors. Errors: ConfigError."""
     reader = ConfigReader(_text_part(config), source)
     family = _family(reader)
     reader = ConfigReader({**family.defaults, **reader.values}, source)
@@ -115,7 +115,7 @@ def _check_rope(reader: ConfigReader, rope: RopeConfig, head_dim: int) -> None:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config that has one for pictures too; else the config."""
+    """The language model's part of a config with a vision part; else the config."""
     kind = config.get("model_type")
     inner = config.get("text_config")
     if not isinstance(kind, str) or kind not in _WRAPPERS or not isinstance(inner, dict):
@@ -125,7 +125,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _family(reader: ConfigReader) -> Family:
-    """Return the family that `architectures` and `model_type`, where given, agree on."""
+    """Return the family of `architectures` and `model_type`, which must agree where both exist."""
     architectures = reader.values.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     kind = reader.values.get("model_type")
@@ -163,10 +163,7 @@ def _dtype(reader: ConfigReader) -> WeightDtype:
 
 
 def _model_name(path: Path) -> str:
-    """Return org/repo for a directory in huggingface_hub's cache, else the directory's name.
-
-    A GGUF file's is its own.
-    """
+    """Return a file's stem, org/repo for huggingface_hub's cache, else the directory's name."""
     if is_gguf(path):
         return path.stem
     resolved = path.resolve()

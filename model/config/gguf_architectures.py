@@ -1,28 +1,88 @@
-"""The architectures of GGUF files that are read: a new one is an entry here.
+"""The architectures of GGUF files that are read: tensor names, order of rows, metadata.
 
-What a file leaves out because llama.cpp has it in its source stands here too.
+A new architecture is an entry in ARCHITECTURES. What llama.cpp has in its source instead of the
+file stands here too.
 Source:  llama.cpp, gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/models/
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotcold.model.config.gguf_architecture import (
-    LLAMA_NAMES,
-    Architecture,
+import numpy as np
+
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.gguf_metadata import (
     Metadata,
-    Values,
     gated_values,
-    grouped_qkv_rows,
     head_dim,
     longrope_values,
-    named,
-    paired_rows,
     rope_values,
 )
 from hotcold.model.errors import ConfigError
+
+# From config.json's values: row i of a checkpoint's tensor is row order[i] of the file's tensor.
+RowOrder = Callable[[Mapping[str, Any]], np.ndarray]
+# From metadata: the keys of config.json beside those that all architectures have.
+Values = Callable[[Metadata], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of general.architecture, and the Hugging Face model that it is.
+
+    `names` are the tensors' names in the file, with a field for each role. A file that has a tensor
+    of `variants` is of that architecture instead.
+    """
+
+    model_type: str
+    class_name: str
+    names: TensorNames
+    values: Values
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by name in `names.layer`
+    adds_one_to_norms: bool = False  # a checkpoint has these weights without the one
+    variants: tuple[tuple[str, Architecture], ...] = ()
+
+
+LLAMA_LAYER = LayerNames(
+    norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    out="attn_output",
+    ffn_norm="ffn_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+    predictor=(),
+)
+LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
+_named = LLAMA_NAMES.with_layer
+
+
+def paired_rows(heads_key: str) -> RowOrder:
+    """Order of q's or k's rows: a file has the two that rotate together side by side.
+
+    A checkpoint has them half a head apart. `heads_key` is the number of heads in config.json.
+    """
+
+    def order(values: Mapping[str, Any]) -> np.ndarray:
+        heads, size = values[heads_key], values["head_dim"]
+        rows = np.arange(heads * size).reshape(heads, size // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
+    return order
+
+
+def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
+    """Order of Falcon's rows: all q, k, v in a file, by KV head in a checkpoint."""
+    heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
+    size = values["hidden_size"] // heads
+    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
+    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
+    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
+    return np.concatenate(groups, axis=1).reshape(-1)
+
 
 _PAIRED = {
     "attn_q": paired_rows("num_attention_heads"),
@@ -34,7 +94,7 @@ _TWO_MATRICES = {"gate": "ffn_up", "up": ""}
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
-    """A window makes it a Mistral; llama.cpp leaves it out, and sees more than the model did."""
+    """A sliding window makes it a Mistral; llama.cpp ignores the window."""
     window = metadata.integer("attention.sliding_window", 0)
     windowed = {
         "model_type": "mistral",
@@ -56,7 +116,7 @@ def _qwen(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gemma(metadata: Metadata, blocks_of_27b: int) -> dict[str, Any]:
-    """The largest of each scales scores by its heads' share of the width."""
+    """Gemma 27B scales scores by hidden size / heads, smaller ones by the head's size."""
     scalar = head_dim(metadata)
     if metadata.integer("block_count") == blocks_of_27b:
         heads = metadata.integer("attention.head_count")
@@ -114,9 +174,9 @@ def _nemotron(metadata: Metadata) -> dict[str, Any]:
 
 
 def _minicpm(metadata: Metadata) -> dict[str, Any]:
-    """Older files leave out the scales, which all its models have alike.
+    """Older files lack the scales, which are the same for all its models.
 
-    MiniCPM-S computes fatrelu, of which a file says nothing: llama.cpp's own result is wrong.
+    MiniCPM-S computes fatrelu, whose threshold a file lacks: llama.cpp's result is wrong, too.
     """
     name = metadata.model.metadata.get("general.name")
     if isinstance(name, str) and "minicpm-s" in name.lower().replace("_", "-"):
@@ -135,7 +195,7 @@ def _minicpm(metadata: Metadata) -> dict[str, Any]:
 
 
 def _falcon(metadata: Metadata) -> dict[str, Any]:
-    """llama.cpp computes gelu in all of them."""
+    """llama.cpp computes gelu in every Falcon."""
     kv_heads = metadata.integer("attention.head_count_kv", 1)
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -167,21 +227,21 @@ def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
 
 _FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
 _TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-# PowerInfer's files have down by neurons, and predictors. What neurons compute is not in them: in
-# all of them ReLU, of gate and up in Bamboo. Its convert.py pairs rows of q and k of both, as
-# llama.cpp does (permute in convert_model_names), and its build_llama_variants rotates pairs.
+# PowerInfer's files have down transposed, and predictors, but no activation function: all are ReLU,
+# Bamboo's of gate and up. convert.py pairs rows of q and k as llama.cpp does (permute in
+# convert_model_names), and build_llama_variants rotates pairs.
 _DOWN_T = "blk.0.ffn_down_t.weight"
 _POWERINFER = {"down": "ffn_down_t", "predictor": ("fc1", "fc2")}
 
 
 def _falcon_of(values: Values, **layer: Any) -> Architecture:
-    """Either Falcon: the larger one norms for attention and for the FFN."""
+    """Both Falcons: the larger one has a norm for attention and one for the FFN."""
     large, small = {**_FALCON_LAYER, **_TWO_NORMS, **layer}, {**_FALCON_LAYER, **layer}
     rows = {"attn_qkv": grouped_qkv_rows}
     name = ("falcon", "FalconForCausalLM")
-    both = Architecture(*name, named(**large), values, rows)
+    both = Architecture(*name, _named(**large), values, rows)
     return Architecture(
-        *name, named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
+        *name, _named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
     )
 
 
@@ -196,13 +256,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             (
                 _DOWN_T,
                 Architecture(
-                    "llama", "LlamaForCausalLM", named(**_POWERINFER), _llama_relu, _PAIRED
+                    "llama", "LlamaForCausalLM", _named(**_POWERINFER), _llama_relu, _PAIRED
                 ),
             ),
         ),
     ),
     "minicpm": Architecture("minicpm", "MiniCPMForCausalLM", LLAMA_NAMES, _minicpm, _PAIRED),
-    "bamboo": Architecture("bamboo", "BambooForCausalLM", named(**_POWERINFER), _bamboo, _PAIRED),
+    "bamboo": Architecture("bamboo", "BambooForCausalLM", _named(**_POWERINFER), _bamboo, _PAIRED),
     "falcon": replace(
         _falcon_of(_falcon),
         variants=(
@@ -211,32 +271,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES, _qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", named(**_QK_NORMS), _qwen),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _named(**_QK_NORMS), _qwen),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
+        "gemma2", "Gemma2ForCausalLM", _named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
     ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        named(**_OUTPUT_NORMS, **_QK_NORMS),
+        _named(**_OUTPUT_NORMS, **_QK_NORMS),
         _gemma3,
         adds_one_to_norms=True,
     ),
     "phi3": Architecture(
-        "phi3", "Phi3ForCausalLM", named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
+        "phi3", "Phi3ForCausalLM", _named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
     ),
     "olmo2": Architecture(
         "olmo2",
         "Olmo2ForCausalLM",
-        named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
+        _named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
         _olmo2,
     ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, _smollm3, _PAIRED),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", named(**_TWO_MATRICES), _arcee, _PAIRED),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", _named(**_TWO_MATRICES), _arcee, _PAIRED),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
-        named(**_TWO_MATRICES),
+        _named(**_TWO_MATRICES),
         _nemotron,
         adds_one_to_norms=True,
     ),

@@ -1,4 +1,4 @@
-"""Typed access to a JSON object that a user wrote, each error naming the file and the key."""
+"""Typed access to a JSON object from a file; every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def parse_json(text: str | bytes, source: str, error: type[HotcoldError] = ConfigError) -> Any:
-    """Parse JSON that may be hostile. Errors: `error` for bad syntax, depth or a repeated key."""
+    """Parse untrusted JSON. Errors: `error` for bad syntax, depth or a repeated key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -32,18 +32,29 @@ def parse_json(text: str | bytes, source: str, error: type[HotcoldError] = Confi
         raise error(f"{source}: not valid JSON ({reason[:100]}); download it again") from None
 
 
+def read_bounded(file: Path, max_bytes: int, error: type[HotcoldError], remedy: str) -> bytes:
+    """Return a file's content. Errors: `error`, of a file that is too large too; FileNotFoundError.
+
+    `remedy` ends the text about the size.
+    """
+    try:
+        if file.stat().st_size > max_bytes:
+            raise error(f"{file}: larger than {max_bytes >> 20} MiB; {remedy}")
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        raise error(f"{file}: cannot be read ({problem.strerror})") from None
+
+
 def read_json_object(
     file: Path, error: type[HotcoldError] = ConfigError, missing: str = "not found"
 ) -> dict[str, Any]:
     """Read a file that holds one JSON object. Errors: `error` naming the file."""
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise error(f"{file}: larger than {MAX_JSON_BYTES >> 20} MiB; this is not a JSON file")
-        content = file.read_bytes()
+        content = read_bounded(file, MAX_JSON_BYTES, error, "this is not a JSON file")
     except FileNotFoundError:
         raise error(f"{file}: {missing}; give a directory with a Hugging Face model") from None
-    except OSError as problem:
-        raise error(f"{file}: cannot be read ({problem.strerror})") from None
     value = parse_json(content, str(file), error)
     if not isinstance(value, dict):
         raise error(
@@ -111,7 +122,7 @@ class ConfigReader:
         return tuple(ids)
 
     def refuse(self, key: str, accepted: Callable[[Any], bool], reason: str) -> None:
-        """Raise where `key` holds a value that would change the result and is not supported."""
+        """Raise where `key` has a value that `accepted` rejects."""
         if self.has(key) and not accepted(self.values[key]):
             raise self.fail(key, f"is {shown(self.values[key], 60)}; {reason}")
 

@@ -1,4 +1,4 @@
-"""The order of a layer's parts: norms, attention, residual, FFN. Told here, computed elsewhere.
+"""The order of a layer's parts: norms, attention, residual, FFN.
 
     residual = h                                or ffn_norm(h) of the layer before: `norms_output`
     x = norm(residual)                          or the residual itself, without `norms_input`
@@ -10,9 +10,9 @@
     h = mixed + ffn(ffn_input)                  or mixed + output_norm(ffn(ffn_input)):
                                                 `norms_added`
 
-The norm that ends a layer is computed where the next one, or the head, begins: the driver sums up
-the FFN, and the norms are with attention. But what is normed before it is added, `norms_added`, the
-driver norms: only it has the sum and `mixed`. Compiled loops read the same flags.
+The norm at the end of a layer is computed at the start of the next layer, or of the head: the
+attention service has the norms. FFN outputs with `norms_added` the driver norms: only it has their
+sum and `mixed`. Compiled loops read the same flags.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-_Rows = TypeVar("_Rows")  # (T, d), of whatever library computes
+_Rows = TypeVar("_Rows")  # (T, d), an array or a tensor
 
 
 class LayerOrder(NamedTuple):
@@ -47,7 +47,7 @@ PARALLEL_SHARED_NORM = LayerOrder(is_parallel=True, norms_ffn_input=False)  # Fa
 def layer_input(
     order: LayerOrder, layer: int, h: _Rows, ffn_norm: Callable[[int, _Rows], _Rows]
 ) -> _Rows:
-    """The residual that a layer begins with; of layer L, what the head begins with.
+    """Return the residual at the start of a layer; for layer L, at the start of the head.
 
     `ffn_norm` takes the number of a layer and rows.
     """
@@ -62,9 +62,10 @@ def mixed_and_ffn_input(
     ffn_norm: Callable[[_Rows], _Rows],
     add_attention: Callable[[_Rows, _Rows], _Rows],
 ) -> tuple[_Rows, _Rows]:
-    """What the FFN's output is added to, and what the FFN reads; perhaps the same rows.
+    """Return `mixed`, to which the FFN's output is added, and the FFN's input; maybe the same rows.
 
-    add_attention(x, residual) = residual + attention(x), normed before where the order has it
+    add_attention(x, residual) = residual + attention(x), or with `norms_added`
+    residual + attention_norm(attention(x))
     """
     x = norm(residual) if order.norms_input else residual
     mixed = add_attention(x, residual)

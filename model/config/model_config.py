@@ -1,10 +1,11 @@
-"""What a model is: the shape of its layers, read from a Hugging Face config.json."""
+"""`ModelConfig`: the shape of a model's layers, as read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, ActivationFn
 from hotcold.model.config.layer_order import (
     OUTPUT_NORM,
     PARALLEL,
@@ -14,26 +15,22 @@ from hotcold.model.config.layer_order import (
     PRE_NORM,
     LayerOrder,
 )
-from hotcold.model.config.rope_config import RopeConfig
+from hotcold.model.config.rope import RopeConfig
 
-ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
-# Exactly zero for some inputs: a neuron fires where it is not.
-SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
 WeightDtype = Literal[
     "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
 ]
-# Matrices that are in one format in all layers; up is in gate's.
+# Kinds of matrices, each with one format in all layers; up has gate's.
 MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
+    """One model. All sizes are counts; `dtype` is the matrices' format in config.json.
 
-    Some kinds of matrices may be in another format, as in most GGUF files: `other_dtypes`.
-
-    post_norm, parallel_ffn and the has_..._norm say what `layer_order` tells in full. A scale of 1,
-    a softcap of 0, an offset of 0 and an empty tuple are none.
+    Kinds of matrices in other formats, as in most GGUF files, are in `other_dtypes`. `layer_order`
+    follows from post_norm, parallel_ffn and has_..._norm. A scale of 1, a softcap of 0, an offset
+    of 0 and an empty tuple mean none.
     """
 
     family: str  # a key of `families.FAMILIES`
@@ -75,23 +72,22 @@ class ModelConfig:
     max_positions: int
     ropes: tuple[RopeConfig, ...] = ()  # none: positions are learned
     layer_ropes: tuple[int, ...] = ()  # of each layer: which rope, or -1 for none; empty: the first
-    windows: tuple[int, ...] = ()  # of each layer: positions that a token sees, or 0 for all
+    windows: tuple[int, ...] = ()  # of each layer: positions that a token attends to, or 0 for all
     position_offset: int = 0  # added to a position to find its learned row
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     other_dtypes: tuple[tuple[MatrixKind, WeightDtype], ...] = ()
-    # Bytes of a row, on average, of those kinds that are in one format in some layers, in another
-    # in others; `other_dtypes` names the first.
+    # Bytes of a row, on average, of kinds with two formats; `other_dtypes` has the first.
     mean_row_bytes: tuple[tuple[MatrixKind, float], ...] = ()
 
     def dtype_of(self, kind: MatrixKind) -> WeightDtype:
-        """The format of a kind of matrices."""
+        """Return the format of a kind of matrices."""
         return dict(self.other_dtypes).get(kind, self.dtype)
 
     @property
     def layer_order(self) -> LayerOrder:
-        """How norms, attention and FFN follow one another."""
+        """The order of norms, attention and FFN."""
         if self.post_norm:
             return POST_NORM
         if self.parallel_ffn:
@@ -102,7 +98,7 @@ class ModelConfig:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether activations may be exactly zero: the neuron then does not fire."""
+        """Whether activations may be exactly zero, so that a neuron does not fire."""
         return self.activation_fn in SPARSE_ACTIVATION_FNS
 
     @property
@@ -112,17 +108,17 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What scores of attention are multiplied with."""
+        """The factor of attention scores."""
         return self.attention_scale or self.head_dim**-0.5
 
     def rope_of_layer(self, layer: int) -> int:
-        """The index of the layer's rope; -1 where its heads are not rotated."""
+        """Return the index of the layer's rope; -1 where its heads are not rotated."""
         if not self.ropes:
             return -1
         return self.layer_ropes[layer] if self.layer_ropes else 0
 
     def window_of_layer(self, layer: int) -> int:
-        """How many positions a token sees there, its own included; 0 for all."""
+        """Return how many positions a token attends to, its own included; 0 for all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -132,7 +128,7 @@ class ModelConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, ...]:
-        """Rows of each tensor that holds them in a checkpoint: q, k and v, or all fused."""
+        """Rows of the checkpoint's tensors: of q, k and v, or of the fused one."""
         kv_rows = self.num_kv_heads * self.head_dim
         return (self.qkv_rows,) if self.fused_qkv else (self.attention_size, kv_rows, kv_rows)
 
@@ -143,12 +139,12 @@ class ModelConfig:
 
     @property
     def q_norm_size(self) -> int:
-        """Numbers of q that are normed together; 0 for none."""
+        """Size of q's norm; 0 for none."""
         return {"": 0, "head": self.head_dim, "full": self.attention_size}[self.qk_norm]
 
     @property
     def k_norm_size(self) -> int:
-        """Numbers of k that are normed together; 0 for none."""
+        """Size of k's norm; 0 for none."""
         full = self.num_kv_heads * self.head_dim
         return {"": 0, "head": self.head_dim, "full": full}[self.qk_norm]
 

@@ -1,4 +1,4 @@
-"""What config.json says of quantized weights: the key quantization_config."""
+"""config.json's quantization_config, the key of quantized weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hotcold.model.errors import shown
 KEY = "quantization_config"
 METHOD = "hotcold"
 GROUP_SIZE = 32
-_MINIMUM = "minimum"  # whether groups have one; absent where they do not
+_MINIMUM = "minimum"  # whether groups have a minimum; absent for no
 
 
 class _Form(NamedTuple):
-    """What tells a format from others; programs that know older versions refuse a newer one."""
+    """The key's values for a format. Older programs refuse a newer version."""
 
     bits: int
     version: int
@@ -30,7 +30,7 @@ _FORMS: dict[WeightDtype, _Form] = {
 
 
 def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
-    """Return the value of the key for matrices in `dtype`, a quantized one."""
+    """Return the key's value for matrices in `dtype`, a quantized one."""
     form = _FORMS[dtype]
     return {
         "quant_method": METHOD,
@@ -42,7 +42,7 @@ def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
 
 
 def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
-    """Return the format of the matrices that config.json declares; None where it declares none.
+    """Return the format that config.json declares for matrices; None without the key.
 
     Errors:  the reader's, one line, for another method, version, group size or number of bits
     """

@@ -1,18 +1,115 @@
-"""Rotary position settings: rope_theta and rope_scaling, or transformers 5's rope_parameters."""
+"""Rotary position embedding (rope): its settings in config.json, and the frequencies they give.
+
+config.json has rope_theta and rope_scaling, or transformers 5's rope_parameters.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.errors import shown
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 _MAX = 1e12
 _MAX_FACTORS = 4096
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The base period, and how frequencies are scaled.
+
+    The first `share` of a head's dimensions are rotated. longrope divides frequencies by one of two
+    lists of factors. Cosines and sines are multiplied with `table_scale`.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    share: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+    table_scale: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many dimensions of a head are rotated."""
+        return int(head_dim * self.share)
+
+    def is_long(self, num_positions: int) -> bool:
+        """Whether sequences of so many positions use longrope's long factors."""
+        return self.kind == "longrope" and num_positions > self.original_max_positions
+
+    def inv_freq(self, head_dim: int, is_long: bool = False) -> np.ndarray:
+        """Return the angle per position of each pair of dimensions, in radians.
+
+        default: theta ** (-2i / d), d the dimensions that are rotated;  linear: that / factor
+        llama3: long waves / factor, short waves kept, those between interpolated
+        longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if `is_long`
+        yarn: those that turn `beta_fast` times in the original context kept, those that turn
+              `beta_slow` times / factor, those between interpolated
+        Shapes:  (d / 2,)
+        Dtypes:  float32, computed by torch operation for operation as transformers computes it
+        Source:  transformers/modeling_rope_utils.py
+        """
+        import torch  # here, so that commands that read a config start fast
+
+        size = self.rotary_dim(head_dim)
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float) / size
+        if self.kind == "longrope":
+            factors = torch.tensor(self.long_factors if is_long else self.short_factors)
+            return (1.0 / (factors * self.theta**exponents)).numpy()
+        if self.kind == "yarn":
+            return self._yarn(self.theta**exponents, size).numpy()
+        inv_freq = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            inv_freq = inv_freq / self.factor
+        elif self.kind == "llama3":
+            inv_freq = self._llama3(inv_freq)
+        return inv_freq.numpy()
+
+    def _llama3(self, inv_freq: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        wavelength = 2 * torch.pi / inv_freq
+        long_wave = self.original_max_positions / self.low_freq_factor
+        short_wave = self.original_max_positions / self.high_freq_factor
+        scaled = torch.where(wavelength > long_wave, inv_freq / self.factor, inv_freq)
+        smooth = (self.original_max_positions / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - smooth) * scaled / self.factor + smooth * scaled
+        is_between = ~(wavelength < short_wave) * ~(wavelength > long_wave)
+        return torch.where(is_between, between, scaled)
+
+    def _yarn(self, periods: torch.Tensor, size: int) -> torch.Tensor:
+        import torch
+
+        def dimension(turns: float) -> float:
+            log_ratio = math.log(self.original_max_positions / (turns * 2 * math.pi))
+            return (size * log_ratio) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncates:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high += 0.001 if low == high else 0.0
+        ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)
+        kept = 1 - torch.clamp(ramp, 0, 1)
+        return (1.0 / (self.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
 
 
 def read_rope(
@@ -23,7 +120,7 @@ def read_rope(
     share: float | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> RopeConfig:
-    """Read both spellings; where both are given they must agree. Errors: ConfigError.
+    """Read rope settings in both spellings, which must agree. Errors: ConfigError.
 
     `theta` and `share` are the family's defaults; without `share` all dimensions are rotated, and
     another partial_rotary_factor is refused.
@@ -49,7 +146,7 @@ def read_rope_object(
     share: float | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> RopeConfig:
-    """Read one object of rope settings, the value of `key`. Errors: ConfigError."""
+    """Read the object of rope settings under `key`. Errors: ConfigError."""
     values = reader.values[key]
     if not isinstance(values, dict):
         raise reader.fail(key, f"is {shown(values, 60)}; give an object")
@@ -87,7 +184,7 @@ def read_rope_object(
 def _longrope(
     reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
 ) -> RopeConfig:
-    """Phi-3's; the scale of its table follows from how far the context was extended."""
+    """Read Phi-3's rope; table_scale follows from the factor by which its context was extended."""
     original = _original_positions(reader, rope, max_positions)
     factor = rope.number("factor", max_positions / original, low=1e-6, high=_MAX)
     scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
@@ -105,7 +202,7 @@ def _longrope(
 def _yarn(
     reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
 ) -> RopeConfig:
-    """Cosines and sines are scaled by 0.1 ln(factor) + 1, or as mscale and mscale_all_dim say."""
+    """Read yarn; table_scale is 0.1 ln(factor) + 1, or follows mscale and mscale_all_dim."""
     factor = rope.number("factor", low=1e-6, high=_MAX)
     if theta <= 1:
         raise rope.fail("rope_theta", f"is {theta:g}; yarn needs more than 1")
@@ -135,7 +232,7 @@ def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
 
 
 def _share(reader: ConfigReader, rope: ConfigReader | None, share: float | None) -> float:
-    """The share of a head's dimensions that is rotated; all where the family rotates all."""
+    """Return the share of a head's dimensions that is rotated; without `share` all are."""
     key = "partial_rotary_factor"
     found = [r for r in (rope, reader) if r is not None and r.has(key)]
     if share is None:

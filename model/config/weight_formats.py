@@ -1,4 +1,4 @@
-"""Names of weight formats, as config.json and --dtype spell them, and what a row takes in each."""
+"""Names of weight formats in config.json and --dtype, and the bytes of their rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dtype_name(dtype: np.dtype) -> WeightDtype:
 
 
 def requested_dtype(name: str) -> np.dtype | None:
-    """Return the dtype that matrices become by --dtype `name`; None for "", which means as stored.
+    """Return the dtype of --dtype `name`; None for "", which means as stored.
 
     Errors:  UsageError for another name than f16, bf16 and those of QUANTIZED_NAMES
     """
@@ -61,21 +61,20 @@ def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
 
 
 def mean_row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> float:
-    """Return `row_bytes`, or their mean over all rows where not all layers have one format."""
+    """Return `row_bytes`, or their mean where layers have different formats."""
     return dict(config.mean_row_bytes).get(kind) or row_bytes(config, width, kind)
 
 
 def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
-    """Return `config` as it would be loaded with --dtype `dtype`, "" for as it says.
+    """Return `config` as loaded with --dtype `dtype`, for a model with nothing but config.json.
 
-    For a model of which nothing but config.json is here.
-    Errors:  UsageError for a dtype that cannot be had
+    Errors:  UsageError for an unknown dtype, or rows that it cannot hold
     """
-    wanted = requested_dtype(dtype)
-    if wanted is None:
+    target = requested_dtype(dtype)
+    if target is None:
         return config
-    require_whole_groups(wanted, config.hidden_size, config.attention_size, config.embed_size)
-    return replace(config, dtype=dtype_name(wanted), other_dtypes=(), mean_row_bytes=())
+    require_whole_groups(target, config.hidden_size, config.attention_size, config.embed_size)
+    return replace(config, dtype=dtype_name(target), other_dtypes=(), mean_row_bytes=())
 
 
 def require_whole_groups(dtype: np.dtype, *widths: int) -> None:

@@ -1,8 +1,8 @@
-"""Files that are made from one model and hold for it alone: its profile, predictors and plans.
+"""Artifacts: files made from one model and valid for it alone, as its profile, predictors, plans.
 
-Each is a safetensors file whose metadata names what it is, its version, and the model that it was
-made from. They are in the folder `hotcold` of the model's directory unless told otherwise; those of
-a GGUF file in a folder there of its name.
+Each is a safetensors file whose metadata has its kind, its version, and the model it was made from.
+By default they lie in the folder `hotcold` of the model's directory, those of a GGUF file in a
+folder of its name there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.config.build import config_values
-from hotcold.model.errors import ArtifactError, shown
+from hotcold.model.errors import ArtifactError, first_line, shown
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.files.content import ModelFiles, weights_digest
 from hotcold.model.files.locate import resolved_model
+from hotcold.model.files.weights_digest import ModelFiles, weights_digest
 from hotcold.model.files.whole_file import write_whole
 from hotcold.model.gguf.names import is_gguf
 
@@ -28,7 +28,7 @@ VERSION = 1
 _KEY = "hotcold"
 _FOLDER = "hotcold"
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 1024
-# What makes a file of each kind, for the error texts.
+# The command that makes each kind of file.
 COMMANDS = {
     "profile": "hotcold profile",
     "inputs": "hotcold profile",
@@ -40,10 +40,10 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a file belongs to, as the model's files were when that was asked.
+    """A model, and its files in the state in which they were read.
 
-    Other digests mean another model; equal ones the same config, tensors' names and shapes, and
-    probably weights. Equal `content` means the same weights, to the last bit.
+    Models of different digests differ; models of one digest have the same config, tensors' names
+    and shapes, and probably weights. Equal `content` means the same weights, to the last bit.
     """
 
     name: str
@@ -54,9 +54,8 @@ class ModelIdentity:
     def of(cls, model_path: str | Path) -> ModelIdentity:
         """Identify a model: a directory or a GGUF file.
 
-        The digest is of config.json's content, or of what stands for it, of the index of all
-        tensors (names, formats, shapes) and of the first kilobyte of some of them: two fine-tunings
-        of one model differ in nothing else.
+        The digest covers config.json or a GGUF file's metadata, all tensors' names, formats and
+        shapes, and the first kilobyte of some of them, where two fine-tunings of a model differ.
         Errors:  ConfigError, CheckpointError
         """
         path = Path(model_path)
@@ -75,9 +74,9 @@ class ModelIdentity:
 
     @property
     def content(self) -> str:
-        """A digest of all weights too, which reads the model unless it is known already.
+        """A digest of all weights too: it reads the model, or is cached.
 
-        Errors:  CheckpointError where the model's files have changed meanwhile
+        Errors:  CheckpointError where the model's files have changed since
         """
         if self.files is None:
             return self.digest
@@ -85,11 +84,11 @@ class ModelIdentity:
 
     @property
     def state(self) -> str:
-        """Equal while nobody touches the files where they lie; tells nothing of a copy."""
+        """Equal while the model's files are untouched; a copy has another."""
         return self.digest if self.files is None else self.files.digest
 
     def facts(self) -> dict[str, Any]:
-        """What a file that is made from the model says of it. Errors: as of `content`."""
+        """What an artifact's metadata says of its model. Errors: those of `content`."""
         return {
             "model_name": self.name,
             "model_digest": self.digest,
@@ -97,10 +96,10 @@ class ModelIdentity:
         }
 
     def require_own(self, path: Path, facts: Mapping[str, Any], remedy: str) -> None:
-        """The file at `path`, which says `facts`, was made from this model.
+        """Raise unless the file at `path`, with metadata `facts`, was made from this model.
 
-        `remedy` ends the error's text. Files of earlier versions know no content: they are taken
-        where nothing of the model is younger.
+        `remedy` ends the error's text. Files of earlier versions have no model_content: they are
+        accepted where all files of the model are older.
         Errors:  ArtifactError; CheckpointError as of `content`
         """
         content = facts.get("model_content")
@@ -116,7 +115,7 @@ class ModelIdentity:
 
 
 def belongs_elsewhere(name: object, identity: ModelIdentity) -> str:
-    """What to say of a file that names the model `name`, and is not of `identity`."""
+    """The error text for a file of the model `name` where `identity` is needed."""
     if name == identity.name:
         differs = "whose config.json or weights differ"
         return f"belongs to the model {shown(name)}, not to this {shown(name)}, {differs}"
@@ -125,14 +124,14 @@ def belongs_elsewhere(name: object, identity: ModelIdentity) -> str:
 
 @dataclass(frozen=True)
 class Artifact:
-    """The content of such a file: arrays by name, and facts that JSON can hold."""
+    """An artifact's content: arrays by name, and facts in JSON."""
 
     path: Path
     tensors: dict[str, np.ndarray]
     facts: dict[str, Any]
 
     def tensor(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """The array `name`. Errors: ArtifactError unless it is there with this dtype and shape."""
+        """Return the array `name`. Errors: ArtifactError unless it has this dtype and shape."""
         found = self.tensors.get(name)
         if found is None:
             raise ArtifactError(f"{self.path}: holds no {shown(name)}; make it again")
@@ -144,7 +143,7 @@ class Artifact:
         return found
 
     def fact(self, name: str, kind: type) -> Any:
-        """The fact `name`. Errors: ArtifactError unless it is there and an instance of `kind`."""
+        """Return the fact `name`. Errors: ArtifactError unless it is an instance of `kind`."""
         found = self.facts.get(name)
         if not isinstance(found, kind):
             raise ArtifactError(
@@ -154,9 +153,9 @@ class Artifact:
 
 
 def artifact_path(model_path: str | Path, file_name: str) -> Path:
-    """Where a model's file of that name lies unless told otherwise.
+    """Return the default path of a model's artifact.
 
-    A GGUF file's own folder is beside it: others may be there, and have files of the same names.
+    A GGUF file has a folder of its own: there may be other models beside it.
     """
     path = Path(model_path)
     folder = path.parent / _FOLDER / path.stem if is_gguf(path) else path / _FOLDER
@@ -170,18 +169,13 @@ def write_artifact(
     tensors: Mapping[str, np.ndarray],
     facts: Mapping[str, Any],
 ) -> None:
-    """Write a file of `kind` (a key of COMMANDS), whole or not at all.
+    """Write an artifact of `kind` (a key of COMMANDS) atomically.
 
     Errors:  ArtifactError where it cannot be written
     """
     from safetensors.numpy import save
 
-    about = {
-        "kind": kind,
-        "version": VERSION,
-        **identity.facts(),
-        "facts": dict(facts),
-    }
+    about = {"kind": kind, "version": VERSION, **identity.facts(), "facts": dict(facts)}
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     content = save(contiguous, {_KEY: json.dumps(about, allow_nan=False)})
     try:
@@ -193,9 +187,8 @@ def write_artifact(
 
 
 def read_artifact(path: Path, kind: str, identity: ModelIdentity, prefix: str = "") -> Artifact:
-    """Read a file of `kind` that was made from the model `identity`.
+    """Read an artifact of `kind` of the model `identity`: facts, and arrays named `prefix`...
 
-    Of its arrays those whose names begin with `prefix`.
     Errors:  ArtifactError where it is missing, damaged, of another kind, version or model
     """
     facts, tensors = _open(path, kind, identity, prefix)
@@ -203,7 +196,7 @@ def read_artifact(path: Path, kind: str, identity: ModelIdentity, prefix: str = 
 
 
 def check_artifact(path: Path, kind: str, identity: ModelIdentity) -> dict[str, Any]:
-    """The facts of a file, without reading its arrays. Errors: as in `read_artifact`."""
+    """Return an artifact's facts without reading arrays. Errors: those of `read_artifact`."""
     return _open(path, kind, identity, None)[0]
 
 
@@ -245,9 +238,9 @@ def _read(
         about = json.loads(metadata.get(_KEY, ""))
     except (
         SafetensorError, OSError, ValueError, RecursionError,
-        TypeError, AttributeError,  # formats that NumPy has not
+        TypeError, AttributeError,  # formats that NumPy does not have
     ) as problem:  # fmt: skip
-        reason = shown(str(problem).split("\n")[0], 80)
+        reason = first_line(problem, 80)
         raise ArtifactError(
             f"{path}: is no {kind} file, or a damaged one ({reason}); make it again with "
             f"`{command}`"

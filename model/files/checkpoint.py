@@ -1,9 +1,9 @@
-"""The weights of a model, by name, as arrays that share the mapped files' bytes.
+"""The weights of a model, by name, as views of the mapped files.
 
-Bits of weights have one dtype throughout the project: float32 is itself, float16 is uint16,
-bfloat16 is int16, so that Numba kernels tell them apart by type. In a checkpoint that config.json
-calls quantized, matrices are U8 tensors [rows, row bytes], and of `formats.ROW_FORMATS` here. In a
-GGUF file most are rows of ggml's blocks, which loading turns into one of these.
+Throughout the project float16 weights are uint16 bits and bfloat16 weights int16 bits, so that
+Numba kernels tell them apart by dtype. In a checkpoint that config.json calls quantized, matrices
+are U8 tensors [rows, row bytes], here with a dtype of `formats.ROW_FORMATS`. In a GGUF file most
+are rows of ggml's blocks, which loading converts to one of these.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from hotcold.model.config.quantization import quantized_dtype
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.gguf_weights import GgufWeights
-from hotcold.model.files.other_kinds import refuse_folder
-from hotcold.model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
+from hotcold.model.files.safetensors_file import (
+    BIT_DTYPES,
+    SafetensorsFile,
+    TensorEntry,
+    WeightFile,
+)
 from hotcold.model.files.torch_file import TorchFile
+from hotcold.model.files.unsupported_formats import refuse_folder
 from hotcold.model.gguf.names import is_gguf
 from hotcold.model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
 from hotcold.model.mapped_file import forget_pages
 from hotcold.numba_kernels.formats import is_quantized
 
-WeightFile = SafetensorsFile | TorchFile | GgufWeights
-# The same tensor is called with any of these by the checkpoints of one family.
+# Checkpoints of one family use any of these for the same tensor.
 PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
-# Forms of weights, the preferred first.
+# Kinds of weight files, the preferred first.
 _FORMS: tuple[tuple[str, Callable[[Path], WeightFile]], ...] = (
     ("model.safetensors", SafetensorsFile),
     ("pytorch_model.bin", TorchFile),
@@ -46,11 +50,11 @@ class Checkpoint:
 
     Names are given with or without a family's prefix.
     Errors:  CheckpointError, one line naming file and tensor, for a missing, truncated, overlapping
-             or mis-declared file, an index that disagrees with its files, or an unknown tensor
+             or wrongly declared file, an index that disagrees with its files, or an unknown tensor
     """
 
     def __init__(self, path: str | Path, keeps_pages: bool = True):
-        """Without `keeps_pages` what was read and released is not left in the page cache either."""
+        """Without `keeps_pages` released tensors leave the page cache too."""
         self.path = Path(path)
         self.keeps_pages = keeps_pages
         self._files = _open_files(self.path)
@@ -84,51 +88,48 @@ class Checkpoint:
         """Return the dtype of the tensor's bits: a float's, quantized rows' (U8), or blocks'."""
         found = self._known_dtype(name)
         if found is None:
+            floats = "float32, float16 and bfloat16"
+            supported = ", ".join(READ_NAMES) if is_gguf(self.path) else floats
             raise CheckpointError(
                 f"{self.path}: tensor {self.shown_name(name)} is {self.format_name(name)}; "
-                f"{self._readable_formats()} are supported, so convert the model"
+                f"{supported} are supported, so convert the model"
             )
         return found
 
     def loaded_dtype(self, name: str) -> np.dtype:
-        """Return the dtype that a matrix is loaded in where nobody asks for another."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
-        stored = self.dtype(name)  # which refuses what cannot be read
-        return file.loaded_dtype(full_name) if isinstance(file, GgufWeights) else stored
+        """Return the dtype that a matrix is loaded in without --dtype."""
+        stored = self.dtype(name)  # refuses unsupported formats
+        file, full_name = self._located(name)
+        return file.loaded_dtype(full_name) or stored
 
     def own_dtype(self, name: str) -> np.dtype:
-        """Return the dtype that suits the tensor by itself, whatever other layers' are in."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
+        """Return the dtype that suits the tensor alone, whatever other layers have."""
         stored = self.dtype(name)
-        return file.own_dtype(full_name) if isinstance(file, GgufWeights) else stored
+        file, full_name = self._located(name)
+        return file.own_dtype(full_name) or stored
 
     def is_by_neurons(self, name: str) -> bool:
-        """Whether a down projection's tensor has a row for each neuron, as weights in memory do."""
-        full_name = self.full_name(name)
-        file = self._files[full_name]
-        if isinstance(file, GgufWeights) and file.is_by_neurons(full_name):
-            return True
-        return is_quantized(self.dtype(name))  # what `hotcold quantize` writes
+        """Whether a down projection is stored transposed: `hotcold quantize` does so, too."""
+        file, full_name = self._located(name)
+        return file.is_by_neurons(full_name) or is_quantized(self.dtype(name))
 
     def format_name(self, name: str) -> str:
-        """Return the tensor's format as safetensors or GGUF spell it, supported or not."""
+        """Return the tensor's format as safetensors or GGUF names it, supported or not."""
         return self._entry(name).format_name
 
     def first_bytes(self, name: str, count: int) -> bytes:
         """Return the first `count` bytes of the tensor's data; none of an unsupported format.
 
-        Nothing more is read, now or later: those of many tensors must not fill the page cache.
+        Nothing is read ahead, which would fill the page cache from many tensors.
         """
         if not self.is_readable(name):
             return b""
-        self.read_apart(name)
+        self.advise_random(name)
         items = self.array(name).reshape(-1)
         return items[: -(-count // items.itemsize)].tobytes()[:count]
 
     def is_readable(self, name: str) -> bool:
-        """Whether the tensor's format is one that `array` gives."""
+        """Whether the tensor's format is supported."""
         return self._known_dtype(name) is not None
 
     def num_bytes(self, name: str) -> int:
@@ -136,45 +137,44 @@ class Checkpoint:
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def array(self, name: str) -> np.ndarray:
-        """Return the tensor's bits as a view of the file: not to be written, maybe unaligned."""
+        """Return the tensor's bits as a view of the file: read-only, maybe unaligned."""
         dtype = self.dtype(name)
-        full_name = self.full_name(name)
-        bits = self._files[full_name].array(full_name)
+        file, full_name = self._located(name)
+        bits = file.array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
     def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
-        """Say in a line which stored formats are others in memory; "" where none is.
+        """Return a line about formats that are converted in memory; "" where none are.
 
-        In the kinds of matrices `by_layer` each has the format that suits itself.
+        Kinds of matrices in `by_layer` have their `own_dtype`, the others their `loaded_dtype`.
         """
         files = {id(file): file for file in self._files.values()}.values()
-        lines = [file.read_otherwise(by_layer) for file in files if isinstance(file, GgufWeights)]
-        return "; ".join(filter(None, lines))
+        return "; ".join(filter(None, (file.read_otherwise(by_layer) for file in files)))
 
     def files(self) -> list[Path]:
-        """Return the files that config, names and weights come from, in order of their names."""
+        """Return config.json, index and weight files, sorted."""
         beside = ("config.json", *(f"{name}.index.json" for name, _ in _FORMS))
         found = {self.path / name for name in beside if (self.path / name).is_file()}
         return sorted(found | self._paths)
 
     def stored_bytes(self, name: str) -> np.ndarray:
         """Return the tensor's bytes as the file has them, whatever its format: uint8."""
-        full_name = self.full_name(name)
-        return self._files[full_name].stored_bytes(full_name)
+        file, full_name = self._located(name)
+        return file.stored_bytes(full_name)
 
     def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        full_name = self.full_name(name)
-        self._files[full_name].read_ahead(full_name)
+        """Have the kernel read all of the tensor now."""
+        file, full_name = self._located(name)
+        file.read_ahead(full_name)
 
     def release(self, name: str) -> None:
-        """Let go of the memory that reading the tensor took, where the file is mapped."""
-        full_name = self.full_name(name)
-        self._files[full_name].release(full_name)
-        self.forget()
+        """Unload the tensor's pages; reading maps them again."""
+        file, full_name = self._located(name)
+        file.release(full_name)
+        self.drop_page_cache()
 
-    def forget(self) -> None:
-        """Let the kernel free what it keeps of the files, unless pages are to be kept."""
+    def drop_page_cache(self) -> None:
+        """Drop the files from the page cache, unless `keeps_pages`."""
         for path in () if self.keeps_pages else self._paths:
             forget_pages(path)
 
@@ -182,10 +182,10 @@ class Checkpoint:
     def _paths(self) -> set[Path]:
         return {path for file in self._files.values() for path in file.paths}
 
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on: the kernel is to read nothing ahead."""
-        full_name = self.full_name(name)
-        self._files[full_name].read_apart(full_name)
+    def advise_random(self, name: str) -> None:
+        """Read single rows of the tensor from now on: the kernel reads nothing ahead."""
+        file, full_name = self._located(name)
+        file.advise_random(full_name)
 
     def full_name(self, name: str) -> str:
         """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""
@@ -198,13 +198,17 @@ class Checkpoint:
         return full_name
 
     def shown_name(self, name: str) -> str:
-        """What the file calls the tensor, for an error text."""
+        """Return the tensor's name in the file, for an error text."""
         file = next(iter(self._files.values()), None)
-        return shown(file.own_name(name) if isinstance(file, GgufWeights) else name)
+        return shown(name if file is None else file.own_name(name))
+
+    def _located(self, name: str) -> tuple[WeightFile, str]:
+        full_name = self.full_name(name)
+        return self._files[full_name], full_name
 
     def _entry(self, name: str) -> TensorEntry:
-        full_name = self.full_name(name)
-        return self._files[full_name].entries[full_name]
+        file, full_name = self._located(name)
+        return file.entries[full_name]
 
     def _known_dtype(self, name: str) -> np.dtype | None:
         found = self._entry(name).format_name
@@ -213,17 +217,12 @@ class Checkpoint:
         kind = TYPE_OF_NAME.get(found)
         return BIT_DTYPES.get(found) if kind is None else kind.dtype
 
-    def _readable_formats(self) -> str:
-        if is_gguf(self.path):
-            return ", ".join(READ_NAMES)
-        return "float32, float16 and bfloat16"
-
     def _find(self, name: str) -> str | None:
         return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
 
 
 def _open_files(directory: Path) -> dict[str, WeightFile]:
-    """Return the file of every tensor, from the first form of weights that is there."""
+    """Return the file of every tensor, from the first kind of weight files that exists."""
     if is_gguf(directory):
         weights = GgufWeights(directory)
         return dict.fromkeys(weights.entries, weights)
@@ -260,7 +259,7 @@ def _open_index(index: Path, open_file: Callable[[Path], WeightFile]) -> dict[st
 
 
 def _shard_path(index: Path, file_name: Any) -> Path:
-    """Return the path of a shard beside its index; a name that leads elsewhere is refused."""
+    """Return the path of a shard beside its index; refuse a name with folders in it."""
     parts = PurePosixPath(file_name).parts if isinstance(file_name, str) else ()
     if len(parts) != 1 or parts[0] in ("..", "/") or "\\" in file_name or "\0" in file_name:
         raise CheckpointError(

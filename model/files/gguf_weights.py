@@ -1,7 +1,6 @@
-"""The tensors of a GGUF model under Hugging Face's names, behind the interface of SafetensorsFile.
+"""The tensors of a GGUF model under Hugging Face's names, with the interface of SafetensorsFile.
 
-A matrix keeps its bytes; only rows of q and k, and norms, are copies where the file has them in
-another order or with one added.
+Arrays are views of the file, but for rows of q and k in another order, and norms with one added.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import numpy as np
 from hotcold.model.config.build import build_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
-from hotcold.model.config.gguf_values import architecture_of, gguf_values
+from hotcold.model.config.gguf_config import architecture_of, gguf_values
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, shown
-from hotcold.model.files.safetensors_file import TensorEntry
+from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
 from hotcold.model.gguf.file import open_gguf
+from hotcold.model.gguf.header import TensorInfo
 from hotcold.model.gguf.tensor_types import TensorType
+from hotcold.model.mapped_file import MappedFile
 from hotcold.numba_kernels.formats import (
     Q4,
     Q4_1,
@@ -35,10 +36,10 @@ from hotcold.numba_kernels.formats import (
     is_quantized,
 )
 
-# Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
+# In memory these roles have one format: their matrices are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
 _DOWN_T = "ffn_down_t"
-# What each format of rows holds without being quantized again, and in no more bits.
+# The types that each format of rows holds without quantizing again, and in no more bits.
 _AS_STORED = {
     Q8: ("Q8_0",),
     Q4: ("Q4_0",),
@@ -48,8 +49,8 @@ _AS_STORED = {
     Q5_K: ("Q5_K",),
     Q6: ("Q6_K",),
 }
-_SUMMED = {Q4_K: Q4_1, Q5: Q8, Q5_K: Q8, Q6: Q8}  # what rows become that are added up
-# Of which the configuration was made.
+_SUMMED = {Q4_K: Q4_1, Q5: Q8, Q5_K: Q8, Q6: Q8}  # formats of rows that are added up
+# They are read into the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -62,11 +63,11 @@ class _Place:
     role: str  # a field of LayerNames or TensorNames
 
 
-class GgufWeights:
+class GgufWeights(WeightFile):
     """All tensors of the model.
 
     Errors:  CheckpointError, ConfigError for a file that is damaged, of an unknown architecture, or
-             that holds tensors which the architecture leaves no place for
+             that holds tensors which the architecture does not have
     """
 
     def __init__(self, path: Path):
@@ -82,11 +83,11 @@ class GgufWeights:
         self._loaded = self._loaded_dtypes(config)
 
     def array(self, name: str) -> np.ndarray:
-        """Return the tensor's items, read-only and maybe unaligned; bytes of blocks as they are."""
+        """Return the tensor's items, read-only, maybe unaligned; blocks keep their bytes."""
         place = self._places[name]
-        kind = self._model.info(place.name).type
+        kind = self._info(place).type
         assert kind.dtype is not None, "Checkpoint.dtype refuses it"
-        items = self._model.array(place.name)
+        items = self._model.file_of(place.name).array(place.name)
         order = self._architecture.row_orders.get(place.module)
         if order is not None:
             ids = order(self._values)
@@ -100,47 +101,35 @@ class GgufWeights:
             return items - np.float32(1)
         return items
 
-    def stored_bytes(self, name: str) -> np.ndarray:
-        """Return the bytes that the file has for the tensor: uint8."""
-        return self._model.stored_bytes(self._places[name].name)
-
-    def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        self._model.read_ahead(self._places[name].name)
+    def mapped_file(self, name: str) -> MappedFile:
+        """Return the file that holds the tensor."""
+        return self._model.file_of(self._places[name].name).mapped
 
     def own_name(self, name: str) -> str:
-        """What the file calls a tensor, or would if it had it."""
+        """Return the file's name of a tensor, even of one that is missing."""
         return self._own_names.get(name, name)
 
-    def release(self, name: str) -> None:
-        """Give up the tensor's pages; they are mapped again if read."""
-        self._model.release(self._places[name].name)
-
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on."""
-        self._model.read_apart(self._places[name].name)
-
     def loaded_dtype(self, name: str) -> np.dtype:
-        """Return what the matrix is in memory: the same for its role in all layers."""
-        kind = self._model.info(self._places[name].name).type
+        """Return the matrix's dtype in memory, the same in all layers."""
+        kind = self._info(self._places[name]).type
         return self._loaded.get(self._places[name].role, kind.loaded or np.dtype(np.float32))
 
     def own_dtype(self, name: str) -> np.dtype:
-        """Return what the matrix's rows would be in memory if no layer had another format."""
-        return self._model.info(self._places[name].name).type.loaded or np.dtype(np.float32)
+        """Return the dtype in memory that suits the matrix alone, whatever other layers have."""
+        return self._info(self._places[name]).type.loaded or np.dtype(np.float32)
 
     def is_by_neurons(self, name: str) -> bool:
         """Whether the matrix has a row for each column of the checkpoint's."""
         return self._places[name].module == _DOWN_T
 
     def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
-        """Say in a line which of the file's formats become others in memory; "" where none do.
+        """Return a line about formats that are converted in memory; "" where none are.
 
-        In the roles `by_layer` each tensor is read as suits itself.
+        In the roles `by_layer` each tensor has its `own_dtype`, in the others its `loaded_dtype`.
         """
         changes: dict[tuple[str, str], int] = {}
         for place in self._places.values():
-            kind = self._model.info(place.name).type
+            kind = self._info(place).type
             into = kind.loaded if place.role in by_layer else self._loaded.get(place.role)
             if into is None or kind.dtype is None or not is_blocks(kind.dtype):
                 continue
@@ -151,6 +140,9 @@ class GgufWeights:
             return ""
         names = ", ".join(dict.fromkeys(name for name, _ in changes))
         return f"{names}: read as {' and '.join(dict.fromkeys(b for _, b in changes))} a weight"
+
+    def _info(self, place: _Place) -> TensorInfo:
+        return self._model.file_of(place.name).tensors[place.name]
 
     def _find(self, config: ModelConfig) -> dict[str, _Place]:
         places = {}
@@ -170,15 +162,15 @@ class GgufWeights:
         return places
 
     def _entry(self, place: _Place) -> TensorEntry:
-        info = self._model.info(place.name)
+        info = self._info(place)
         shape = (*info.shape[:-1], info.type.items(info.shape[-1]))
         return TensorEntry(info.type.name, shape, info.start, info.end)
 
     def _loaded_dtypes(self, config: ModelConfig) -> dict[str, np.dtype]:
-        """For each role of matrices the dtype that all layers' tensors can be in."""
+        """By role, the dtype of its matrices in all layers."""
         kinds: dict[str, set[TensorType]] = {}
         for place in self._places.values():
-            info = self._model.info(place.name)
+            info = self._info(place)
             if len(info.shape) == 2:
                 kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
         transposed = {place.role for place in self._places.values() if place.module != _DOWN_T}
@@ -194,7 +186,7 @@ class GgufWeights:
 
 
 def _common(types: set[TensorType], is_transposed: bool) -> np.dtype:
-    """The dtype that matrices of these types become: their own where they agree, else Q8."""
+    """The dtype of matrices of these types in memory: their own where they agree, else Q8."""
     found = {(kind.transposed if is_transposed else kind.loaded) for kind in types}
     dtypes = {dtype for dtype in found if dtype is not None}
     if len(dtypes) == 1:
@@ -207,7 +199,7 @@ def _common(types: set[TensorType], is_transposed: bool) -> np.dtype:
 def _pairs(
     ours: TensorNames, theirs: TensorNames, config: ModelConfig
 ) -> Iterator[tuple[str, str, str]]:
-    """The modules of a checkpoint, of the file, and their role."""
+    """Yield (name in a checkpoint, name in the file, role) of each module."""
     for field in fields(TensorNames):
         if field.name not in ("layers", "layer"):
             yield from _named(getattr(ours, field.name), getattr(theirs, field.name), field.name)

@@ -1,7 +1,7 @@
-"""Models of Hugging Face's hub, and the cache in which its library keeps them.
+"""Models of Hugging Face's hub, and its library's cache of them.
 
-That library's variables hold: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT. Offline, or where the
-hub does not answer, what the cache holds is used.
+The library's variables apply: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT. Offline, or where the
+hub does not answer, the cache is used.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _FORMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # of weights, the preferred first
 _INDEX = ".index.json"
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # it refuses files
+_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+)  # a disk refuses
 _MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """What of a repository makes one model."""
+    """The files of a repository that make one model."""
 
     repo_id: str
     files: tuple[str, ...]  # a GGUF model's first part first
-    folder: Path | None = None  # where they are in the cache, found without the hub
+    folder: Path | None = None  # in the cache, where the hub did not answer
 
     @property
     def gguf(self) -> str:
@@ -43,7 +49,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class Download:
-    """What a model takes, before it is fetched."""
+    """The size of a model before it is fetched."""
 
     num_files: int
     num_bytes: int
@@ -51,51 +57,51 @@ class Download:
 
 
 @dataclass(frozen=True)
-class KeptModel:
+class CachedModel:
     """A model in the cache."""
 
     name: str  # as commands take it: org/repo or org/repo:FILE
     form: str  # "safetensors", "gguf", "torch", or "unfinished"
     num_bytes: int
-    used_s: float  # when it was read last, seconds since 1970
+    used_s: float  # last read, seconds since 1970
     path: Path
     files: tuple[Path, ...]  # by their names in one revision
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What goes with a model: `paths`, which free so many bytes, of so many revisions."""
+    """The files of a model to be removed, the bytes they free, and its revisions."""
 
     paths: tuple[Path, ...]
     num_bytes: int
     num_revisions: int
 
 
-def choose_files(repo_id: str, names: Sequence[str], wanted: str | None) -> HubModel:
-    """What of a repository's files is needed: one form of the weights, and what lies beside it.
+def choose_files(repo_id: str, names: Sequence[str], part: str | None) -> HubModel:
+    """Choose the files of one model: one form of its weights, and the small files beside them.
 
-    safetensors before one GGUF file before PyTorch's files; with `wanted`, the GGUF file of that
-    name, or the only one with that in its name.
-    Errors:  UsageError where there is no model, or several
+    safetensors come before one GGUF file before PyTorch's files. With `part` the model is the GGUF
+    file of that name, or the only one with `part` in its name.
+    Errors:  UsageError for no model, or several
     """
     top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
     beside = [name for name in top if name.endswith(_BESIDE_WEIGHTS)]
     ggufs = sorted(name for name in names if name.endswith(SUFFIX))
     firsts = [name for name in ggufs if not is_later_part(Path(name))]
-    if wanted is None and "config.json" in top:
+    if part is None and "config.json" in top:
         for stem, suffix in _FORMS:
             weights = [name for name in top if name.startswith(stem) and name.endswith(suffix)]
             if weights:
                 unused = [f"{other}{end}{_INDEX}" for other, end in _FORMS if other != stem]
                 files = [name for name in beside if name not in unused]
                 return HubModel(repo_id, (*files, *weights))
-    fitting = [name for name in firsts if (wanted or "").lower() in _base(name).lower()]
-    exact = [name for name in fitting if wanted in (_base(name), _base(name).removesuffix(SUFFIX))]
+    fitting = [name for name in firsts if (part or "").lower() in _base(name).lower()]
+    exact = [name for name in fitting if part in (_base(name), _base(name).removesuffix(SUFFIX))]
     chosen = exact if len(exact) == 1 else fitting
-    if not firsts and wanted is None:
+    if not firsts and part is None:
         raise UsageError(f"{repo_id} holds no model in safetensors, GGUF or PyTorch's format")
     if len(chosen) != 1:
-        named = f" with {shown(wanted)} in the name" if wanted else ""
+        named = f" with {shown(part)} in the name" if part else ""
         raise UsageError(
             f"{repo_id} holds {len(chosen) or 'no'} GGUF models{named}; choose one by "
             f"{repo_id}:NAME: {listed([_base(name) for name in firsts])}"
@@ -105,28 +111,28 @@ def choose_files(repo_id: str, names: Sequence[str], wanted: str | None) -> HubM
     return HubModel(repo_id, (chosen[0], *parts))
 
 
-def find(repo_id: str, wanted: str | None) -> HubModel:
-    """What of a repository is needed; of what the cache holds, where the hub does not answer.
+def find(repo_id: str, part: str | None) -> HubModel:
+    """Choose the files of a model of the hub, or of the cache where the hub does not answer.
 
-    Errors:  UsageError where it is not to be had
+    Errors:  UsageError where neither has it
     """
     from huggingface_hub import model_info
 
     try:
         names = [file.rfilename for file in model_info(repo_id).siblings or ()]
-        return choose_files(repo_id, names, wanted)
+        return choose_files(repo_id, names, part)
     except HotcoldError:
         raise
     except Exception as problem:  # of any of the libraries below it
         newest = None if _status(problem) else _newest_snapshot(repo_id)
         if newest is None:
             raise _refusal(repo_id, problem) from None
-    model = choose_files(repo_id, [file.file_name for file in newest.files], wanted)
+    model = choose_files(repo_id, [file.file_name for file in newest.files], part)
     return replace(model, folder=newest.snapshot_path)
 
 
 def size_of(model: HubModel) -> Download:
-    """What fetching would take. Errors: UsageError"""
+    """Return the size of a download. Errors: UsageError."""
     if model.folder is not None:
         sizes = [(model.folder / name).stat().st_size for name in model.files]
         return Download(len(sizes), sum(sizes), 0)
@@ -136,16 +142,13 @@ def size_of(model: HubModel) -> Download:
 
 
 def fetch(model: HubModel) -> Path:
-    """Fetch what is not here yet, going on where it stopped; the model's directory or GGUF file.
-
-    Errors:  UsageError
-    """
+    """Fetch what is missing, and return the model's directory or GGUF file. Errors: UsageError."""
     folder = model.folder or Path(_snapshot(model))
     return folder / model.gguf if model.gguf else folder
 
 
 def fetch_config(repo_id: str) -> Path:
-    """Fetch nothing but a repository's config.json; where it is. Errors: UsageError"""
+    """Fetch a repository's config.json alone, and return its path. Errors: UsageError."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -155,7 +158,7 @@ def fetch_config(repo_id: str) -> Path:
 
 
 def require_room(download: Download) -> None:
-    """Raise UsageError where the cache's disk has no room for what is missing."""
+    """Raise UsageError where the cache's disk is too full for what is missing."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     place = Path(HF_HUB_CACHE)
@@ -164,21 +167,21 @@ def require_room(download: Download) -> None:
     free = shutil.disk_usage(place).free
     if download.missing_bytes > free:
         raise UsageError(
-            f"{download.missing_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for "
-            f"{free / 1e9:.2f} GB; remove a model (hotcold rm), or set HF_HOME to another disk"
+            f"the download takes {download.missing_bytes / 1e9:.2f} GB, and {place} has "
+            f"{free / 1e9:.2f} GB free; remove a model (hotcold rm), or set HF_HOME to another disk"
         )
 
 
 def snapshots(name: str) -> list[Path]:
-    """The folders of what the cache holds of org/repo[:FILE], found without the network."""
+    """Return the cached revisions of org/repo[:FILE], without the network."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     repo = name.partition(":")[0]
     return sorted(Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").glob("snapshots/*"))
 
 
-def kept_models() -> list[KeptModel]:
-    """The models in the cache, by name."""
+def kept_models() -> list[CachedModel]:
+    """Return the models in the cache, by name."""
     found = []
     for repo in _scan():
         for revision in repo.revisions:
@@ -187,19 +190,19 @@ def kept_models() -> list[KeptModel]:
 
 
 def removal_of(name: str) -> Removal:
-    """What goes with a model of the cache.
+    """Return what to remove for a model of the cache.
 
     `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models in all
-    revisions. Bytes that other files there have too stay.
-    Errors:  UsageError where the cache does not hold it
+    revisions. Blobs that other files share stay.
+    Errors:  UsageError where the cache has no such model
     """
-    asked = REPOSITORY.fullmatch(name)
-    repos = [repo for repo in _scan() if asked and repo.repo_id == asked["repo"]]
+    parsed = REPOSITORY.fullmatch(name)
+    repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
     models = [model for model in kept_models() if model.name == name]
-    if not repos or (asked and asked["name"] and not models):
+    if not repos or (parsed and parsed["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
     repo = repos[0]
-    if not (asked and asked["name"]):
+    if not (parsed and parsed["name"]):
         return Removal((repo.repo_path,), int(repo.size_on_disk), len(repo.revisions))
     links = {path for model in models for path in model.files}
     files = [file for revision in repo.revisions for file in revision.files]
@@ -215,7 +218,7 @@ def removal_of(name: str) -> Removal:
 
 
 def remove(removal: Removal) -> None:
-    """Remove it from the cache. Errors: OSError."""
+    """Remove a model from the cache. Errors: OSError."""
     for path in removal.paths:
         if path.is_dir():
             shutil.rmtree(path)
@@ -223,26 +226,26 @@ def remove(removal: Removal) -> None:
             path.unlink(missing_ok=True)
 
 
-def _models_of(repo_id: str, files: list[Any]) -> list[KeptModel]:
-    """The models of one snapshot, by the library's facts of its files."""
+def _models_of(repo_id: str, files: list[Any]) -> list[CachedModel]:
+    """The models of one revision, from the library's facts of its files."""
     by_name = {file.file_name: file for file in files}
     found = []
-    own = [name for name in by_name if not name.endswith(SUFFIX)]
+    others = [name for name in by_name if not name.endswith(SUFFIX)]
     for form, (_, suffix) in zip(("safetensors", "torch"), _FORMS, strict=True):
-        if "config.json" in own and any(name.endswith(suffix) for name in own):
-            found.append(_kept(repo_id, form, [by_name[name] for name in own]))
+        if "config.json" in others and any(name.endswith(suffix) for name in others):
+            found.append(_cached(repo_id, form, [by_name[name] for name in others]))
             break
     ggufs = sorted(name for name in by_name if name.endswith(SUFFIX))
     for first in ggufs:
         if not is_later_part(Path(first)):
             whole = _PART.sub("", first)
             parts = [by_name[name] for name in ggufs if _PART.sub("", name) == whole]
-            found.append(_kept(f"{repo_id}:{_base(first)}", "gguf", parts))
-    return found or ([_kept(repo_id, "unfinished", files)] if files else [])
+            found.append(_cached(f"{repo_id}:{_base(first)}", "gguf", parts))
+    return found or ([_cached(repo_id, "unfinished", files)] if files else [])
 
 
-def _kept(name: str, form: str, files: list[Any]) -> KeptModel:
-    return KeptModel(
+def _cached(name: str, form: str, files: list[Any]) -> CachedModel:
+    return CachedModel(
         name,
         form,
         sum(file.size_on_disk for file in files),
@@ -264,7 +267,7 @@ def _scan() -> list[Any]:
 
 
 def _newest_snapshot(repo_id: str) -> Any:
-    """The library's facts of what the cache holds of a repository, None for nothing."""
+    """The library's facts of a repository's newest cached revision; None without one."""
     snapshots = [each for repo in _scan() if repo.repo_id == repo_id for each in repo.revisions]
     return max(snapshots, key=lambda each: float(each.last_modified), default=None)
 
@@ -280,7 +283,7 @@ def _snapshot(model: HubModel, **options: Any) -> Any:
 
 
 def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
-    """The error to raise in place of the library's."""
+    """The error for the user, from the library's."""
     if isinstance(problem, OSError) and problem.errno in _DISK:
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -289,10 +292,10 @@ def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
             "(hotcold rm), or set HF_HOME to another disk"
         )
     if _status(problem) in (401, 403, 404):
-        why = "has no such model, or wants HF_TOKEN for it"
+        why = "has no such model, or needs HF_TOKEN for it"
     else:
         lines = str(problem).strip().splitlines()
-        why = f"cannot be asked: {shown(lines[0], 120) if lines else type(problem).__name__}"
+        why = f"cannot be reached: {shown(lines[0], 120) if lines else type(problem).__name__}"
     return UsageError(
         f"{repo_id} is no directory here, and Hugging Face {why}; check the name and the network, "
         "or give a directory (`hotcold list` shows what is here, `hotcold pull` fetches a model)"
@@ -300,7 +303,7 @@ def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
 
 
 def _status(problem: Exception) -> int | None:
-    """The HTTP status that the hub answered with, if it did."""
+    """The HTTP status of the hub's answer, if it answered."""
     return getattr(getattr(problem, "response", None), "status_code", None)
 
 
@@ -309,6 +312,6 @@ def _base(name: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """As many names as fit in an error's text."""
+    """Return the first names and how many more there are, for an error text."""
     rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + rest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub, ollama
-from hotcold.model.files.other_kinds import refuse_file, refuse_folder
+from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
 from hotcold.model.gguf.names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
@@ -16,12 +16,12 @@ DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 def locate_model(text: str | None) -> Path:
     """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, or None for the demo.
 
-    A directory that holds no config.json but one GGUF model stands for that model, a file of
-    safetensors for its directory, a later part of a GGUF model for the first; NAME is a part of a
-    file's name. A repository is downloaded once (`model/files/hub.py`); `ollama:NAME[:TAG]` is a
-    model that Ollama has (`model/files/ollama.py`).
-    Errors:  UsageError where there is no such model, several that it could be, or no network;
-             CheckpointError for what is damaged; OSError for what cannot be read
+    A directory without config.json but with one GGUF model stands for that model, a safetensors
+    file for its directory, a later part of a GGUF model for the first. NAME is a part of a file's
+    name. A repository is downloaded once (`model/files/hub.py`); `ollama:NAME[:TAG]` is one of
+    Ollama's models (`model/files/ollama.py`).
+    Errors:  UsageError for no such model, several that match, or no network;
+             CheckpointError for a damaged file; OSError for an unreadable one
     """
     if text is None:
         if not (DEMO_DIRECTORY / "config.json").exists():
@@ -40,7 +40,7 @@ def locate_model(text: str | None) -> Path:
         return _model_of(path, text)
     named = hub.REPOSITORY.fullmatch(text)
     is_part = bool(named and named["name"])
-    if path.suffix.lower() == SUFFIX and not is_part:  # no repository is called so
+    if path.suffix.lower() == SUFFIX and not is_part:  # not the name of a repository
         raise UsageError(f"{shown(text)}: there is no such file")
     if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
@@ -50,10 +50,7 @@ def locate_model(text: str | None) -> Path:
 
 
 def model_name(text: str | None, path: Path) -> str:
-    """Return what a model is called that `locate_model` found: its id, or its folder's or file's.
-
-    An `org/repo` id stays as it was given.
-    """
+    """Return a located model's name: its org/repo id, or the name of its file or folder."""
     if text and not Path(text).expanduser().exists():
         return text
     return path.stem if path.is_file() else path.resolve().name
@@ -66,12 +63,12 @@ def resolved_model(path: str | Path) -> Path:
 
 
 def _model_of(path: Path, text: str) -> Path:
-    """What a file that is named stands for: by its content, whatever it is called."""
+    """The model that a file stands for, by its content, whatever its name."""
     if not path.is_file():
         raise UsageError(f"{shown(text)} is neither a directory nor a file with content")
     with path.open("rb") as file:
         has_magic = file.read(4) in MAGICS
-    if has_magic or path.suffix.lower() == SUFFIX:  # which says what is wrong with it
+    if has_magic or path.suffix.lower() == SUFFIX:  # opening it says what is wrong
         return _first_part(path)
     if ollama.is_manifest(path):
         return ollama.file_of_manifest(path)
@@ -81,7 +78,7 @@ def _model_of(path: Path, text: str) -> Path:
 
 
 def _first_part(path: Path) -> Path:
-    """The first part of a GGUF model, of which one that is there is named."""
+    """The first part of the GGUF model that `path` is a part of."""
     name = PART.fullmatch(path.stem)
     if name is None or not is_later_part(path):
         return path

@@ -1,4 +1,4 @@
-"""Ollama's models, which are GGUF files under names of their content: found by the name there."""
+"""Ollama's models: GGUF files named by their digest, found by Ollama's own names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MEDIA = "application/vnd.ollama.image."
 _MAX_NAMED = 20
-# Where Ollama's own service has them on Linux.
+# Of Ollama's system service on Linux.
 _SERVICE = Path("/usr/share/ollama/.ollama/models")
 
 
@@ -38,7 +38,7 @@ def ollama_file(name: str) -> Path:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file lies where Ollama says what a model is made of."""
+    """Whether a file lies in Ollama's folder of manifests."""
     parents = path.absolute().parents
     return len(parents) > 3 and parents[3].name == "manifests"
 
@@ -63,13 +63,13 @@ def file_of_manifest(manifest: Path) -> Path:
 
 
 def _folders() -> list[Path]:
-    """Where Ollama may have its models."""
+    """The folders in which Ollama may store models."""
     chosen = os.environ.get("OLLAMA_MODELS")
     return [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", _SERVICE]
 
 
 def _there() -> str:
-    """Which models there are, in words."""
+    """The names of Ollama's models, for an error text."""
     names = []
     for folder in _folders():
         for path in sorted((folder / "manifests").glob("*/*/*/*")):

@@ -7,6 +7,7 @@ Source: the format's description in https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,71 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsFile:
+class WeightFile:
+    """A model's tensors in one kind of files, by name: the interface, and defaults."""
+
+    entries: dict[str, TensorEntry]
+    path: Path
+    paths: tuple[Path, ...]
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the tensor's items, read-only, maybe unaligned."""
+        raise NotImplementedError
+
+    def mapped_file(self, name: str) -> MappedFile | None:
+        """Return the mapped file that holds the tensor; None where torch reads the file."""
+        return None
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the tensor's bytes as the file has them, whatever its format: uint8."""
+        file = self.mapped_file(name)
+        assert file is not None
+        return file.view(*self._span(name))
+
+    def read_ahead(self, name: str) -> None:
+        """Have the kernel read all of the tensor now, where the file is mapped."""
+        if (file := self.mapped_file(name)) is not None:
+            file.read_ahead(*self._span(name))
+
+    def release(self, name: str) -> None:
+        """Unload the tensor's pages, where the file is mapped; reading maps them again."""
+        if (file := self.mapped_file(name)) is not None:
+            file.release(*self._span(name))
+
+    def advise_random(self, name: str) -> None:
+        """Read single rows of the tensor from now on: the kernel reads nothing ahead."""
+        if (file := self.mapped_file(name)) is not None:
+            file.advise_random(*self._span(name))
+
+    def _span(self, name: str) -> tuple[int, int]:
+        entry = self.entries[name]
+        return entry.start, entry.end
+
+    def own_name(self, name: str) -> str:
+        """Return the file's name of a tensor, even of one that is missing."""
+        return name
+
+    def loaded_dtype(self, name: str) -> np.dtype | None:
+        """Return the matrix's dtype in memory, the same in all layers; None for the stored one."""
+        return None
+
+    def own_dtype(self, name: str) -> np.dtype | None:
+        """Return the dtype in memory that suits the matrix alone; None for the stored one."""
+        return None
+
+    def is_by_neurons(self, name: str) -> bool:
+        """Whether a down projection is stored transposed, so that its rows are neurons."""
+        return False
+
+    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+        """Return a line about formats that are converted in memory; "" where none are.
+
+        Roles in `by_layer` have their `own_dtype`, the others their `loaded_dtype`.
+        """
+        return ""
+
+
+class SafetensorsFile(WeightFile):
     """The tensors of one file, mapped on first use.
 
     Errors:  CheckpointError naming file and tensor, on construction, for anything mis-declared
@@ -65,25 +130,9 @@ class SafetensorsFile:
         bits = self._file.view(entry.start, entry.end).view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
 
-    def stored_bytes(self, name: str) -> np.ndarray:
-        """Return the tensor's bytes, whatever its format: uint8."""
-        entry = self.entries[name]
-        return self._file.view(entry.start, entry.end)
-
-    def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        entry = self.entries[name]
-        self._file.read_ahead(entry.start, entry.end)
-
-    def release(self, name: str) -> None:
-        """Give up the tensor's pages; they are mapped again if read."""
-        entry = self.entries[name]
-        self._file.release(entry.start, entry.end)
-
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on."""
-        entry = self.entries[name]
-        self._file.read_apart(entry.start, entry.end)
+    def mapped_file(self, name: str) -> MappedFile:
+        """Return the file that holds the tensor."""
+        return self._file
 
 
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:

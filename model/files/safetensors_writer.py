@@ -1,4 +1,4 @@
-"""Writes a safetensors checkpoint tensor by tensor: headers first, so that nothing is gathered.
+"""Writes a safetensors checkpoint tensor by tensor, headers first: no tensor is held in memory.
 
 The format (https://github.com/huggingface/safetensors): an unsigned 64-bit little-endian header
 length, the header as JSON (name -> dtype, shape, data_offsets), the tensors' bytes without gaps.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,19 +19,21 @@ import numpy as np
 import torch
 
 from hotcold.model.config.model_config import WeightDtype
+from hotcold.model.errors import HotcoldError
 
 _FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _BLOCK_ITEMS = 1 << 23
 _HEADER_ALIGNMENT = 8
+_SPARE_DISK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name and shape, as both will stand in the file.
+    """A tensor's name and shape in the file.
 
-    `format_name`, as safetensors spells it, is that of a tensor whose bits are written as they are;
-    others are in the writer's dtype.
+    `format_name`, as safetensors spells it, is that of bits written unchanged; "" means the
+    writer's dtype.
     """
 
     name: str
@@ -53,8 +56,8 @@ class SafetensorsWriter:
     """Takes the tensors of `specs` in their order, converts them and writes them out.
 
     One file `model.safetensors` where all fits in `max_shard_bytes`, else numbered files and an
-    index, named as transformers names them. A file that is not complete ends in `.part`.
-    Use as a context manager: leaving it by an error removes the incomplete file.
+    index, named as transformers names them. An incomplete file ends in `.part`.
+    Use as a context manager: an error removes the incomplete file.
     Errors:  ValueError where a tensor is not the next of `specs`, or some were never written
     """
 
@@ -87,7 +90,7 @@ class SafetensorsWriter:
                 self.finish()
         finally:
             if self._file is not None:
-                with suppress(OSError):  # of what it could not write
+                with suppress(OSError):  # of buffered bytes
                     self._file.close()
                 self._part_path.unlink(missing_ok=True)
 
@@ -98,7 +101,7 @@ class SafetensorsWriter:
             self._write(block.to(self._dtype).view(torch.uint8).numpy())
 
     def write_bits(self, name: str, bits: np.ndarray) -> None:
-        """Write the next tensor as it is: its items are of the spec's format."""
+        """Write the next tensor's bits unchanged; they are in the spec's format."""
         expected = self._begin(name, bits.shape)
         if bits.itemsize != _ITEM_BYTES[expected.format_name]:
             raise ValueError(f"got {name} {bits.dtype}, expected {expected}")
@@ -107,7 +110,7 @@ class SafetensorsWriter:
             self._write(flat[start : start + 4 * _BLOCK_ITEMS])
 
     def _begin(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
-        """Make ready for the next tensor. Errors: ValueError where it is another."""
+        """Return the next spec. Errors: ValueError where name or shape differ."""
         if not self._waiting:
             self._open_next()
         expected = self._waiting.pop(0)
@@ -161,6 +164,20 @@ class SafetensorsWriter:
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         path = self._directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def require_disk_space(folder: Path, num_bytes: int, remedy: str, freed_bytes: int = 0) -> None:
+    """Raise HotcoldError, ending in `remedy`, where the disk of `folder` is too full.
+
+    The folder may not exist yet. `freed_bytes` are those of files that will be removed first.
+    """
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free_bytes = shutil.disk_usage(place).free + freed_bytes
+    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
+        raise HotcoldError(
+            f"the model takes {num_bytes / 1e9:.2f} GB and leaves {_SPARE_DISK_BYTES / 1e9:.2f} GB "
+            f"spare, but {folder} has {free_bytes / 1e9:.2f} GB free; {remedy}"
+        )
 
 
 def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[_Shard]:

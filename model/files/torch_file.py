@@ -1,4 +1,4 @@
-"""One pytorch_model*.bin file, behind the interface of SafetensorsFile."""
+"""One pytorch_model*.bin file, with the interface of SafetensorsFile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
-from hotcold.model.files.safetensors_file import TensorEntry
+from hotcold.model.errors import CheckpointError, first_line, refuse_pointer_file
+from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
 
 _FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
-class TorchFile:
+class TorchFile(WeightFile):
     """The tensors of a file written by torch.save; nothing in it is executed.
 
     Errors:  CheckpointError where it is damaged or holds anything but tensors
@@ -49,15 +49,6 @@ class TorchFile:
         items: np.ndarray = self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy()
         return items
 
-    def read_ahead(self, name: str) -> None:
-        """Nothing changes: torch reads the file."""
-
-    def release(self, name: str) -> None:
-        """Nothing can be let go of: torch keeps the file."""
-
-    def read_apart(self, name: str) -> None:
-        """Nothing changes: torch keeps the file."""
-
 
 def _load(path: Path) -> dict[str, Any]:
     import torch
@@ -68,9 +59,8 @@ def _load(path: Path) -> dict[str, Any]:
         except RuntimeError:  # files of torch before 1.6 are not zip archives and cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # a damaged pickle fails in any way
-        with path.open("rb") as file:
-            refuse_pointer(path, file.read(LONGEST_POINTER), CheckpointError)
-        reason = shown(str(problem).split("\n")[0], 80)
+        refuse_pointer_file(path, CheckpointError)
+        reason = first_line(problem, 80)
         raise CheckpointError(
             f"{path}: torch cannot load it ({reason}); download it again"
         ) from None

@@ -1,4 +1,4 @@
-"""Writing a file so that others find all of it or none, after a loss of power too."""
+"""Atomic writes: readers find all of a file or none of it, after a power loss too."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_OLD_S = 3600.0  # of a file that its writer, who has ended, cannot remove
+_OLD_S = 3600.0  # age of a partial file whose writer was killed
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `path`, and the folders above it, under another name first. Errors: OSError."""
+    """Write `path`, making its folders, by way of a temporary name. Errors: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_whole(path, content)
 
 
 def replace_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """As `write_whole`, in a folder that is there. Errors: OSError."""
+    """As `write_whole`, in a folder that exists. Errors: OSError."""
     _write(path, content, mode, os.replace)
 
 
 def write_first(path: Path, content: bytes) -> None:
-    """Write `path` whole, unless somebody has: what is there first stays. Errors: OSError."""
+    """Write `path` unless it exists: the first writer's file stays. Errors: OSError."""
     with suppress(FileExistsError):
         _write(path, content, 0o666, os.link)
 
 
 def part_of(path: Path) -> Path:
-    """A name beside `path` for what is to become it, which no other writer has."""
+    """Return a temporary name beside `path` that no other writer has."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
 
 
 def sync_folder(folder: Path) -> None:
-    """Names that were given or taken in it are on the disk. Errors: OSError."""
+    """Flush new and removed names of a folder to the disk. Errors: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def _write(path: Path, content: bytes, mode: int, name: Callable[[Path, Path], N
     remove_old_parts(path)
     part = part_of(path)
     try:
-        # A name that is there, such as another program's link, is not written to.
+        # O_EXCL: another program's file or link of that name is not written to.
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
             stream.write(content)
             stream.flush()
@@ -61,7 +61,7 @@ def _write(path: Path, content: bytes, mode: int, name: Callable[[Path, Path], N
 
 
 def remove_old_parts(path: Path) -> None:
-    """Remove what writers of `path` have left that were killed; nobody writes for an hour."""
+    """Remove partial files of killed writers: no write takes an hour."""
     ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]+\.part")
     for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         with suppress(OSError):

@@ -1,1 +1,1 @@
-"""GGUF files: headers read within bounds, tensors as views of the mapped bytes."""
+"""The GGUF format: headers read within bounds, tensors as views of mapped files."""

@@ -1,4 +1,4 @@
-"""A model in GGUF: one file, or several parts of which the first is named."""
+"""A model in GGUF: one file, or several parts, opened by the first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.errors import CheckpointError, shown
-from hotcold.model.file_state import file_state
 from hotcold.model.gguf.header import ArrayValue, HeaderReader, TensorInfo
 from hotcold.model.gguf.names import PART, SUFFIX
-from hotcold.model.mapped_file import MappedFile, mapped
+from hotcold.model.mapped_file import MappedFile, file_state, mapped
 
 _KEPT_FILES = 4
 
@@ -22,20 +21,20 @@ _KEPT_FILES = 4
 class GgufFile:
     """One file: its metadata, and its tensors by name.
 
-    Errors:  CheckpointError, one line naming the file, for anything mis-declared
+    Errors:  CheckpointError, one line naming the file, for anything declared wrongly
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._reader = HeaderReader(path, mapped(path))
-        self._mapped = MappedFile(path)
+        self.mapped = MappedFile(path)
         self.metadata: Mapping[str, Any] = self._reader.metadata
         self.tensors: dict[str, TensorInfo] = self._reader.tensors()
 
     @property
     def header_digest(self) -> str:
-        """32 hexadecimal digits over the header: metadata, and what it says of tensors."""
-        return hashlib.sha256(self._mapped.view(0, self._reader.num_bytes).data).hexdigest()[:32]
+        """32 hexadecimal digits over the header: metadata, and tensors' names, types and places."""
+        return hashlib.sha256(self.mapped.view(0, self._reader.num_bytes).data).hexdigest()[:32]
 
     def strings(self, key: str) -> list[str] | None:
         """Return a list of strings of the metadata; None where the key is absent."""
@@ -56,31 +55,11 @@ class GgufFile:
         return self._reader.numbers(array)
 
     def array(self, name: str) -> np.ndarray:
-        """Return a tensor's mapped bytes as items of its type's dtype; blocks keep their bytes."""
+        """Return a tensor as items of its type's dtype, read-only; blocks keep their bytes."""
         info = self.tensors[name]
         assert info.type.dtype is not None
-        items = self._mapped.view(info.start, info.end).view(info.type.dtype)
+        items = self.mapped.view(info.start, info.end).view(info.type.dtype)
         return items.reshape(*info.shape[:-1], info.type.items(info.shape[-1]))
-
-    def stored_bytes(self, name: str) -> np.ndarray:
-        """Return a tensor's mapped bytes: uint8."""
-        info = self.tensors[name]
-        return self._mapped.view(info.start, info.end)
-
-    def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        info = self.tensors[name]
-        self._mapped.read_ahead(info.start, info.end)
-
-    def release(self, name: str) -> None:
-        """Give up the tensor's pages; they are mapped again if read."""
-        info = self.tensors[name]
-        self._mapped.release(info.start, info.end)
-
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on."""
-        info = self.tensors[name]
-        self._mapped.read_apart(info.start, info.end)
 
     def fail(self, key: str, problem: str) -> CheckpointError:
         """Return (not raise) the error that a key of the metadata has `problem`."""
@@ -122,37 +101,17 @@ class GgufModel:
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names."""
+        """The tensors' names, of all parts."""
         return list(self._file_of)
 
-    def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor. Errors: KeyError."""
-        return self._file_of[name].tensors[name]
-
-    def array(self, name: str) -> np.ndarray:
-        """Return a tensor's items; see `GgufFile.array`."""
-        return self._file_of[name].array(name)
+    def file_of(self, name: str) -> GgufFile:
+        """Return the part that holds a tensor. Errors: KeyError."""
+        return self._file_of[name]
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files of all parts."""
         return (self.path, *(file.path for file in self._others))
-
-    def stored_bytes(self, name: str) -> np.ndarray:
-        """Return a tensor's bytes."""
-        return self._file_of[name].stored_bytes(name)
-
-    def read_ahead(self, name: str) -> None:
-        """All of the tensor is wanted soon."""
-        self._file_of[name].read_ahead(name)
-
-    def release(self, name: str) -> None:
-        """Give up the tensor's pages."""
-        self._file_of[name].release(name)
-
-    def read_apart(self, name: str) -> None:
-        """Single rows of the tensor are read from now on."""
-        self._file_of[name].read_apart(name)
 
     def _other_parts(self) -> list[GgufFile]:
         count, number = (self.metadata.get(f"split.{key}", 0) for key in ("count", "no"))

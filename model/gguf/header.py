@@ -1,10 +1,10 @@
-"""A GGUF file's header: metadata and what it says of tensors, read within bounds.
+"""A GGUF file's header: metadata and the tensors' names, types and places, read within bounds.
 
 Layout, little-endian: "GGUF" (in PowerInfer's files "PWRI"), version uint32, number of tensors and
 of keys uint64; for each key its name, a type and a value; for each tensor its name, sizes (the
 row's first), type and offset; padding; the tensors' data. A string is its length uint64 and UTF-8
-bytes; an array is the type and the number of its items. What a header counts is never believed
-before the file is known to be long enough for it, and memory is taken only for what is asked for.
+bytes; an array is the type and the number of its items. Every count is checked against the file's
+length before it is used, and arrays are decoded only on request.
 Source:  ggml/docs/gguf.md
 """
 
@@ -50,7 +50,7 @@ _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 14, 33
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor: its rows' width last in `shape`, its bytes from `start` to `end` of the file."""
+    """A tensor: its shape, the rows' width last, and its bytes, `start` to `end` in the file."""
 
     type: TensorType
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ArrayValue:
-    """An array of the metadata that is read when it is asked for."""
+    """An array of the metadata, decoded on request."""
 
     kind: int
     count: int
@@ -75,7 +75,7 @@ class ArrayValue:
 class HeaderReader:
     """Reads a mapped file from its start on.
 
-    Errors:  CheckpointError, one line naming the file, for whatever is not as it must be
+    Errors:  CheckpointError, one line naming the file, for anything invalid
     """
 
     def __init__(self, path: Path, data: mmap):
@@ -84,7 +84,7 @@ class HeaderReader:
         self._at = 0
         self._limit = min(len(data), MAX_HEADER_BYTES)
         self._num_strings = 0
-        self.num_bytes = 0  # of the whole header, once `tensors` has read it
+        self.num_bytes = 0  # of the header, once `tensors` has read it
         self.num_tensors, num_keys = self._counts()
         self.metadata = self._metadata(num_keys)
 
@@ -93,7 +93,7 @@ class HeaderReader:
         return CheckpointError(f"{self._path}: {problem}; download it again")
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Read what is said of tensors; they lie in the file, apart from each other."""
+        """Read the tensors' entries, and check that they lie in the file without overlap."""
         declared: dict[str, tuple[TensorType, tuple[int, ...], int]] = {}
         for _ in range(self.num_tensors):
             name = self._name("tensor")
@@ -115,11 +115,11 @@ class HeaderReader:
                     "truncated"
                 )
             tensors[name] = TensorInfo(kind, shape, start, end)
-        self._require_apart(tensors)
+        self._require_no_overlap(tensors)
         return tensors
 
     def alignment(self) -> int:
-        """Return what tensors' offsets are multiples of."""
+        """Return the alignment of tensors' offsets, in bytes."""
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         is_good = type(value) is int and 0 < value <= _MAX_ALIGNMENT and value & (value - 1) == 0
         if not is_good:
@@ -187,10 +187,10 @@ class HeaderReader:
         if kind != _STRING and kind not in _SCALARS:
             raise self.fail(f"key {shown(name)} is an array of the unknown type {kind}")
         array = ArrayValue(kind, count, self._at)
-        least = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
-        self._require_count(f"items of key {shown(name)}", count, MAX_HEADER_BYTES, least)
+        item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+        self._require_count(f"items of key {shown(name)}", count, MAX_HEADER_BYTES, item_bytes)
         if kind != _STRING:
-            self._at += count * least
+            self._at += count * item_bytes
             return array
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
@@ -229,15 +229,15 @@ class HeaderReader:
             )
         return kind, tuple(reversed(sizes)), offset
 
-    def _require_apart(self, tensors: dict[str, TensorInfo]) -> None:
+    def _require_no_overlap(self, tensors: dict[str, TensorInfo]) -> None:
         end = 0
         for name, info in sorted(tensors.items(), key=lambda item: item[1].start):
             if info.start < end:
                 raise self.fail(f"tensor {shown(name)} overlaps another tensor")
             end = info.end
 
-    def _require_count(self, what: str, count: int, most: int, least_bytes: int) -> None:
-        if count > most or count * least_bytes > self._limit - self._at:
+    def _require_count(self, what: str, count: int, max_count: int, min_bytes: int) -> None:
+        if count > max_count or count * min_bytes > self._limit - self._at:
             raise self.fail(f"counts {count} {what}, more than it can hold")
 
     def _name(self, what: str) -> str:
@@ -246,9 +246,9 @@ class HeaderReader:
             raise self.fail(f"has a {what} without a name")
         return name
 
-    def _string(self, most: int) -> str:
+    def _string(self, max_bytes: int) -> str:
         length = self._scalar("Q")
-        if length > most or length > self._limit - self._at:
+        if length > max_bytes or length > self._limit - self._at:
             raise self.fail(f"has a string of {length} bytes, more than it can hold")
         text = self._text(self._at, length)
         self._at += length

@@ -1,6 +1,6 @@
-"""ggml's types of tensors: how large they are in a file, and how this project reads them.
+"""ggml's types of tensors: their size in a file, and their dtypes in memory.
 
-Of a type that is not read only the size is known, for a file's layout to be checked.
+Unsupported types have only a size, for a file's layout to be checked.
 Source:  ggml.h, enum ggml_type; ggml-common.h, the blocks
 """
 
@@ -32,12 +32,12 @@ class TensorType:
     name: str
     weights: int
     num_bytes: int
-    dtype: np.dtype | None = None  # of arrays that hold its bytes; None where it is not read
-    loaded: np.dtype | None = None  # what rows of a matrix are in memory
-    transposed: np.dtype | None = None  # what columns of a matrix are in memory, each then a row
+    dtype: np.dtype | None = None  # of arrays with its bytes; None where unsupported
+    loaded: np.dtype | None = None  # of a matrix in memory
+    transposed: np.dtype | None = None  # of a transposed matrix in memory
 
     def items(self, width: int) -> int:
-        """Items of `dtype`, or bytes where it is not read, of a row of `width` weights."""
+        """Return items of `dtype`, or bytes where unsupported, in a row of `width` weights."""
         num_bytes = width // self.weights * self.num_bytes
         return num_bytes if self.dtype is None else num_bytes // self.dtype.itemsize
 
@@ -47,7 +47,7 @@ def _floats(name: str, dtype: np.dtype) -> TensorType:
 
 
 def _blocks(name: str, loaded: np.dtype) -> TensorType:
-    """Blocks lie along rows; turned, the numbers are quantized again, so to no less than 8 bits."""
+    """Blocks lie along rows: transposed weights are quantized again, to 8 bits."""
     dtype = block_dtype(name)
     block = BLOCK_FORMATS[dtype]
     return TensorType(name, block.weights, block.num_bytes, dtype, loaded, Q8)
@@ -68,7 +68,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     13: _blocks("Q5_K", Q5_K),
     14: _blocks("Q6_K", Q6),
     20: _blocks("IQ4_NL", Q8),
-    # Known by their size alone.
+    # Unsupported.
     9: TensorType("Q8_1", 32, 36),
     15: TensorType("Q8_K", 256, 292),
     16: TensorType("IQ2_XXS", 256, 66),

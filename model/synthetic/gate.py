@@ -1,4 +1,4 @@
-"""Gate rows whose neurons fire at chosen rates, so that prediction and placement find something.
+"""Random gate rows whose neurons fire at chosen rates, in patterns that can be predicted.
 
 Row n is a_n * s + b_n. `s` is the direction of the mean FFN input, along which every input has a
 reliable positive part c; b_n is orthogonal to it, of length 1, low-rank plus noise. So the
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from hotcold.model.sparsity import power_law_rates
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import power_law_rates
 
 LOW_RANK = 64
-LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise that no low-rank predictor sees
+LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise to a low-rank predictor
 _SHIFT_BISECTIONS = 16  # of a range of 8 deviations
 
 
 @dataclass(frozen=True)
 class GateRows:
-    """Gate rows (N, D), and the pre-activations (T, N) that they give for the inputs."""
+    """Gate rows (N, D), and their pre-activations (T, N) on the inputs."""
 
     rows: torch.Tensor
     pre_activations: torch.Tensor

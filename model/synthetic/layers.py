@@ -1,7 +1,7 @@
-"""Makes a random-weight model's layers, one after another, while hidden states pass through them.
+"""Makes a random model's layers one by one, and passes hidden states through each.
 
-Each matrix that writes to the residual stream is scaled by what it was measured to receive, so that
-values stay bounded at any depth, and each gate is fitted to the inputs that really arrive.
+Matrices that write to the residual stream are scaled by the measured size of their inputs, so that
+values stay bounded at any depth. Each gate is fitted to the layer's own inputs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families.tensor_names import LayerNames
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import MAX_DENSITY, hot_share
 from hotcold.model.synthetic.gate import make_gate_rows
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import MAX_DENSITY
-from hotcold.model.torch_activations import activated, activated_up
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
@@ -32,10 +31,10 @@ NUM_FITTED = NUM_TOKENS // 2  # whole sequences; the others check the fit
 
 @dataclass(frozen=True)
 class FiringStats:
-    """What fraction of neurons fires on tokens that were not fitted, and how skewed that is."""
+    """The share of neurons that fires on tokens that were not fitted, and its skew."""
 
     density: float
-    hot_share: float  # fraction of the neurons that makes 80% of the activations
+    hot_share: float  # share of the neurons that makes 80% of the activations
 
 
 class LayerMaker:
@@ -85,7 +84,7 @@ class LayerMaker:
         return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
 
     def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
-        """Causal attention. Positions are left out: they change nothing that is measured here."""
+        """Causal attention without positions, which do not change the sizes measured here."""
         config, has_bias = self._config, self._config.attention_bias
         group = config.num_heads // config.num_kv_heads
         rows = zip(names.qkv, config.qkv_sizes, strict=True)
@@ -106,10 +105,10 @@ class LayerMaker:
         return self._linear(names.out, mixed, config.hidden_size, has_bias, self._update_rms)
 
     def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return who fires (NUM_TOKENS, N), or would with relu, and the update (NUM_TOKENS, D)."""
+        """Return firing neurons (NUM_TOKENS, N), those of relu, and the update (NUM_TOKENS, D)."""
         num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
         bias = self._bias(num_neurons) if has_bias else None
-        is_drelu = self._config.activation_fn == "drelu"  # half of up's products are negative
+        is_drelu = self._config.activation_fn == "drelu"  # half of up . x is negative
         density = min(2 * self._density, MAX_DENSITY) if is_drelu else self._density
         gate = make_gate_rows(x, NUM_FITTED, num_neurons, density, bias, self._source)
         self._write(f"{names.gate}.weight", gate.rows)
@@ -135,7 +134,7 @@ class LayerMaker:
         has_bias: bool,
         output_rms: float = 1.0,
     ) -> torch.Tensor:
-        """Write a random matrix whose output for `x` has the given size, and return that output."""
+        """Write a random matrix scaled to `output_rms` for `x`; return its output."""
         std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
         weight = self._source.normal((num_rows, x.shape[1]), std)
         self._write(f"{name}.weight", weight)

@@ -6,7 +6,6 @@ Its neurons fire at rates that follow a power law with a chosen mean; see gate.p
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,22 +18,21 @@ from hotcold.model.config.build import build_config
 from hotcold.model.config.families.tensor_names import TensorNames
 from hotcold.model.config.model_config import ModelConfig, WeightDtype
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.model.files.safetensors_writer import SafetensorsWriter
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, require_disk_space
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
 
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
-_SPARE_DISK_BYTES = 64 << 20
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
 
 
 @dataclass(frozen=True)
 class SyntheticReport:
-    """What was written, and how the neurons of each layer fire on tokens that were not fitted."""
+    """Sizes, and how each layer's neurons fire on tokens that were not fitted."""
 
     num_bytes: int
     num_parameters: int
@@ -42,7 +40,7 @@ class SyntheticReport:
 
     @property
     def density(self) -> float:
-        """Fraction of all neurons that fires for a token."""
+        """Share of all neurons that fires for a token."""
         return sum(layer.density for layer in self.layers) / len(self.layers)
 
 
@@ -58,11 +56,11 @@ def make_model(
 ) -> SyntheticReport:
     """Write a Hugging Face directory with random weights to `out`.
 
-    `on_bytes` is told how many bytes of how many are written. config.json comes last, so a
-    directory that was left half-way is not taken for a model.
+    `on_bytes` gets the bytes written and their total. config.json is written last, so an incomplete
+    directory is no model.
     Units:   needs about twice the largest tensor's float32 bytes of memory
     Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
-             disk has too little space. Whatever ends it early, no file of the new model is left
+             disk has too little space. After any error no file of the new model is left
     """
     if not MIN_DENSITY <= density <= MAX_DENSITY:
         raise UsageError(
@@ -116,8 +114,8 @@ def _embed(
 ) -> torch.Tensor:
     """Write the embeddings and return those of random tokens, (NUM_TOKENS, D).
 
-    RMSNorm has no bias, so there the embeddings carry the direction that gates use: half of their
-    energy. A head tied to them would then favour some tokens always; Llama's is not tied.
+    RMSNorm has no bias, so embeddings get a common direction for gates, half of their energy. A
+    tied head would then always favour some tokens; Llama's is not tied.
     """
     embedding = source.normal((config.vocab_size, config.hidden_size))
     if not config.norm_bias:
@@ -140,11 +138,11 @@ def _write_head(
     source: NormalSource,
     writer: SafetensorsWriter,
 ) -> None:
-    """Write the final norm and the head, such that greedy text does not stick to a few tokens.
+    """Write final norm and head, such that greedy decoding does not repeat a few tokens.
 
-    Untied: the head is orthogonal to the mean of what it is applied to. Tied: the norm's bias takes
-    that mean away, and its weight turns the sign of random components, so that a token's own
-    embedding is not what its logits favour.
+    Untied: the head is orthogonal to the mean of its inputs. Tied: the norm's bias subtracts that
+    mean, and its weight flips the sign of random components, so that a token's logits do not favour
+    that token.
     """
     hidden = config.hidden_size
     scale = _LOGITS_RMS * hidden**-0.5
@@ -167,14 +165,8 @@ def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a directory")
     old = _old_files(out)
-    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    free_bytes = shutil.disk_usage(place).free + sum(path.lstat().st_size for path in old)
-    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
-        raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
-            f"spare, and {out} has {free_bytes / 1e9:.2f} GB free; give fewer --layers or another "
-            "disk"
-        )
+    freed_bytes = sum(path.lstat().st_size for path in old)
+    require_disk_space(out, num_bytes, "give fewer --layers or another disk", freed_bytes)
     _remove(old)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -183,7 +175,7 @@ def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
 
 
 def _old_files(out: Path) -> list[Path]:
-    """What an earlier run has written there."""
+    """Files that an earlier run wrote there."""
     return [path for pattern in _OUR_FILES for path in out.glob(pattern)]
 
 

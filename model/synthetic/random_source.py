@@ -1,4 +1,4 @@
-"""Normal random numbers for large arrays, by several threads, the same for any number of them."""
+"""Normal random numbers for large arrays, by threads: the same for any number of threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK_ITEMS = 1 << 21
 
 
 class NormalSource:
-    """A stream of random tensors that is fixed by `seed` and the order of the calls."""
+    """A stream of random tensors, determined by `seed` and the order of calls."""
 
     def __init__(self, seed: int) -> None:
         self._seeds = np.random.SeedSequence(seed)

@@ -1,4 +1,4 @@
-"""What a random-weight model looks like: named shapes, and the config.json that describes them."""
+"""Shapes of random models, some by name, and their config.json."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hotcold.model.config.activations import ActivationFn
 from hotcold.model.config.families import FAMILIES
-from hotcold.model.config.model_config import ActivationFn, WeightDtype
+from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import UsageError
 
 DTYPES: dict[str, WeightDtype] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -64,7 +65,7 @@ class SyntheticShape:
 class SyntheticFamily:
     """How config.json spells a family's shapes, and which shapes it can have."""
 
-    config_json: Callable[[SyntheticShape], dict[str, Any]]  # keys that not all families share
+    config_json: Callable[[SyntheticShape], dict[str, Any]]  # keys beside the common ones
     has_gate: bool = True
     rotates: bool = True
     free_head_dim: bool = True
@@ -76,8 +77,8 @@ class SyntheticFamily:
 def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
     """Return the named shape with `changes` (those not None) to its sizes.
 
-    Sizes that follow from a changed one follow it where they are not given: head_dim from hidden
-    and heads, ffn of a model without gate from hidden, kv_heads from heads.
+    Sizes not given follow from changed ones: head_dim from hidden and heads, ffn of a model without
+    gate from hidden, kv_heads from heads.
     Errors:  UsageError for an unknown name or impossible sizes
     """
     if name not in SHAPES:
@@ -101,7 +102,7 @@ def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
 def config_json(shape: SyntheticShape, dtype: WeightDtype) -> dict[str, Any]:
     """Return config.json's content for transformers' model of the family.
 
-    The end-of-text id is null: random weights never mean to stop.
+    The end-of-text id is null: random models do not stop.
     """
     common = {
         "torch_dtype": dtype,
@@ -139,7 +140,7 @@ def _llama(shape: SyntheticShape) -> dict[str, Any]:
 
 
 def _bamboo(shape: SyntheticShape) -> dict[str, Any]:
-    """Its config.json names the gate's function, which is up's too."""
+    """Its config.json names the gate's function, which applies to up, too."""
     return _llama(shape) | {"hidden_act": "relu", "sliding_window": None}
 
 

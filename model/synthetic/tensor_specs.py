@@ -1,4 +1,4 @@
-"""The tensors of a new checkpoint: transformers' names, in the order they are written."""
+"""The tensors of a new checkpoint, with transformers' names, in the order of writing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotcold.model.files.safetensors_writer import TensorSpec
 
 
 def written_names(config: ModelConfig) -> TensorNames:
-    """Return the names of the family's tensors, with the prefix that its checkpoints have."""
+    """Return the names of the family's tensors, with its checkpoints' prefix."""
     names, prefix = tensor_names(config), FAMILIES[config.family].prefixes[0]
     return replace(
         names,
@@ -25,7 +25,7 @@ def written_names(config: ModelConfig) -> TensorNames:
 
 
 def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
-    """Return every tensor of the checkpoint, in the order it is written."""
+    """Return all tensors of the checkpoint, in the order of writing."""
     names, table = written_names(config), (config.vocab_size, config.hidden_size)
     specs = [TensorSpec(f"{names.tokens}.weight", table)]
     if names.positions:

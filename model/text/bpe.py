@@ -1,4 +1,4 @@
-"""Tokenizers built from a vocabulary: byte-level BPE as GPT-2 has it, and SentencePiece's BPE."""
+"""Tokenizers built from a vocabulary: GPT-2's byte-level BPE, and SentencePiece's BPE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 _SPACE = "▁"
-# Of a token: vocabularies have some of 256, and what is done for each grows with its square.
+# Of a token: real ones have up to 256, and work on a token grows with the square of its length.
 _MAX_CHARS = 1024
 # The GPT-2 pattern is that of ByteLevel itself.
 _LLAMA3 = (
@@ -32,9 +32,9 @@ _GPT4O = (
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is cut into words before merges: patterns, or GPT-2's own without any.
+    """The pre-tokenizer: how text is cut into words before merges. Without a pattern, GPT-2's.
 
-    `whole_words`: a word that is a token is taken as it is, whatever merges would make of it.
+    `whole_words`: a word that is a token becomes that token, whatever merges would make of it.
     """
 
     pattern: str = ""
@@ -48,7 +48,7 @@ class Splitting:
 GPT2 = Splitting()
 LLAMA3 = Splitting(_LLAMA3, whole_words=True, adds_bos=True)
 QWEN2 = Splitting(_QWEN2, nfc=True)
-# Of tokenizer.ggml.pre.
+# By the value of tokenizer.ggml.pre.
 SPLITTINGS: dict[str, Splitting] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Splitting(single_digits=True)),
@@ -67,7 +67,7 @@ def byte_bpe(
     splitting: Splitting,
     add_prefix_space: bool = False,
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer whose letters are bytes.
+    """Return a byte-level BPE tokenizer.
 
     Errors:  ValueError for a token that is too long; whatever the library raises
     """
@@ -103,7 +103,7 @@ def sentencepiece_bpe(
     unknown: str | None,
     add_prefix_space: bool,
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer whose letters are characters, and bytes for those it has none for.
+    """Return a BPE tokenizer of characters, which falls back to bytes for unknown ones.
 
     Every text begins with a space where `add_prefix_space`, as SentencePiece adds one.
     Errors:  whatever the library raises
@@ -128,10 +128,10 @@ def sentencepiece_bpe(
 
 
 def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the merges that SentencePiece's BPE makes: any two pieces whose sum is a piece.
+    """Return the merges of SentencePiece's BPE: any two pieces that joined are a piece.
 
-    `pieces` have scores: those of the best are merged first. Pieces of equal scores are merged
-    from the shorter left part on.
+    The merge into the piece of the best score comes first; of one piece, the merge with the
+    shortest left part.
     """
     found: list[tuple[str, str]] = []
     for piece in sorted(pieces, key=pieces.__getitem__, reverse=True):  # equals stay in order
@@ -164,7 +164,9 @@ class Pieces:
 def tokenizer_of_pieces(
     pieces: Pieces, add_prefix_space: bool, unknown: str | None = None
 ) -> tokenizers.Tokenizer:
-    """Return SentencePiece's BPE of a vocabulary, special tokens added; `unknown` if none is typed.
+    """Return SentencePiece's BPE of a vocabulary with its special tokens.
+
+    `unknown` is the unknown token where no piece has that type.
 
     Errors:  ValueError for a token that is too long; whatever the library raises
     """
@@ -191,13 +193,13 @@ def _require_short(texts: Iterable[str]) -> None:
 def add_tokens(
     tokenizer: tokenizers.Tokenizer, special: Sequence[str], others: Sequence[str]
 ) -> None:
-    """Have tokens of the vocabulary found in a text before it is cut."""
+    """Match these tokens of the vocabulary in a text before it is cut into words."""
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others])
 
 
 def add_ends(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Have every text begin with `bos` and end with `eos`, tokens of the vocabulary."""
+    """Have `Tokenizer.encode` put `bos` before every text and `eos` after it; None adds nothing."""
     ends = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
     if not ends:
         return

@@ -1,6 +1,6 @@
-"""Chat templates: Jinja2 text that a model brings, run in a sandbox as transformers runs it.
+"""Chat templates: Jinja2 text that comes with a model, rendered as transformers renders it.
 
-Where they are run is a process of their own (`model/text/apart.py`).
+They run in a sandbox (`model/text/template_sandbox.py`) in a subprocess.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import ConfigError, PromptError, shown
-from hotcold.model.text.apart import Apart, FailedError, RefusedError
-from hotcold.model.text.thinking import Thinking, thinking_of
+from hotcold.model.text.subprocess_worker import FailedError, RefusedError, SubprocessWorker
 from hotcold.model.text.tools import (
     TAGGED,
     CallSyntax,
     Tools,
+    described_in_system_prompt,
     syntax_of,
-    told_in_words,
     without_system,
 )
 
@@ -30,6 +29,28 @@ _MAX_MEMORY_BYTES = 1 << 29
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Messages = Sequence[dict[str, Any]]
+
+
+class Thinking(NamedTuple):
+    """The marks around a model's reasoning, which begins its answer."""
+
+    begin: str
+    end: str
+
+
+# The first whose marks are in a model's chat template is that model's.
+_THINKING = (
+    Thinking("<think>", "</think>"),  # DeepSeek R1, Qwen 3, SmolLM 3, GLM 4.5
+    Thinking("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Thinking("[THINK]", "[/THINK]"),  # Magistral
+    Thinking("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi
+)
+
+
+def thinking_of(template: str) -> Thinking | None:
+    """Return the marks of a chat template's model; None where it does not reason."""
+    return next((one for one in _THINKING if one.begin in template or one.end in template), None)
 
 
 class ChatTemplate:
@@ -42,32 +63,33 @@ class ChatTemplate:
         self.text = text
         self._source = source
         self._special_tokens = special_tokens
-        given = text.encode("utf-8", "surrogatepass")
-        if len(given) > MAX_TEMPLATE_BYTES:
+        payload = text.encode("utf-8", "surrogatepass")
+        if len(payload) > MAX_TEMPLATE_BYTES:
             raise ConfigError(
                 f"{source}: its chat template is larger than {MAX_TEMPLATE_BYTES} bytes; "
                 "download it again"
             )
-        self._process = Apart("hotcold.model.text.template_sandbox", given, _MAX_MEMORY_BYTES)
+        sandbox = "hotcold.model.text.template_sandbox"
+        self._worker = SubprocessWorker(sandbox, payload, _MAX_MEMORY_BYTES)
 
     def check(self) -> None:
-        """Look whether it is one. Errors: ConfigError."""
+        """Raise ConfigError where it is no template."""
         self._facts  # noqa: B018
 
     @property
     def call_syntax(self) -> CallSyntax:
-        """How the model is asked to write calls of tools. Errors: ConfigError."""
+        """The syntax of the model's tool calls. Errors: ConfigError."""
         return self._own_syntax or TAGGED
 
     @property
     def thinking(self) -> Thinking | None:
-        """How the model writes what it thinks, if it does."""
+        """The marks around the model's reasoning; None where it does not reason."""
         return thinking_of(self.text)
 
     @functools.cached_property
     def _facts(self) -> bytes:
         try:
-            return self._process.facts()
+            return self._worker.facts()
         except FailedError as problem:
             raise ConfigError(f"{self._source}: bad chat template: {problem}") from None
 
@@ -97,14 +119,14 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation of {"role", "content"} messages.
 
-        tools:     what the model may call (`model/text/tools.py`); then messages may hold
+        tools:     what the model may call (`model/text/tools.py`); messages may then hold
                    tool_calls, whose arguments are objects, and have the role tool
-        variables: more that the template may read, as JSON values by their names, such as
-                   enable_thinking; before what else it is given
+        variables: more JSON values for the template, by name, such as enable_thinking;
+                   they do not replace messages and tools
 
         Errors:  PromptError where the template refuses the messages; ConfigError where it fails,
-                 is no template, reaches for what the sandbox forbids, or takes too much
-                 time or memory
+                 is no template, accesses what the sandbox forbids, or takes too much time or
+                 memory
         """
         given: dict[str, Any] = {
             **self._special_tokens,
@@ -114,16 +136,17 @@ class ChatTemplate:
         }
         if tools is None or self._own_syntax is not None:
             return self._rendered({**given, "messages": list(messages), "tools": tools})
-        told = told_in_words(messages, tools)
+        described = described_in_system_prompt(messages, tools)
         try:
-            return self._rendered({**given, "messages": told, "tools": None})
-        except PromptError:  # some know no system message
-            return self._rendered({**given, "messages": without_system(told), "tools": None})
+            return self._rendered({**given, "messages": described, "tools": None})
+        except PromptError:  # some templates refuse system messages
+            messages = without_system(described)
+            return self._rendered({**given, "messages": messages, "tools": None})
 
     def _rendered(self, variables: dict[str, Any]) -> str:
         self.check()
         try:
-            found = self._process.ask(_as_json(variables), RENDER_TIMEOUT_S)
+            found = self._worker.request(_as_json(variables), RENDER_TIMEOUT_S)
         except RefusedError as problem:
             raise PromptError(
                 f"the model's chat template refuses the messages: {problem}"
@@ -134,7 +157,7 @@ class ChatTemplate:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token and so on that the tokenizer's files give."""
+    """Return the texts of bos_token, eos_token and so on from the tokenizer's files."""
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         values = read_json_object(directory / name) if (directory / name).exists() else {}

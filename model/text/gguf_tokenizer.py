@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from hotcold.model.errors import ConfigError, shown
+from hotcold.model.errors import ConfigError, first_line, shown
 from hotcold.model.gguf.file import GgufFile, open_gguf
 from hotcold.model.text.bpe import (
     CONTROL,
@@ -28,7 +28,7 @@ from hotcold.model.text.bpe import (
     tokenizer_of_pieces,
 )
 from hotcold.model.text.chat_template import ChatTemplate
-from hotcold.model.text.kept_tokenizer import kept_tokenizer
+from hotcold.model.text.tokenizer_cache import cached_tokenizer
 
 _NO_VOCABULARY = ("none", "no_vocab")
 _LARGE = 100_000  # tokens: their merges take over a second to find
@@ -37,7 +37,7 @@ _END_KEYS |= {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 
 
 class _Vocabulary:
-    """What the metadata says of tokens. Errors: ConfigError, CheckpointError."""
+    """The tokens in the metadata. Errors: ConfigError, CheckpointError."""
 
     def __init__(self, file: GgufFile):
         self.file = file
@@ -53,9 +53,9 @@ class _Vocabulary:
         return value
 
     def text_of(self, key: str) -> str | None:
-        """Return the text of the token whose id the metadata gives; None where it gives none."""
+        """Return the text of the token whose id is the value of `key`; None without the key."""
         token_id = self.get(key, int, None)
-        if token_id is None or token_id == 0xFFFFFFFF:  # which stands for none
+        if token_id is None or token_id == 0xFFFFFFFF:  # llama.cpp writes it for none
             return None
         if not 0 <= token_id < len(self.texts):
             raise ConfigError(
@@ -69,7 +69,7 @@ class _Vocabulary:
         return [self.texts[token_id] for token_id in np.flatnonzero(self.kinds == kind)]
 
     def scores(self) -> np.ndarray:
-        """Return the tokens' scores; by their order where there are none."""
+        """Return the tokens' scores; without any, falling in the order of ids."""
         if "tokenizer.ggml.scores" in self.file.metadata:
             return self._numbers("scores", 0)
         return -np.arange(len(self.texts), dtype=np.float64)
@@ -101,7 +101,7 @@ def gguf_tokenizer(path: str | Path) -> tokenizers.Tokenizer | None:
         if kind == "gpt2":
             return _byte_level(vocabulary)
         if kind == "llama" and len(vocabulary.texts) > _LARGE:
-            return kept_tokenizer(file.header_digest, lambda: _sentencepiece(vocabulary))
+            return cached_tokenizer(file.header_digest, lambda: _sentencepiece(vocabulary))
         if kind == "llama":
             return _sentencepiece(vocabulary)
     except (ValueError, OverflowError, TypeError) as problem:
@@ -160,6 +160,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def _finished(
     tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool
 ) -> tokenizers.Tokenizer:
+    """Add BOS and EOS as the metadata says; `adds_bos` where it says nothing."""
     adds_bos = vocabulary.get("add_bos_token", bool, adds_bos)
     adds_eos = vocabulary.get("add_eos_token", bool, False)
     add_ends(
@@ -181,7 +182,7 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
 
 
 def _distinct(texts: Sequence[str]) -> list[str]:
-    """The texts, those that occur again with a number: a tokenizer has one id for a text."""
+    """The texts, repeated ones with a number: a tokenizer has one id for a text."""
     seen: set[str] = set()
     found = []
     for token_id, text in enumerate(texts):
@@ -192,5 +193,5 @@ def _distinct(texts: Sequence[str]) -> list[str]:
 
 
 def _damaged(file: GgufFile, problem: BaseException) -> ConfigError:
-    reason = shown(str(problem).split("\n")[0])
+    reason = first_line(problem)
     return ConfigError(f"{file.path}: its vocabulary is damaged ({reason}); download it again")

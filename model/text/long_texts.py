@@ -1,4 +1,4 @@
-"""The ids of long texts, in a process that can be ended: some tokenizers take minutes for them."""
+"""A model's tokenizer in a subprocess that can be killed: some take minutes for a long text."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ import threading
 from pathlib import Path
 
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError
-from hotcold.model.text.apart import Answer, Apart, FailedError, RefusedError
+from hotcold.model.text.subprocess_worker import (
+    FailedError,
+    Handler,
+    RefusedError,
+    SubprocessWorker,
+)
 
 _LIMIT_S = 600
-_IDLE_S = 60  # of the process, which has a tokenizer in its memory
+_IDLE_S = 60  # then the subprocess ends, and frees the tokenizer's memory
 _MAX_MEMORY_BYTES = 8 << 30
 _ID = "I"  # of `array`: four bytes
 
 
 class LongTexts:
-    """One model's tokenizer in another process, from the first text on."""
+    """The tokenizer of the model at `path`; its subprocess starts with the first text."""
 
     def __init__(self, path: Path):
-        """`path` is the model's."""
-        self._process = Apart(__name__, os.fsencode(path.absolute()), _MAX_MEMORY_BYTES, _IDLE_S)
+        payload = os.fsencode(path.absolute())
+        self._worker = SubprocessWorker(__name__, payload, _MAX_MEMORY_BYTES, _IDLE_S)
 
     def encode(
-        self, text: str, add_special_tokens: bool, unwanted: threading.Event | None = None
+        self, text: str, add_special_tokens: bool, cancelled: threading.Event | None = None
     ) -> list[int]:
-        """As `Tokenizer.encode`, given up soon after `unwanted` is set.
+        """As `Tokenizer.encode`, given up soon after `cancelled` is set.
 
-        Errors:  PromptError; ServiceError where the process ended
+        Errors:  PromptError; ServiceError where the subprocess ended
         """
-        question = bytes([add_special_tokens]) + text.encode("utf-8", "surrogatepass")
+        data = bytes([add_special_tokens]) + text.encode("utf-8", "surrogatepass")
         try:
-            found = self._process.ask(question, _LIMIT_S, unwanted)
+            found = self._worker.request(data, _LIMIT_S, cancelled)
         except RefusedError as problem:
             raise PromptError(str(problem)) from None
         except FailedError as problem:
@@ -40,19 +45,19 @@ class LongTexts:
         return array.array(_ID, found).tolist()
 
 
-def begin(path: bytes) -> tuple[Answer, bytes]:
-    """What encodes texts with the tokenizer of the model at `path`."""
+def start(path: bytes) -> tuple[Handler, bytes]:
+    """Return the subprocess's handler, which encodes texts for the model at `path`."""
     from hotcold.model.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_model(os.fsdecode(path))
     if tokenizer is None:
         raise ValueError("the model has no tokenizer any more")
 
-    def encoded(question: bytes) -> bytes:
-        text = question[1:].decode("utf-8", "surrogatepass")
+    def encode(data: bytes) -> bytes:
+        text = data[1:].decode("utf-8", "surrogatepass")
         try:
-            return array.array(_ID, tokenizer.encode(text, bool(question[0]))).tobytes()
+            return array.array(_ID, tokenizer.encode(text, bool(data[0]))).tobytes()
         except HotcoldError as problem:
             raise RefusedError(str(problem)) from None
 
-    return encoded, b""
+    return encode, b""

@@ -1,7 +1,7 @@
 """The Jinja2 sandbox that chat templates run in: they are code that came with a download.
 
-Jinja2 keeps a template from reaching the machine; a process of its own keeps it from taking more
-than its time and memory (`model/text/apart.py`).
+Jinja2 keeps a template from reaching the machine; the subprocess that this runs in limits its time
+and memory (`model/text/subprocess_worker.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
-from hotcold.model.text.apart import Answer, RefusedError
+from hotcold.model.text.subprocess_worker import Handler, RefusedError
 
 MAX_TEXT = 1 << 24  # characters of a conversation
 
@@ -39,7 +39,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Refuse an unsafe attribute at once: printed, jinja2's own answer is silently empty."""
+        """Refuse an unsafe attribute at once: jinja2 itself would print nothing for it."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
 
 
@@ -68,7 +68,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja2's, without names that Python gives a meaning."""
+    """Jinja2's, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # as the base class has it: `self` is a name
         self, given = args[0], dict(*args[1:], **kwargs)
@@ -110,9 +110,10 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def begin(text: bytes) -> tuple[Answer, bytes]:
-    """What renders a template's text, in UTF-8, with variables, in JSON; whether it knows tools.
+def start(text: bytes) -> tuple[Handler, bytes]:
+    """Return the subprocess's handler: a template's text, UTF-8, rendered with variables, JSON.
 
+    The facts are KNOWS_TOOLS where the template reads `tools`.
     Errors:  ValueError where it is no template
     """
     environment = ChatEnvironment()
@@ -122,13 +123,13 @@ def begin(text: bytes) -> tuple[Answer, bytes]:
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except SyntaxError as problem:  # of the Python that it was made of
+    except SyntaxError as problem:  # in the Python code that jinja2 made of it
         raise ValueError(f"it is nested too deeply: {problem.msg}") from None
 
-    def rendered(variables: bytes) -> bytes:
+    def render(variables: bytes) -> bytes:
         found = template.render(json.loads(variables))
         if len(found) > MAX_TEXT:
             raise ValueError(f"makes more than {MAX_TEXT} characters")
         return found.encode("utf-8", "surrogatepass")
 
-    return rendered, KNOWS_TOOLS if "tools" in names else b""
+    return render, KNOWS_TOOLS if "tools" in names else b""

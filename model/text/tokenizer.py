@@ -1,4 +1,8 @@
-"""Text to token ids and back, over the tokenizers library."""
+"""Text to token ids and back, over the tokenizers library.
+
+BOS is added by `Tokenizer.encode`, as the tokenizer's file says: tokenizer.json in its
+post-processor, the other formats in `add_ends` of `model/text/bpe.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,43 @@ from typing import Any
 
 import tokenizers
 
-from hotcold.model.errors import LONGEST_POINTER, ConfigError, PromptError, refuse_pointer, shown
+from hotcold.model.errors import (
+    ConfigError,
+    PromptError,
+    first_line,
+    first_line_of_any,
+    refuse_pointer_file,
+)
 from hotcold.model.gguf.names import is_gguf
-from hotcold.model.text.chat_template import ChatTemplate, Messages
+from hotcold.model.text.chat_template import ChatTemplate, Messages, Thinking
 from hotcold.model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
-from hotcold.model.text.older_files import older_tokenizer
-from hotcold.model.text.thinking import Thinking
+from hotcold.model.text.legacy_tokenizers import legacy_tokenizer
 from hotcold.model.text.tools import CallSyntax, Tools
 
 # Characters or ids. The library takes over a millisecond for more, and lets other threads run
 # meanwhile only in functions that take several texts.
 _SHORT = 1000
-# As much of a prompt as may decide how the first token after it is written.
+# The end of a prompt, which may decide how the first token after it is written.
 _CONTEXT_TOKENS = 6
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes are not all there
+_INCOMPLETE = "\ufffd"  # what decoders write for an incomplete character
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Truncation and padding that it may ask for are off."""
+    """A model's tokenizer and chat template. Truncation and padding are off."""
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None = None):
         backend.no_truncation()
         backend.no_padding()
         self._template = template
-        self._backend = _showing(self.thinking or (), backend)
+        self._backend = _with_plain(self.thinking or (), backend)
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer | None:
         """Read a model's tokenizer and chat template; None where it has no tokenizer.
 
-        They are tokenizer.json, else tokenizer.model, else vocab.json and merges.txt, and what lies
-        beside them; or in the metadata of a GGUF file.
+        From tokenizer.json, else tokenizer.model, else vocab.json and merges.txt; or from the
+        metadata of a GGUF file.
         Errors:  ConfigError naming the file that is damaged, CheckpointError for a GGUF file
         """
         if is_gguf(path):
@@ -50,17 +59,14 @@ class Tokenizer:
             return None if own is None else cls(own, gguf_chat_template(path))
         file = Path(path) / "tokenizer.json"
         if not file.exists():
-            older = older_tokenizer(Path(path))
-            return None if older is None else cls(older, ChatTemplate.from_directory(path))
+            legacy = legacy_tokenizer(Path(path))
+            return None if legacy is None else cls(legacy, ChatTemplate.from_directory(path))
         try:
             backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-            backend.encode("a")  # some damage is met only here
-        except BaseException as problem:  # the library raises Exception, its core PanicException
-            if isinstance(problem, KeyboardInterrupt | SystemExit):
-                raise
-            with file.open("rb") as opened:
-                refuse_pointer(file, opened.read(LONGEST_POINTER), ConfigError)
-            reason = shown(str(problem).split("\n")[0])
+            backend.encode("a")  # some damage shows only here
+        except BaseException as problem:
+            reason = first_line_of_any(problem)
+            refuse_pointer_file(file, ConfigError)
             raise ConfigError(f"{file}: not a tokenizer ({reason}); download it again") from None
         return cls(backend, ChatTemplate.from_directory(path))
 
@@ -75,7 +81,7 @@ class Tokenizer:
         return self._template is not None
 
     def check_template(self) -> None:
-        """Look whether the chat template is one. Errors: ConfigError, PromptError without any."""
+        """Raise ConfigError where the chat template is none, PromptError where it is missing."""
         self._require_template().check()
 
     @property
@@ -88,9 +94,9 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token stands for within a text, maybe a part of a character.
+        """Return a token's bytes within a text, maybe a part of a character.
 
-        The name of one that is found in a text before it is cut; nothing for an id of none.
+        An added token's are its own text; an unknown id has none.
         """
         text = self._backend.id_to_token(token_id) or ""
         if token_id in self._added:
@@ -117,14 +123,14 @@ class Tokenizer:
 
     @property
     def added_texts(self) -> dict[int, str]:
-        """Added tokens that are no special ones: they stand for their own text, such as <think>."""
+        """Added tokens that are not special: their text is part of the answer, such as <think>."""
         added = self._backend.get_added_tokens_decoder()
         return {token_id: one.content for token_id, one in added.items() if not one.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, with the special tokens that the tokenizer puts around it.
+        """Return the ids of `text`, with BOS and EOS where the tokenizer adds them.
 
-        Errors:  PromptError for text that is no valid Unicode or that the tokenizer cannot encode
+        Errors:  PromptError for text that is invalid Unicode or that the tokenizer cannot encode
         """
         try:
             if len(text) <= _SHORT:
@@ -136,7 +142,7 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError):
             raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
         except Exception as problem:  # the library raises nothing narrower
-            reason = shown(str(problem).split("\n")[0])
+            reason = first_line(problem)
             raise PromptError(f"the model's tokenizer cannot encode the prompt: {reason}") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -148,12 +154,12 @@ class Tokenizer:
 
     @property
     def call_syntax(self) -> CallSyntax:
-        """How the model is asked to write calls of tools. Errors: PromptError without a template"""
+        """The syntax of the model's tool calls. Errors: PromptError without a template."""
         return self._require_template().call_syntax
 
     @property
     def thinking(self) -> Thinking | None:
-        """How the model writes what it thinks, if it does."""
+        """The marks around the model's reasoning; None where it does not reason."""
         return None if self._template is None else self._template.thinking
 
     def render_chat(
@@ -165,8 +171,8 @@ class Tokenizer:
     ) -> str:
         """Return the conversation as the model's template writes it, special tokens included.
 
-        As `ChatTemplate.render`. With the variable continue_final_message the text ends with what
-        the last message says, for the answer to go on with it.
+        As `ChatTemplate.render`. With the variable continue_final_message the text ends with the
+        last message's content, which the answer continues.
 
         Errors:  PromptError where there is no template or it refuses the messages; ConfigError
                  where the template itself fails
@@ -189,8 +195,8 @@ class Tokenizer:
         return StreamDecoder(self, prompt_ids)
 
 
-def _showing(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer with none of `tags` among the special tokens, which texts do not show."""
+def _with_plain(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer with no special token among `tags`: decoding leaves special tokens out."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in tags for token in added):
         return backend
@@ -202,7 +208,7 @@ def _showing(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.T
 
 @functools.cache
 def _bytes_of_letters() -> dict[str, bytes]:
-    """What the letters of byte-level tokens stand for: printable bytes themselves, others in order.
+    """The bytes of byte-level tokens' letters: printable ones are themselves, others in order.
 
     Source:  GPT-2, encoder.py, bytes_to_unicode
     """
@@ -213,17 +219,16 @@ def _bytes_of_letters() -> dict[str, bytes]:
 
 
 class StreamDecoder:
-    """Turns ids that come one by one into text that is never taken back.
+    """Turns ids that come one by one into pieces of text that are final.
 
-    All pieces joined are the text that follows the prompt: a space that the tokenizer would strip
-    at the start of a text is kept after a prompt. A character of several tokens comes when it is
-    whole.
+    The pieces joined are the text after the prompt: it keeps a space that the tokenizer strips at
+    the start of a text. A character of several tokens is returned when it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        # The text of _ids[:_num_written] is out; it is the context of what follows, and starts with
-        # a whole character.
+        # The text of _ids[:_num_written] was returned; it is the context of what follows, and
+        # starts with a whole character.
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         while self._ids and tokenizer.decode(self._ids).startswith(_INCOMPLETE):
             del self._ids[0]
@@ -231,7 +236,7 @@ class StreamDecoder:
         self.text = ""
 
     def push(self, token_id: int) -> str:
-        """Take one more id; return the text that it makes certain, maybe none."""
+        """Add one id; return the text that is now final, maybe none."""
         self._ids.append(token_id)
         piece = self._pending()
         if not piece or piece.endswith(_INCOMPLETE):
@@ -239,7 +244,7 @@ class StreamDecoder:
         return self._write(piece)
 
     def finish(self) -> str:
-        """Return what was held back, a broken character as U+FFFD."""
+        """Return the rest, an incomplete character as U+FFFD."""
         return self._write(self._pending())
 
     def _pending(self) -> str:

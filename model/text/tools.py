@@ -1,8 +1,8 @@
-"""Tools that a model may call: how they are told to it, and how it writes a call.
+"""Tools that a model may call: how prompts describe them, and how the model writes a call.
 
 Tools are objects of OpenAI's API: {"type": "function", "function": {"name", "description",
-"parameters"}}. A template that knows them has them as `tools`; to others they are told in words,
-in the system message, and calls and their results are text of the conversation.
+"parameters"}}. A template that knows tools gets them as `tools`. For others the system message
+describes them, and calls and their results are text of the conversation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tools = Sequence[dict[str, Any]]
 class CallSyntax(NamedTuple):
     """How a model writes a call: begin, {"name": NAME, ARGUMENTS: {...}}, end."""
 
-    begin: str  # no text that is not a call holds it; empty: a call is the whole answer
+    begin: str  # only calls hold it; empty: a call is the whole answer
     end: str
     arguments: str  # the key
 
@@ -31,7 +31,7 @@ class CallSyntax(NamedTuple):
         return "}" + self.end
 
 
-# Hermes, Qwen 2.5 and 3, SmolLM; and whoever is told in words.
+# Hermes, Qwen 2.5 and 3, SmolLM; and what `described_in_system_prompt` asks for.
 TAGGED = CallSyntax("<tool_call>\n", "\n</tool_call>", "arguments")
 # Llama 3.
 BARE = CallSyntax("", "", "parameters")
@@ -41,10 +41,10 @@ _TAUGHT = {
     ("<tool_call>", '"arguments"'): TAGGED,
     ('{"name": function name, "parameters": dictionary',): BARE,
 }
-# A template that has this teaches another syntax, whatever else it holds.
+# A template that holds one of these teaches another syntax.
 _OTHERS = ("<function=", "<|tool_call", "<tool_calls")
 
-_IN_WORDS = """\
+_SYSTEM_PROMPT = """\
 You may call functions to help with what the user asks. You are given them as JSON within <tools>:
 <tools>
 {tools}
@@ -56,7 +56,7 @@ For each call write a JSON object with the function's name and its arguments wit
 
 
 def syntax_of(template: str, knows_tools: bool) -> CallSyntax | None:
-    """The syntax that a template teaches, or None where tools have to be told in words."""
+    """Return the syntax that a template teaches; None where the system prompt must teach it."""
     if not knows_tools or any(text in template for text in _OTHERS):
         return None
     for texts, syntax in _TAUGHT.items():
@@ -65,19 +65,21 @@ def syntax_of(template: str, knows_tools: bool) -> CallSyntax | None:
     return None
 
 
-def told_in_words(messages: Sequence[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools, with roles that every one knows."""
+def described_in_system_prompt(
+    messages: Sequence[dict[str, Any]], tools: Tools
+) -> list[dict[str, Any]]:
+    """Return the conversation for a template that knows no tools, in system, user, assistant."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    words = _IN_WORDS.format(tools=described)
-    told = [_plain_message(message) for message in messages]
-    if told and told[0]["role"] == "system":
-        words = f"{told[0]['content']}\n\n{words}"
-        del told[0]
-    return [{"role": "system", "content": words}, *_joined(told)]
+    text = _SYSTEM_PROMPT.format(tools=described)
+    plain = [_plain_message(message) for message in messages]
+    if plain and plain[0]["role"] == "system":
+        text = f"{plain[0]['content']}\n\n{text}"
+        del plain[0]
+    return [{"role": "system", "content": text}, *_joined(plain)]
 
 
 def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with the system's words at the head of the first message after it."""
+    """Return the conversation with the system message moved into the first user message."""
     system, *rest = messages
     if not rest or rest[0]["role"] != "user":
         return [{"role": "user", "content": system["content"]}, *rest]
@@ -96,7 +98,7 @@ def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of one role that follow each other as one: many templates refuse them."""
+    """Join consecutive messages of one role, which many templates refuse."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if joined and joined[-1]["role"] == message["role"]:

@@ -12,20 +12,24 @@ from hotcold.model.config.families.tensor_names import LayerNames
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.layer_rows import empty_rows, tensor_places
-from hotcold.model.weights.norms import norm_weight
-from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.model.weights.tensor_reader import (
+    OnBytes,
+    TensorReader,
+    Touch,
+    empty_rows,
+    tensor_places,
+)
 from hotcold.numba_kernels.layer_rows import LayerRows
 
 
 @dataclass
 class AttentionWeights:
-    """All layers' attention. Rows of qkv: those of all q heads, then k heads, then v heads.
+    """All layers' attention. Rows of qkv: all q heads, then k heads, then v heads.
 
     norm_* is applied before attention and ffn_norm_* before the FFN; with post_norm each is applied
-    after its residual sum. ffn_norm_weight is (L, 0) where the FFN reads what attention reads.
-    attention_norm_weight is of what attention adds; q_norm_weight and k_norm_weight of the numbers
-    of one head of q and k, or of all together. All three are RMSNorms', or (L, 0).
+    after its residual sum. ffn_norm_weight is (L, 0) where the FFN reads attention's input.
+    attention_norm_weight is for attention's output, q_norm_weight and k_norm_weight for one head of
+    q and k or for all heads together: RMSNorms, or (L, 0).
     """
 
     norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
@@ -51,10 +55,9 @@ def load_attention(
 ) -> AttentionWeights:
     """Load all layers' attention and norms; `dtype`, such as "q8", quantizes the projections.
 
-    `touch` takes each new matrix before it is filled.
-
+    `touch` gets each new matrix before it is filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite, or that
-             config.json leaves no place for; UsageError for a dtype that cannot be had
+             config.json does not allow for; UsageError for an unknown dtype
     """
     with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_attention(reader, config)
@@ -63,7 +66,7 @@ def load_attention(
 def read_attention(
     reader: TensorReader, config: ModelConfig, by_layer: bool = True
 ) -> AttentionWeights:
-    """`load_attention` by a reader of the caller's; matrices in one format without `by_layer`."""
+    """`load_attention` with a given reader; without `by_layer` matrices have one format."""
     weights = _empty_attention(reader, config, range(config.num_layers), by_layer)
     for layer in range(config.num_layers):
         _load_layer(reader, config, weights, layer)
@@ -71,14 +74,14 @@ def read_attention(
 
 
 def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[AttentionWeights]:
-    """Read layer after layer into one buffer: arrays of one layer, which the next one overwrites.
+    """Yield layer after layer in one buffer, which the next layer overwrites.
 
-    All layers' matrices have the formats of one. For weights that go elsewhere, so that a process
-    never holds all of them.
+    For weights that are sent on: the process never holds more than one layer. All layers have the
+    same formats.
     Errors:  those of `load_attention`
     """
     one, times = _empty_attention(reader, config, range(1), by_layer=False), config.num_layers
-    # Every layer's place is the same place.
+    # Strides of 0: all layers share one layer's memory.
     arrays = {name: array for name, array in vars(one).items() if name != "qkv"}
     first, second, *spans = one.qkv
     every = AttentionWeights(
@@ -98,7 +101,7 @@ def _repeated(array: np.ndarray, times: int) -> np.ndarray:
 def _empty_attention(
     reader: TensorReader, config: ModelConfig, layers: range, by_layer: bool
 ) -> AttentionWeights:
-    """Return arrays for the layers; refuse a checkpoint of more layers than the config's."""
+    """Return arrays for the layers; refuse a checkpoint with more layers than the config."""
     names, hidden = tensor_names(config), config.hidden_size
     reader.refuse(f"{names.of_layer(config.num_layers).out}.weight")
     first = names.of_layer(0)
@@ -124,7 +127,7 @@ def _empty_attention(
 def empty_projections(
     reader: TensorReader, config: ModelConfig, layers: range, by_layer: bool
 ) -> LayerRows:
-    """Return arrays for q, k and v of the layers; `by_layer` as of `empty_rows`."""
+    """Return arrays for q, k and v of the layers; `by_layer` as in `empty_rows`."""
     names = tensor_names(config)
     tensors = [
         [
@@ -169,6 +172,17 @@ def _load_norms(
             weight[layer] = norm_weight(reader, config, name, weight.shape[1])
     if not config.qk_norm:
         reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
+
+
+def norm_weight(reader: TensorReader, config: ModelConfig, name: str, size: int) -> np.ndarray:
+    """Return a norm's weights (size,) float32: the tensor's + config.norm_offset, or all ones.
+
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    """
+    if not config.norm_affine:
+        return np.ones(size, np.float32)
+    weight = reader.vector(f"{name}.weight", (size,))
+    return weight + np.float32(config.norm_offset) if config.norm_offset else weight
 
 
 def _load_projections(

@@ -1,6 +1,4 @@
-"""What a checkpoint's headers tell before any weight is read: whether all tensors are there, in
-the shapes that config.json asks for, and in which format they are stored.
-"""
+"""Checks a checkpoint's headers before any weight is read: names, shapes and formats of tensors."""
 
 from __future__ import annotations
 
@@ -14,18 +12,17 @@ from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
-from hotcold.model.weights.down_outputs import empty_down_outputs
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
-from hotcold.model.weights.ffn import FfnWeights, read_ffn
+from hotcold.model.weights.ffn import FfnWeights, empty_down_outputs, read_ffn
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_width
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Ask for every tensor that loading will ask for; only headers are read.
+    """Check every tensor that loading will read; only headers are read.
 
-    Errors:  CheckpointError for a tensor that is missing or misshapen, or that config.json leaves
-             no place for
+    Errors:  CheckpointError for a tensor that is missing or misshapen, or that config.json does not
+             allow for
     """
     with _HeaderReader(checkpoint) as reader:
         read_attention(reader, config)
@@ -44,12 +41,11 @@ def stored_config(
 ) -> ModelConfig:
     """Return `config` with the dtypes that matrices are loaded in: `dtype`, or as they are stored.
 
-    Stored is what the checkpoint's first projection is; config.json may name another dtype, or
-    none, and is then read as float32. Other kinds of matrices may be in others; with `by_layer`,
-    which a GPU does not have, a kind's matrices too (`model.weights.layer_rows`). With
-    `down_transposed` down projections have those of `model.weights.down_outputs`.
-    Errors:  CheckpointError where that tensor is missing or of an unsupported format;
-             UsageError for a dtype that cannot be had
+    The dtype is that of the checkpoint's first projection, whatever config.json says. Each kind of
+    matrices may have another, and with `by_layer`, which a GPU cannot use, each layer's matrices
+    (`empty_rows`). With `down_transposed` down projections are those of `read_down_outputs`.
+    Errors:  CheckpointError where the first projection is missing or of an unsupported format;
+             UsageError for an unknown dtype
     """
     layer = tensor_names(config).of_layer(0)
     firsts: dict[MatrixKind, str] = {
@@ -83,7 +79,7 @@ def stored_config(
 def weight_shapes(
     checkpoint: Checkpoint, config: ModelConfig, neuron_ids: Sequence[np.ndarray], dtype: str = ""
 ) -> tuple[AttentionWeights, HeadWeights, FfnWeights]:
-    """What a GPU loads, in shape and dtype; matrices take no memory and hold zeros.
+    """Return a GPU's weights in shape and dtype: zeros that take no memory.
 
     Errors:  CheckpointError, UsageError as of loading
     """
@@ -94,7 +90,7 @@ def weight_shapes(
 
 
 class _HeaderReader(TensorReader):
-    """Checks names and shapes as `TensorReader` does; its arrays are zeros without memory."""
+    """Checks names and shapes as `TensorReader` does, and returns zeros that take no memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)

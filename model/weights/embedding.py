@@ -12,31 +12,29 @@ from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.norms import norm_weight
+from hotcold.model.weights.attention import norm_weight
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.load.convert import to_float32
 
 
 @dataclass
 class EmbeddingWeights:
-    """What the driver holds: embeddings, and the norms that are its own to compute.
+    """What the driver holds: embeddings, and the norms that it computes.
 
-    Token rows stay in the mapped file, not copied.
-
-    Loading reads them all once, to find values that are not finite; later only the rows of tokens
-    that occur are read.
+    Token rows stay in the mapped file. Loading reads all of them once, to find values that are not
+    finite; later only rows of tokens that occur are read.
     """
 
     tokens: np.ndarray  # (V, E) bits, read-only, maybe unaligned
     positions: np.ndarray  # (P, d) float32, or (0, 0)
     project_in: np.ndarray  # (d, E) float32, or (0, 0)
     position_offset: int
-    scale: float  # of what is looked up
+    scale: float  # of token rows
     ffn_output_norm: np.ndarray  # (L, d) float32, or (L, 0)
-    # Of the last layer's hidden states, as the head reads them, without a scale of logits.
+    # Of the norm before the head, without logit_scale.
     last_norm_weight: np.ndarray  # (d,) float32, or (0,)
     last_norm_bias: np.ndarray  # (d,) float32, or (0,)
-    release: Callable[[], None] | None = None  # lets go of the token rows' pages
+    release: Callable[[], None] | None = None  # unloads the token rows' pages
 
     def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return hidden states of tokens at positions.
@@ -64,7 +62,7 @@ class EmbeddingWeights:
 class HeadWeights:
     """Final norm, projection to the embedding size where there is one, and vocabulary rows.
 
-    A scale of logits is part of the final norm.
+    logit_scale is multiplied into the final norm.
     """
 
     final_norm_weight: np.ndarray  # (d,) float32, or (0,)
@@ -83,14 +81,14 @@ def load_embedding(checkpoint: Checkpoint, config: ModelConfig) -> EmbeddingWeig
 
 
 def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeights:
-    """`load_embedding` by a reader of the caller's."""
+    """`load_embedding` with a given reader."""
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     positions = project_in = np.empty((0, 0), np.float32)
     name, checkpoint, release = f"{names.tokens}.weight", reader.checkpoint, None
     tokens = reader.mapped(name, (config.vocab_size, embed))
     if not checkpoint.keeps_pages:
-        checkpoint.read_apart(name)
+        checkpoint.advise_random(name)
         release = partial(checkpoint.release, name)
     if not config.ropes:
         num_rows = config.max_positions + config.position_offset
@@ -122,19 +120,19 @@ def load_head(
     on_bytes: OnBytes | None = None,
     touch: Touch | None = None,
 ) -> HeadWeights:
-    """Load what turns the last hidden state into logits; a tied head is a copy of the token rows.
+    """Load the weights from the last hidden state to logits; a tied head copies the token rows.
 
-    `dtype`, such as "q8", quantizes the head; the token rows of a quantized checkpoint are not, and
-    a head tied to them is then quantized here. `touch` takes each new matrix before it is filled.
-    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for a
-             dtype that cannot be had
+    `dtype`, such as "q8", quantizes the head. A quantized checkpoint's token rows are not
+    quantized, but a head tied to them is. `touch` gets each new matrix before it is filled.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for
+             an unknown dtype
     """
     with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_head(reader, config)
 
 
 def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
-    """`load_head` by a reader of the caller's."""
+    """`load_head` with a given reader."""
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     weight = bias = np.empty(0, np.float32)
@@ -154,15 +152,15 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
 
 
 def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Return the tensor that the head is loaded from: the token rows where it is tied to them."""
+    """Return the name of the head's tensor: that of the token rows for a tied head."""
     names = tensor_names(config)
-    # Some checkpoints that say they are tied hold a head of its own, which then counts.
+    # Some checkpoints whose config says tied have a head all the same: it is used.
     is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
     return f"{names.tokens if is_tied else names.head}.weight"
 
 
 def _last_norm(reader: TensorReader, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Weight and bias of the norm after the last layer: the final one, or the one that ends it."""
+    """Weight and bias of the norm after the last layer: the final one, or that layer's own."""
     names = tensor_names(config)
     if config.has_final_norm:
         return _norm(reader, config, names.final_norm)

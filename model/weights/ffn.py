@@ -1,4 +1,9 @@
-"""The neurons of the feed-forward layers: any subset of each layer, each neuron one row."""
+"""Feed-forward layers: any subset of each layer's neurons, each neuron one row.
+
+`FfnWeights` has down transposed, a row a neuron. `read_down_outputs` keeps a GGUF file's rows, one
+an output, where no predictor chooses neurons: ggml's blocks lie along these rows, so to transpose
+them is to quantize again, in more bits.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,24 @@ from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.model.weights.tensor_reader import (
+    OnBytes,
+    TensorReader,
+    Touch,
+    empty_rows,
+    tensor_places,
+)
+from hotcold.numba_kernels.formats import is_blocks
+from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.load.convert import to_float32
+
+UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
+_ROWS_AT_ONCE = 64
 
 
 @dataclass
 class FfnWeights:
-    """N neurons; those of layer l are the rows offsets[l] to offsets[l + 1] of each array.
+    """N neurons; layer l's are the rows offsets[l] to offsets[l + 1] of each array.
 
     In the two-matrix FFN of OPT and Falcon the first matrix is `gate`: its row decides whether the
     neuron fires; `up` is then empty.
@@ -44,12 +61,11 @@ def load_ffn(
 ) -> FfnWeights:
     """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
 
-    Only one of the services that share out a layer adds `down_bias`, so only it asks for it.
-    `dtype`, such as "q8", quantizes gate, up and down. `touch` takes each new matrix before it is
-    filled.
+    Of the services that share a layer only one adds `down_bias`. `dtype`, such as "q8", quantizes
+    gate, up and down. `touch` gets each new matrix before it is filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
-             UsageError for a dtype that cannot be had;
-             ValueError for ids that are no row of int32 for each layer, or out of range
+             UsageError for an unknown dtype;
+             ValueError unless there are int32 ids in range for each layer
     """
     with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_ffn(reader, config, neuron_ids, include_down_bias)
@@ -61,7 +77,7 @@ def load_ffn_biases(
     neuron_ids: Sequence[np.ndarray],
     include_down_bias: bool,
 ) -> FfnWeights:
-    """`load_ffn` without the matrices, which then have no rows: where those are read elsewhere."""
+    """`load_ffn` without the matrices, which have no rows: a neuron store reads them."""
     ids = _checked_ids(config, neuron_ids)
     with TensorReader(checkpoint, None) as reader:
         weights = _empty_ffn(reader, config, ids, include_down_bias, has_rows=False)
@@ -73,7 +89,7 @@ def load_ffn_biases(
 def load_gate(
     checkpoint: Checkpoint, config: ModelConfig, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Load what decides whether the neurons of `layer` fire: gate rows and their biases.
+    """Load the gate rows of `layer` and their biases, which decide whether neurons fire.
 
     Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
@@ -84,7 +100,7 @@ def load_gate(
 def load_up(
     checkpoint: Checkpoint, config: ModelConfig, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Load up rows and their biases, which with drelu decide too; otherwise as `load_gate`."""
+    """Load up rows and their biases, which decide too with drelu; as `load_gate`."""
     name = tensor_names(config).of_layer(layer).up
     return _load_rows(checkpoint, config, name, _first_up_row(config))
 
@@ -109,7 +125,7 @@ def read_ffn(
     include_down_bias: bool,
     has_down: bool = True,
 ) -> FfnWeights:
-    """`load_ffn` by a reader of the caller's; `down` has no rows without `has_down`."""
+    """`load_ffn` with a given reader; without `has_down` down has no rows."""
     ids = _checked_ids(config, neuron_ids)
     weights = _empty_ffn(reader, config, ids, include_down_bias, has_down=has_down)
     for layer in range(config.num_layers):
@@ -123,10 +139,10 @@ def ffn_layers(
     neuron_ids: Sequence[np.ndarray],
     layers: Sequence[int] | None = None,
 ) -> Iterator[FfnWeights]:
-    """Read layer after layer: weights that have the neurons of one layer, and all down biases.
+    """Yield the weights of one layer after another: its neurons, and its down bias.
 
-    For weights that go elsewhere, so that a process never holds all of them. All layers, or those
-    in `layers`.
+    For weights that are sent on: the process never holds more than one layer. `layers`: all, or
+    those given.
     Errors:  those of `load_ffn`
     """
     ids = _checked_ids(config, neuron_ids)
@@ -181,7 +197,7 @@ def _empty_ffn(
 
 
 def _stored_rows(config: ModelConfig) -> int:
-    """Rows of the tensors that hold gate and up."""
+    """Rows of the tensor that holds gate, or gate and up."""
     return config.ffn_size * (2 if config.fused_gate_up else 1)
 
 
@@ -223,3 +239,62 @@ def _load_biases(
         weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]
     if weights.down_bias.size:
         weights.down_bias[layer] = reader.vector(f"{names.down}.bias", (config.hidden_size,))
+
+
+def num_units(config: ModelConfig) -> int:
+    """Return the largest number of parts that a layer's neurons can be cut into."""
+    return -(-config.ffn_size // UNIT)
+
+
+def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether all down projections are ggml's blocks, with a row for each output.
+
+    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
+    """
+    names = [_down_name(config, layer) for layer in range(config.num_layers)]
+    return all(
+        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
+    )
+
+
+def empty_down_outputs(reader: TensorReader, config: ModelConfig, num_neurons: int) -> LayerRows:
+    """Return arrays for all layers' down rows, of `num_neurons` weights each."""
+    tensors = [
+        [(_down_name(config, layer), config.hidden_size)] for layer in range(config.num_layers)
+    ]
+    return empty_rows(reader, tensors, num_neurons, by_layer=True)
+
+
+def read_down_outputs(
+    reader: TensorReader, config: ModelConfig, first: int, last: int
+) -> LayerRows:
+    """Read the weights of neurons first..last-1 of every layer, a row for each output.
+
+    `first` is a multiple of UNIT, `last` too or the number of neurons.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    """
+    rows = empty_down_outputs(reader, config, last - first)
+    for layer in range(config.num_layers):
+        (place,) = tensor_places(rows, layer, [config.hidden_size])
+        reader.row_parts(_down_name(config, layer), config.ffn_size, place, first)
+    return rows
+
+
+def down_lengths(rows: LayerRows) -> np.ndarray:
+    """Return the length of each neuron's down vector, layer after layer: (L * N,) float32.
+
+    It converts a few rows at a time to float32.
+    """
+    lengths = []
+    for layer in range(len(rows.first_rows)):
+        (matrix,) = rows.parts(layer)
+        squares = sum(
+            np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
+            for first in range(0, len(matrix), _ROWS_AT_ONCE)
+        )
+        lengths.append(np.sqrt(squares))
+    return np.concatenate(lengths).astype(np.float32)
+
+
+def _down_name(config: ModelConfig, layer: int) -> str:
+    return f"{tensor_names(config).of_layer(layer).down}.weight"

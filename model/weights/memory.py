@@ -27,11 +27,10 @@ def aligned_empty(
 ) -> np.ndarray:
     """Return a new C-contiguous array whose first byte lies at a multiple of `alignment`.
 
-    Pages are taken on first write, so on the NUMA node of the thread that fills them: for weights a
-    loading thread (`model.weights.tensor_reader`) of the service that reads them. Neither these
-    threads nor the service's own are pinned, so the node may be another than the one they are read
-    from. Pages are huge where the kernel allows, or small without `huge_pages`: for what is written
-    here and there and must take no more memory than that. Content is zero.
+    Content is zero. Pages are allocated on first write, on the NUMA node of the thread that fills
+    them: for weights a thread of `TensorReader`, which is not pinned, so the service that reads
+    them may run on another node. Pages are huge where the kernel allows, and small without
+    `huge_pages`, for arrays of which only parts are written.
     Units:   `alignment` in bytes, a power of two
     Errors:  MemoryBudgetError where the system refuses so much
     """
@@ -53,7 +52,7 @@ def aligned_empty(
 
 
 def free_shared_memory() -> int:
-    """Bytes that /dev/shm has free."""
+    """Return the free bytes of /dev/shm."""
     state = os.statvfs(SHARED_MEMORY)
     return state.f_bavail * state.f_frsize
 
@@ -61,9 +60,8 @@ def free_shared_memory() -> int:
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that can be used without swapping.
 
-    The system's, those of the NUMA nodes that a cpuset allows, and what each memory limit leaves:
-    files that the kernel has read are counted as used there, and are given up for whoever needs
-    memory.
+    The least of: the system's, the NUMA nodes' of the cpuset, and what each cgroup's limit leaves.
+    The page cache counts as free: the kernel gives it up where memory is needed.
     """
     free = _meminfo("MemAvailable", root)
     if (on_nodes := _free_on_nodes(root)) is not None:
@@ -78,13 +76,13 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def usable_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that there are for this process's cgroup, in use or not."""
+    """Return the bytes of memory of this process's cgroup, in use or not."""
     limit_bytes = memory_limit(root)
     return _meminfo("MemTotal", root) if limit_bytes is None else limit_bytes
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the bytes of the least limit that holds; None where all that there is may be taken."""
+    """Return the least limit of this process's cgroups in bytes; None without one."""
     least = min((limit_bytes for limit_bytes, _ in _cgroup_limits(root)), default=None)
     return least if least is not None and least < _meminfo("MemTotal", root) else None
 
@@ -94,7 +92,7 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """Limits of this process's cgroups and of those above them, in bytes, each with its folder."""
+    """Yield the limits of this process's cgroups and their parents: bytes, and the folder."""
     for folder in group_folders("memory", root):
         for name in _LIMITS:
             with contextlib.suppress(OSError, ValueError):  # no such folder, or no limit ("max")
@@ -102,7 +100,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _free_on_nodes(root: Path) -> int | None:
-    """Bytes free, or of files, on the NUMA nodes that a cpuset allows; None where it allows all."""
+    """Bytes free or in the page cache on the cpuset's NUMA nodes; None where it allows all."""
     allowed = memory_nodes(root)
     free, is_limited = 0, False
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):

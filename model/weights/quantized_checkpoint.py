@@ -1,8 +1,8 @@
-"""Writes a model directory again with quantized matrices.
+"""Writes a copy of a model directory with quantized matrices.
 
-Every projection is a tensor U8 [rows, row bytes] of the name that it had, laid out as kernels read
-it (`numba_kernels/formats.py`); the down projection is turned, so that its rows are neurons. All
-other tensors and small files are copied.
+Every projection becomes a tensor U8 [rows, row bytes] of the same name, in the layout of
+`numba_kernels/formats.py`; down projections are transposed, so that their rows are neurons. Other
+tensors and small files are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from hotcold.model.config.quantization import KEY, quantization_config
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from hotcold.model.files.safetensors_writer import (
+    SafetensorsWriter,
+    TensorSpec,
+    require_disk_space,
+)
 from hotcold.model.files.whole_file import part_of, sync_folder
 from hotcold.model.gguf.names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
@@ -32,7 +36,6 @@ from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_items
 
-_SPARE_DISK_BYTES = 64 << 20
 _MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (
     ".safetensors",
@@ -49,7 +52,7 @@ _WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """What was written: bytes of all tensors, before and after."""
+    """Bytes of all tensors before and after, and numbers of tensors."""
 
     stored_bytes: int
     num_bytes: int
@@ -65,9 +68,9 @@ def write_quantized(
 ) -> QuantizedReport:
     """Write the model `path` with matrices in `dtype`, a quantized one, to the new directory `out`.
 
-    `on_bytes` is told how many bytes of how many are written. All is written beside `out` in a
-    directory that ends in .part and renamed at the end, so `out` is whole or not there.
-    Units:   needs the memory of the largest matrix, quantized
+    `on_bytes` gets the bytes written and their total. All is written to a directory beside `out`
+    that ends in .part, and renamed at the end, so `out` is complete or does not exist.
+    Units:   needs the memory of the largest quantized matrix
     Errors:  ConfigError, CheckpointError; UsageError where `out` exists, or the model cannot be in
              this dtype; HotcoldError where the disk has too little space
     """
@@ -100,7 +103,7 @@ def write_quantized(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the result; a matrix has a width, in weights, others are copied."""
+    """A tensor of the copy. A matrix has a width, in weights; others are copied."""
 
     spec: TensorSpec
     width: int = 0
@@ -108,7 +111,7 @@ class _Tensor:
 
 
 def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> list[_Tensor]:
-    """The result's tensors, by name. Those in formats that no model's weights have are left out."""
+    """Return the copy's tensors, by name, without those of unsupported formats."""
     names, target = tensor_names(config), requested_dtype(dtype)
     assert target is not None
     downs, matrices = set(), set()
@@ -151,7 +154,8 @@ def _write_tensors(
         SafetensorsWriter(part, specs, "float32", on_bytes=count) as writer,
         TensorReader(checkpoint, dtype=requested_dtype(dtype)) as reader,
     ):
-        _require_space(part, writer.num_bytes)
+        remedy = "name a directory on another disk"
+        require_disk_space(part.parent, writer.num_bytes, remedy)
         for tensor in plan:
             writer.write_bits(tensor.spec.name, _bits(reader, tensor))
     num_quantized = sum(tensor.width > 0 for tensor in plan)
@@ -164,7 +168,7 @@ def _write_tensors(
 
 
 def _bits(reader: TensorReader, tensor: _Tensor) -> np.ndarray:
-    """The tensor's content in the result, its values checked."""
+    """Return the tensor's content in the copy, its values checked."""
     name, num_rows = tensor.spec.name, tensor.spec.shape[0] if tensor.width else 0
     if not tensor.width:
         return reader.checked(name)
@@ -177,7 +181,7 @@ def _bits(reader: TensorReader, tensor: _Tensor) -> np.ndarray:
 
 
 def _new_directory(out: Path) -> Path:
-    """An empty directory beside `out`. Errors: UsageError where `out` exists."""
+    """Make a directory beside `out`. Errors: UsageError where `out` exists."""
     if os.path.lexists(out):
         raise UsageError(f"{out} exists; name a new directory")
     part = part_of(out)
@@ -189,7 +193,7 @@ def _new_directory(out: Path) -> Path:
 
 
 def _finish(part: Path, out: Path) -> None:
-    if os.path.lexists(out):  # another has made it meanwhile
+    if os.path.lexists(out):  # made by another process meanwhile
         raise UsageError(f"{out} exists; name a new directory")
     for file in part.iterdir():
         with file.open("rb") as stream:
@@ -199,20 +203,10 @@ def _finish(part: Path, out: Path) -> None:
     sync_folder(out.parent)
 
 
-def _require_space(directory: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(directory).free
-    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
-        raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
-            f"spare, and {directory.parent} has {free_bytes / 1e9:.2f} GB free; name a directory "
-            "on another disk"
-        )
-
-
 def _copy_small_files(path: Path, part: Path) -> None:
-    """Tokenizer, generation settings, licence: files of the directory that hold no weights.
+    """Copy tokenizer, generation settings, licence: files without weights.
 
-    Folders are left out: profile and predictors in `hotcold` belong to the original's weights.
+    Folders are left out: profile and predictors in `hotcold` are those of the original's weights.
     """
     for file in sorted(path.iterdir()):
         name = file.name

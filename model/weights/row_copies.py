@@ -1,6 +1,6 @@
-"""How rows of a matrix get from a checkpoint into memory: as they are, turned, quantized.
+"""How a matrix is copied from a checkpoint into memory: as it is, transposed, cast, quantized.
 
-Each function here returns a `Copy`, which threads run over ranges of destination rows.
+Each function returns a `Copy`, which threads run over ranges of destination rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hotcold.numba_kernels.formats import is_blocks, is_quantized
 from hotcold.numba_kernels.load import blocks, loading, quantize
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
 
-# Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
+# Copies the destination's rows start..end-1; returns DONE or a key of FAULTS.
 Copy = Callable[[int, int], int]
 DAMAGED, BEYOND = -1, -2
 FAULTS = {
@@ -25,12 +25,12 @@ FAULTS = {
 
 
 def finite_status(is_finite: bool) -> int:
-    """Return the status of floats that were copied."""
+    """Return DONE or NOT_FINITE."""
     return quantize.DONE if is_finite else quantize.NOT_FINITE
 
 
 def float_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray | None) -> Copy:
-    """Rows `row_ids` of `src`, or all, in dst's float format.
+    """Copy rows `row_ids` of `src`, or all, in dst's float format.
 
     Shapes:  src (R, C), row_ids (N,) int32, dst (N, C)
     """
@@ -47,7 +47,7 @@ def float_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray | None) -> 
 
 
 def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
-    """Columns `column_ids` of `src` as rows, in dst's float format.
+    """Copy columns `column_ids` of `src` as rows, in dst's float format.
 
     Shapes:  src (R, C), column_ids (N,) int32, dst (N, R)
     """
@@ -64,9 +64,9 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
 
 
 def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Copy:
-    """Rows `row_ids` of `src` as quantized rows: copied where they are that, else quantized.
+    """Copy rows `row_ids` of `src`, quantizing them where they are not quantized yet.
 
-    Those of ggml's blocks that hold the same numbers keep them to the bit.
+    ggml's blocks that hold the same numbers keep them to the bit.
 
     Shapes:  src (R, C), row_ids (N,) int32, dst (N, row_items of C weights)
     """
@@ -83,7 +83,7 @@ def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Cop
 
 
 def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
-    """Columns `column_ids` of `src` as quantized rows, turned in a buffer of a block's size.
+    """Copy columns `column_ids` of `src` as quantized rows, transposed block by block.
 
     Shapes:  src (R, C) floats or blocks of C weights, column_ids (N,) int32, dst (N, row_items of R
              weights)
@@ -101,7 +101,7 @@ def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) 
 
 
 def _cast(rows: np.ndarray, dst: np.ndarray) -> int:
-    """Rows in another float format, or ggml's blocks, rounded to the nearest of dst's numbers."""
+    """Round floats, or ggml's blocks, to dst's float format."""
     values = to_float32(rows)
     if not np.isfinite(values).all():
         return quantize.NOT_FINITE

@@ -1,6 +1,6 @@
-"""Bytes that weights and KV cache will take, and take in files, known before any loading.
+"""Bytes of weights and KV cache, in memory and in files, computed before loading.
 
-Matrices are counted in the config's dtypes; `stored_config` makes them those they are loaded in.
+Matrices count in the config's dtypes; `stored_config` returns a config with those of loading.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ _HEAD, _PREDICTOR = "lm_head", ".predictor."
 
 
 def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
-    """Return the weights of all tensors; a head that is the token embedding counts once."""
+    """Return the number of weights; a tied head counts once."""
     names = [name for name in checkpoint.names() if _PREDICTOR not in name]
     if config.tied_embeddings:
         names = [name for name in names if _HEAD not in name]
-    return sum(_num_weights(checkpoint, name) for name in names)
-
-
-def _num_weights(checkpoint: Checkpoint, name: str) -> int:
-    shape = checkpoint.shape(name)
-    return math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+    shapes = {name: checkpoint.shape(name) for name in names}
+    return sum(
+        math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+        for name, shape in shapes.items()
+    )
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Copies tensors out of a checkpoint in parallel, checking shape and values on the way.
+"""Copies tensors from a checkpoint into memory, in parallel, and checks shapes and values.
 
-Matrices are copied as they are stored, or cast or quantized on the way, block by block: only blocks
-are ever held in both formats.
+Matrices are copied as stored, or cast or quantized block by block: only blocks are held in both
+formats.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ from hotcold.model.weights.row_copies import (
     quantized_rows,
 )
 from hotcold.numba_kernels.formats import is_blocks, is_quantized, row_items, row_width
+from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load import loading, quantize
 from hotcold.numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
 from hotcold.numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
-# Takes new matrices (R, C) before anything is written to them; see `placement.machine.first_touch`.
+# Takes new matrices (R, C) before anything is written to them: `memory_pages.FirstTouch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
+# Names of a layer's tensors whose rows follow each other, and their numbers of rows.
+Tensors = Sequence[tuple[str, int]]
 BLOCK_BYTES = 16 << 20
-_RELEASED_BYTES = 64 << 20  # of a tensor at a time, where no pages are kept
-_TURNED_BYTES = 2 << 20  # of columns that become rows before they are quantized, in each thread
+_RELEASED_BYTES = 64 << 20  # of a tensor at a time, without `keeps_pages`
+_TRANSPOSED_BYTES = 2 << 20  # of columns that a thread transposes, then quantizes
 
 
 class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
-    `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
-    `dtype` is another format that matrices become. `touch` is given every new matrix. At most
-    `most_rows` of each are copied and checked, where only what that compiles is wanted.
+    `on_bytes(n)` is called in the caller's thread after every n bytes of weights. Matrices are
+    converted to `dtype`. `touch` gets every new matrix. At most `most_rows` of each matrix are
+    copied and checked, for callers that only compile kernels.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
-             UsageError where `dtype` cannot be had
+             UsageError where the model cannot be loaded in `dtype`
     """
 
     def __init__(
@@ -74,34 +77,34 @@ class TensorReader:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self.checkpoint.forget()
+        self.checkpoint.drop_page_cache()
 
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the dtype that a matrix is loaded in.
 
-        It is the reader's; else that of a quantized checkpoint, for a head tied to the embeddings
-        is stored as they are; else what the checkpoint says of the tensor.
+        The reader's; else that of a quantized checkpoint, whose head may be tied to embeddings that
+        are not quantized; else the tensor's.
         """
         own = self.checkpoint.loaded_dtype(name)
         quantized = self.checkpoint.quantized_dtype
-        wanted = quantized if self._dtype is None else self._dtype
-        if wanted is None:
+        target = quantized if self._dtype is None else self._dtype
+        if target is None:
             return own
-        if quantized not in (None, wanted):
-            raise self._already_quantized(wanted, dtype_name(quantized))
-        if not is_quantized(wanted) and is_blocks(self.checkpoint.dtype(name)):
-            raise self._already_quantized(wanted, self.checkpoint.format_name(name))
-        return wanted
+        if quantized not in (None, target):
+            raise self._already_quantized(target, dtype_name(quantized))
+        if not is_quantized(target) and is_blocks(self.checkpoint.dtype(name)):
+            raise self._already_quantized(target, self.checkpoint.format_name(name))
+        return target
 
     def own_dtype(self, name: str) -> np.dtype:
-        """Return the dtype that a matrix would be loaded in if no other layer had such a one."""
+        """Return the dtype that a matrix is loaded in if other layers may have other formats."""
         if self._dtype is not None or self.checkpoint.quantized_dtype is not None:
             return self.loaded_dtype(name)
         return self.checkpoint.own_dtype(name)
 
-    def _already_quantized(self, wanted: np.dtype, stored: str) -> UsageError:
+    def _already_quantized(self, target: np.dtype, stored: str) -> UsageError:
         return UsageError(
-            f"--dtype {option_name(wanted)}: {self.checkpoint.path} is quantized to {stored} "
+            f"--dtype {option_name(target)}: {self.checkpoint.path} is quantized to {stored} "
             "already; leave --dtype out, or name the original model"
         )
 
@@ -112,10 +115,10 @@ class TensorReader:
         offsets: np.ndarray | None = None,
         dtype: np.dtype | None = None,
     ) -> np.ndarray:
-        """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill.
+        """Return a new array of `shape` weights, which `rows` or `columns` of a tensor fill.
 
-        It holds shape[0] matrices, or one of two dimensions; or, with `offsets`, stacked ones of
-        the rows offsets[i] to offsets[i + 1]. Its dtype is `dtype`, or `loaded_dtype`.
+        It has three dimensions, shape[0] matrices, or two: one matrix, or stacked ones of the rows
+        offsets[i] to offsets[i + 1]. Its dtype is `dtype`, or the tensor's `loaded_dtype`.
         """
         dtype = self.loaded_dtype(name) if dtype is None else dtype
         array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
@@ -129,7 +132,7 @@ class TensorReader:
         return aligned_empty(shape, dtype)
 
     def refuse(self, name: str) -> None:
-        """Raise where the checkpoint has a tensor that config.json leaves no place for."""
+        """Raise where the checkpoint has a tensor that config.json does not allow for."""
         if self.checkpoint.has(name):
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {self.checkpoint.shown_name(name)} is not part of "
@@ -137,7 +140,7 @@ class TensorReader:
             )
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless the tensor is there, of a known dtype and of this shape."""
+        """Raise unless the tensor exists, with a supported dtype and this shape."""
         self.checkpoint.dtype(name)
         found = self.checkpoint.shape(name)
         if found != shape:
@@ -153,14 +156,14 @@ class TensorReader:
         self.require(name, (num_rows, items))
 
     def require_columns(self, name: str, height: int, num_columns: int) -> None:
-        """Raise unless the tensor has so many columns of `height` weights, or rows by neurons."""
+        """Raise unless the tensor has so many columns of `height` weights, or its transpose has."""
         if self.checkpoint.is_by_neurons(name):
             self.require_rows(name, num_columns, height)
         else:
             self.require_rows(name, height, num_columns)
 
     def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless the tensor is of this shape and not in quantized rows."""
+        """Raise unless the tensor has this shape and is not in quantized rows."""
         dtype = self.checkpoint.dtype(name)
         if is_blocks(dtype):
             shape = (*shape[:-1], self._row_items(dtype, shape[-1]))
@@ -181,12 +184,12 @@ class TensorReader:
         return values
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a matrix as it is in the file, shape and values checked."""
+        """Return a matrix as a view of the file, shape and values checked."""
         self.require_floats(name, shape)
         return self.checked(name)
 
     def checked(self, name: str) -> np.ndarray:
-        """Return floats of any shape as they are in the file, their values checked."""
+        """Return a tensor as a view of the file, its values checked."""
         bits = self.checkpoint.array(name)
         matrix = bits.reshape(-1, bits.shape[-1] if bits.ndim and bits.size else 1)
 
@@ -201,9 +204,9 @@ class TensorReader:
     def rows(
         self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
     ) -> None:
-        """Copy all rows of a matrix, or `row_ids` of them, into `dst`.
+        """Copy all rows of a matrix, or `row_ids` of them, into `dst`, in dst's format.
 
-        Shapes:  the tensor (num_rows, C) weights, dst (N, C) weights in its own format
+        Shapes:  in weights: the tensor (num_rows, C), dst (N, C)
         """
         self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
         src = self.checkpoint.array(name)
@@ -214,10 +217,9 @@ class TensorReader:
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
     def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
-        """Copy a part of all rows of a matrix of blocks, from column `first` on.
+        """Copy columns first..first+C-1 of a matrix of blocks; `first` begins a block.
 
-        Shapes:  the tensor (N, width) weights, dst (N, C) weights in its own format; `first` at the
-                 begin of a block
+        Shapes:  in weights: the tensor (N, width), dst (N, C)
         """
         self.require_rows(name, len(dst), width)
         src = self.checkpoint.array(name)
@@ -227,9 +229,9 @@ class TensorReader:
         self._run(name, quantized_rows(src[:, begin:end], dst, ids), *_rows_of(dst))
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        """Copy columns of a matrix into the rows of `dst`; some tensors have rows for columns.
+        """Copy columns of a matrix into rows of `dst`; the tensor may be stored transposed.
 
-        Shapes:  the tensor (R, num_columns) weights, dst (N, R) weights in its own format
+        Shapes:  in weights: the tensor (R, num_columns), dst (N, R)
         """
         height = row_width(dst.dtype, dst.shape[1])
         self.require_columns(name, height, num_columns)
@@ -238,16 +240,16 @@ class TensorReader:
             copy = quantized_rows if is_quantized(dst.dtype) else float_rows
             self._run(name, copy(src, dst, column_ids), *_rows_of(dst))
         elif is_blocks(src.dtype):
-            turn = quantized_columns(src, dst, column_ids)
-            self._run(name, turn, *_rows_of(dst), COLUMNS_AT_ONCE)
+            transpose = quantized_columns(src, dst, column_ids)
+            self._run(name, transpose, *_rows_of(dst), COLUMNS_AT_ONCE)
         elif is_quantized(dst.dtype):
-            block_rows = max(1, _TURNED_BYTES // max(1, height * src.itemsize))
+            block_rows = max(1, _TRANSPOSED_BYTES // max(1, height * src.itemsize))
             self._run(name, quantized_columns(src, dst, column_ids), *_rows_of(dst), block_rows)
         else:
             self._run(name, float_columns(src, dst, column_ids), *_rows_of(dst))
 
     def _row_items(self, dtype: np.dtype, width: int) -> int:
-        """`row_items`, with an error that says whose fault it is."""
+        """`row_items`, with an error that blames --dtype or the checkpoint."""
         try:
             return row_items(dtype, width)
         except ValueError as problem:
@@ -280,7 +282,7 @@ class TensorReader:
             if num_read >= _RELEASED_BYTES and not self.checkpoint.keeps_pages:
                 self.checkpoint.release(name)
                 num_read = 0
-        self.checkpoint.release(name)  # or a process would hold the model twice
+        self.checkpoint.release(name)  # else the process would hold the model twice
 
     def _require_good(self, name: str, status: int) -> None:
         if status != quantize.DONE:
@@ -293,3 +295,61 @@ class TensorReader:
 def _rows_of(matrix: np.ndarray) -> tuple[int, int]:
     """Return the number of rows and the bytes of one."""
     return matrix.shape[0], matrix.shape[1] * matrix.itemsize
+
+
+def empty_rows(
+    reader: TensorReader, layers: Sequence[Tensors], width: int, by_layer: bool
+) -> LayerRows:
+    """Return arrays for rows of `width` weights of all `layers`' tensors.
+
+    With `by_layer` each tensor has its `own_dtype` where the model has at most two of them and
+    every layer has them in the same order. Else all have the reader's `loaded_dtype`.
+    Errors:  CheckpointError, UsageError as of `TensorReader.loaded_dtype`
+    """
+    pair = _two_formats(reader, layers) if by_layer else None
+    if pair is None:
+        first = second = reader.loaded_dtype(layers[0][0][0])
+    else:
+        first, second = pair
+    name = layers[0][0][0]
+    counts = np.zeros((2, len(layers)), np.int64)
+    for index, tensors in enumerate(layers):
+        for tensor, num_rows in tensors:
+            is_second = pair is not None and reader.own_dtype(tensor) == second != first
+            counts[int(is_second), index] += num_rows
+    ends = np.cumsum(counts, axis=1)
+    spans = np.stack([ends - counts, ends], axis=2)
+    arrays = [
+        reader.matrix((int(span[-1, 1]), width), name, np.append(0, span[:, 1]), dtype)
+        for dtype, span in zip((first, second), spans, strict=True)
+    ]
+    return LayerRows(arrays[0], arrays[1], spans[0], spans[1])
+
+
+def tensor_places(rows: LayerRows, layer: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return the views of a layer's tensors, with `sizes` rows, that follow one another."""
+    parts = [rows.first[slice(*rows.first_rows[layer])]]
+    parts.append(rows.second[slice(*rows.second_rows[layer])])
+    places, begin = [], 0
+    for size in sizes:
+        if begin >= len(parts[0]):
+            parts, begin = parts[1:], 0
+        places.append(parts[0][begin : begin + size])
+        begin += size
+    return places
+
+
+def _two_formats(
+    reader: TensorReader, layers: Sequence[Tensors]
+) -> tuple[np.dtype, np.dtype] | None:
+    """The formats of first and second rows; None where all need the one `loaded_dtype`."""
+    found = [[reader.own_dtype(name) for name, _ in tensors] for tensors in layers]
+    kinds = list(dict.fromkeys(kind for layer in found for kind in layer))
+    if len(kinds) == 1:
+        return kinds[0], kinds[0]
+    if len(kinds) > 2 or not all(map(is_quantized, kinds)):
+        return None
+    for first, second in (kinds, kinds[::-1]):
+        if all(layer == sorted(layer, key=lambda kind: kind == second) for layer in found):
+            return first, second
+    return None

@@ -1,1 +1,1 @@
-"""What a step of few tokens computes, limited by how fast weights are read."""
+"""Kernels of a decode step, a few tokens; their speed is limited by memory bandwidth."""

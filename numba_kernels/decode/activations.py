@@ -1,4 +1,4 @@
-"""Activation functions of one number."""
+"""Activation functions of one number, and the thresholds by which neurons fire."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ _TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 
 
 class Activation(NamedTuple):
-    """A function as kernels take it: its number, and fatrelu's threshold (0 for all others)."""
+    """A function as kernels take it: its code, and fatrelu's threshold (0 for all others)."""
 
     code: int
     threshold: np.float32
@@ -53,13 +53,13 @@ def not_zero(activation_fn: str) -> Thresholds:
 
 @njit(nogil=True, cache=True)
 def passes(value, threshold):
-    """Whether |value| exceeds `threshold`; a NaN does, so that it is not swallowed."""
+    """Whether |value| exceeds `threshold`; a NaN does, so that it reaches the output."""
     return not abs(value) <= threshold
 
 
 @njit(nogil=True, cache=True)
 def activate(function, value):
-    """fn of one number, the gate's product; a NaN stays NaN.
+    """fn of one number, gate . x; a NaN stays NaN.
 
     relu, drelu, fatrelu: 0 up to the threshold;  relu2: relu(v)^2;  silu: v / (1 + exp(-v))
     gelu: v Phi(v), exact by erf;  gelu_tanh: v / 2 (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3)))
@@ -79,5 +79,5 @@ def activate(function, value):
 
 @njit(nogil=True, cache=True)
 def activate_up(function, value):
-    """What the up product becomes before it meets the gate's: itself, or relu of it (drelu)."""
+    """The factor up . x as it multiplies the gate: itself, or relu of it (drelu)."""
     return np.float32(0) if function.code == DRELU and value <= 0 else value

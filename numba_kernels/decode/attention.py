@@ -1,8 +1,8 @@
-"""Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
+"""Rotary position embedding, the paged KV cache, and attention over it in a decode step.
 
-The cache of a layer is (pages, kv_heads, PAGE_POSITIONS, head_dim). A sequence's positions are in
-pages of a pool that all sequences share; a table says which. Memory is taken as positions are first
-written. Items are float32 or float16 (bits in uint16).
+A layer's cache is (pages, kv_heads, PAGE_POSITIONS, head_dim), float32 or float16 (bits in uint16).
+All sequences share a pool of pages; a page table lists each sequence's. Memory is committed as
+positions are first written.
 """
 
 import math
@@ -13,13 +13,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.checks import float_array, require
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4, dot1, dot4
 from hotcold.numba_kernels.load.convert import widen_kernel
 
-# Positions in a page: a multiple of four, because so many are read side by side, and few enough
-# that the last page of a short sequence wastes little.
+# Positions of a page: a multiple of four, since four are computed at once, and few enough that a
+# short sequence wastes little of its last page.
 PAGE_POSITIONS = 64
 
 
@@ -46,7 +45,7 @@ def narrow(typingctx, array, value):
 def rope_kernel(head, cos_sin):
     """Rotate one head in place by its position's cosines and sines (2, half); no checks.
 
-    Item i < half is turned with item half + i; a rope of a part of the head leaves the rest.
+    Items i < half and half + i are rotated as pairs; items from 2 * half on stay.
     """
     half = cos_sin.shape[1]
     for i in range(half):
@@ -77,7 +76,7 @@ def read_kernel(cache, pages, first, last, out):
 
 @njit(nogil=True, cache=True)
 def _scores_kernel(query, keys, group, pages, start, length, scale, scores):
-    """scores[p] = scale * key of position p . query, start <= p < length; four side by side."""
+    """scores[p] = scale * key of position p . query, start <= p < length; four at once."""
     size = keys.shape[2]
     for begin in range(start - start % size, length, size):
         page, part = keys[pages[begin // size], group], scores[begin : begin + size]
@@ -125,6 +124,7 @@ def attend_kernel(query, keys, values, group, pages, start, length, scale, softc
     four positions give the same bits whatever their size and order: additions follow the positions.
     Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
              is scratch
+    Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180
     """
     _scores_kernel(query, keys, group, pages, start, length, scale, scores)
     if softcap > 0:
@@ -149,85 +149,3 @@ def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarra
     positions = np.arange(num_positions, dtype=np.float32)
     angles = positions[:, None] * inverse_frequencies[None, :].astype(np.float32)
     return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-
-
-def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Heads rotated by one position.
-
-    out[h, i] = a cos - b sin, out[h, half + i] = b cos + a sin; a = heads[h, i], b its half's mate
-    i < half; items from 2 * half on stay
-    Shapes:  heads, out (H, head_dim), cos_sin (2, half), half <= head_dim / 2   Dtypes: float32
-    Errors:  ValueError on any mismatch
-    """
-    require(heads.ndim == 2, "heads must have 2 dimensions")
-    require(heads.shape[1] % 2 == 0, "head_dim must be even")
-    out = float_array("heads", heads, heads.shape).copy()
-    half = cos_sin.shape[-1] if cos_sin.ndim else 0
-    require(2 * half <= heads.shape[1], f"cos_sin is of {half} pairs, more than a head has")
-    cos_sin = float_array("cos_sin", cos_sin, (2, half))
-    for head in out:
-        rope_kernel(head, cos_sin)
-    return out
-
-
-def decode_attention(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    length: int,
-    pages: np.ndarray | None = None,
-    *,
-    window: int = 0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-) -> np.ndarray:
-    """Attention of one token over the first `length` cached positions, grouped-query.
-
-    out[h] = softmax(cap(keys[g, s:length] . queries[h] * scale)) . values[g, s:length],
-    g = h // (H / G), s = max(0, length - window), or 0 without a window; scale 1 / sqrt(head_dim);
-    cap(x) = softcap * tanh(x / softcap), or x without one
-    With `pages`, position p is in row p % P of page pages[p // P].
-    Shapes:  queries, out (H, head_dim); keys, values (G, P, head_dim), or (M, G, P, head_dim) with
-             pages (>= length / P,), P a multiple of 4
-    Dtypes:  queries, out float32; keys, values float32 or uint16 (float16 bits); pages int32
-    Units:   reads 2 * G * length * head_dim cache items for each group's first head
-    Errors:  ValueError on any mismatch
-    Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180
-    """
-    keys, values = _checked_cache(keys), _checked_cache(values)
-    if pages is None:
-        require(keys.ndim == 3, "without pages keys must be (G, P, hd)")
-        keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
-    else:
-        require(keys.ndim == 4, "with pages keys must be (M, G, P, hd)")
-        require(keys.shape[2] % 4 == 0, "a page must hold a multiple of 4 positions")
-        require(pages.dtype == np.int32 and pages.ndim == 1, "pages must be a list of int32")
-        inside = (pages >= 0) & (pages < keys.shape[0])
-        require(bool(inside.all()), f"pages must lie in 0..{keys.shape[0] - 1}")
-    require(queries.ndim == 2, "queries must be (H, hd)")
-    require(keys.shape == values.shape, "keys and values must have one shape")
-    require(keys.dtype == values.dtype, "keys and values must have one dtype")
-    require(queries.shape[1] == keys.shape[3], "head_dim differs between queries and cache")
-    num_groups, most = keys.shape[1], pages.size * keys.shape[2]
-    require(
-        num_groups > 0 and queries.shape[0] % num_groups == 0,
-        "heads must be a multiple of kv heads",
-    )
-    require(0 < length <= most, f"length must lie in 1..{most}")
-    queries = float_array("queries", queries, queries.shape)
-    out = np.empty_like(queries)
-    scores = np.empty(length, np.float32)
-    factor = np.float32(queries.shape[1] ** -0.5 if scale is None else scale)
-    start = max(0, length - window) if window else 0
-    for h in range(queries.shape[0]):
-        g = h // (queries.shape[0] // num_groups)
-        attend_kernel(
-            queries[h], keys, values, g, pages, start, length, factor, np.float32(softcap), scores,
-            out[h],
-        )  # fmt: skip
-    return out
-
-
-def _checked_cache(cache: np.ndarray) -> np.ndarray:
-    require(cache.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
-    return np.require(cache, None, ["A", "C"])

@@ -1,8 +1,8 @@
-"""The feed-forward network of several tokens at once, for neurons that only some of them want.
+"""The feed-forward network of several tokens at once, each with its own active neurons.
 
-Neurons are taken in blocks. Within one, each token goes through its own list of neurons: the first
-that wants a row reads it from memory, the others find it in the second-level cache. A list is in
-ascending order, so a token's sums do not depend on its company.
+Neurons are taken in blocks. Within a block each token goes through its own list of neurons: the
+first token that needs a row reads it from memory, the others find it in the L2 cache. A list is in
+ascending order, so a token's sums do not depend on its batch-mates (batch invariance).
 """
 
 from typing import NamedTuple
@@ -22,16 +22,15 @@ from hotcold.numba_kernels.ir.vector_ir import (
 
 _BLOCK_BYTES = 1 << 19  # of one matrix's rows
 _MAX_NEURONS = 240  # of a block
-_CARRIED = 3  # neurons that wait for a fourth, from one block to the next
+_CARRIED = 3  # neurons left over from one block for the next: four are added at once
 _ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 class TokenLists(NamedTuple):
-    """The neurons of a block that each token wants, as places in whatever list the block is of.
+    """Each token's active neurons of a block, as indices into the list that the block is cut from.
 
-    places (T, 243) int32, the first counts[t] of them filled, the first carried[t] since the block
-    before; counts, carried (T,) int64; products (T, 240) float32: of a block's rows where most
-    tokens want most of them
+    places (T, 243) int32: counts[t] of them, of which the first carried[t] are of the block before;
+    counts, carried (T,) int64; products (T, 240) float32: of a block's rows with all tokens
     """
 
     places: np.ndarray
@@ -42,7 +41,7 @@ class TokenLists(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def empty_lists(num_threads, num_tokens):
-    """Work space of several threads for so many tokens: arrays with a thread in front."""
+    """Work space for `num_tokens`; arrays have a leading axis of threads."""
     return TokenLists(
         np.empty((num_threads, num_tokens, _MAX_NEURONS + _CARRIED), np.int32),
         np.zeros((num_threads, num_tokens), np.int64),
@@ -53,7 +52,7 @@ def empty_lists(num_threads, num_tokens):
 
 @njit(nogil=True, cache=True)
 def thread_lists(lists, thread, num_tokens):
-    """One thread's work space for so many tokens."""
+    """One thread's work space for `num_tokens`."""
     return TokenLists(
         lists.places[thread, :num_tokens],
         lists.counts[thread, :num_tokens],
@@ -64,18 +63,18 @@ def thread_lists(lists, thread, num_tokens):
 
 @njit(nogil=True, cache=True)
 def block_size(weights, num_tokens):
-    """Neurons of a block: whole blocks of rows for several tokens."""
+    """Neurons of a block: whole `rows_at_once` for several tokens."""
     tile = rows_at_once(weights) if num_tokens > 1 else 1
     fitting = min(_MAX_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
     return max(1, fitting // tile) * tile
 
 
 @njit(nogil=True, cache=True)
-def _list_wanted(wanted, first, last, lists):
-    """Put i into the lists of the tokens that have a bit in wanted[i], for i in first..last-1."""
+def _list_active(masks, first, last, lists):
+    """Append i to the list of each token whose bit is set in masks[i], for i in first..last-1."""
     some = _ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0])
     for i in range(first, last):
-        bits = (wanted[i] if wanted.shape[0] else _ALL_TOKENS) & some
+        bits = (masks[i] if masks.shape[0] else _ALL_TOKENS) & some
         while bits:
             t = lowest_bit(bits)
             lists.places[t, lists.counts[t]] = i
@@ -85,10 +84,10 @@ def _list_wanted(wanted, first, last, lists):
 
 @njit(nogil=True, cache=True)
 def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
-    """gates[i - first, t] = gate[ids[i]] . x[t] for the tokens that want ids[i]."""
+    """gates[i - first, t] = gate[ids[i]] . x[t] for the tokens that ids[i] is active for."""
     distance = rows_ahead(gate)
     lists.counts[:] = 0
-    _list_wanted(token_masks, first, last, lists)
+    _list_active(token_masks, first, last, lists)
     for t in range(gates.shape[1]):
         count, places = lists.counts[t], lists.places[t]
         for k in range(count):
@@ -102,8 +101,8 @@ def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
 def gate_up_products_kernel(gate, ids, token_masks, x, first, last, products, lists):
     """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
 
-    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; where they are listed, only
-    products of tokens that want them.
+    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; listed ones are multiplied
+    only with the tokens of their masks.
     """
     if ids.shape[0]:
         _listed_products(gate, ids, token_masks, x, first, last, products, lists)
@@ -113,33 +112,33 @@ def gate_up_products_kernel(gate, ids, token_masks, x, first, last, products, li
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, token_masks, function, least, first, last, products, fired_ids, fired_masks, gates
-):
-    """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
+    bias, ids, token_masks, function, threshold, first, last, products, fired_ids, fired_masks,
+    gates,
+):  # fmt: skip
+    """Gather those of candidates first..last-1 that fire for some token; returns their number.
 
-    They fire where that passes `least`; below zero all are kept, also those that no token wants.
-    `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32, fired_masks (N,)
-    uint32 and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that
-    it fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
-    nothing.
+    A neuron fires for a token where fn(product + bias) passes `threshold`; below zero all neurons
+    are kept. `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32,
+    fired_masks (N,) uint32 and gates (N, T) receive each fired neuron's row, the bits of its
+    tokens, and fn(product + bias), zero for other tokens. Checks nothing.
     """
     num_fired = 0
     for candidate in range(first, last):
         n = ids[candidate] if ids.shape[0] else candidate
-        wanted = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
+        active = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
         shift = bias[n] if bias.shape[0] else np.float32(0)
         fires = np.uint32(0)
         for t in range(gates.shape[1]):
             bit = np.uint32(1) << np.uint32(t)
             value = np.float32(0)
-            if wanted & bit:
+            if active & bit:
                 value = activate(function, products[candidate - first, t] + shift)
-                if passes(value, least):
+                if passes(value, threshold):
                     fires |= bit
                 else:
                     value = np.float32(0)
             gates[num_fired, t] = value
-        if fires or least < 0:
+        if fires or threshold < 0:
             fired_ids[num_fired] = n
             fired_masks[num_fired] = fires
             num_fired += 1
@@ -171,12 +170,13 @@ def _is_range(ids):
 
 @njit(nogil=True, cache=True)
 def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
-    """`_scale` for the new places of all tokens.
+    """`_scale` of all tokens' new places.
 
-    Neighbours of which most tokens want most, as in dense mode, are multiplied side by side.
+    Where most neurons are active for most tokens, as in dense mode, rows without gaps are
+    multiplied with all tokens at once.
     """
-    num_wanted = lists.counts.sum() - lists.carried.sum()
-    if 2 * num_wanted < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
+    num_active = lists.counts.sum() - lists.carried.sum()
+    if 2 * num_active < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
         for t in range(gates.shape[1]):
             _scale(
                 up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t],
@@ -193,10 +193,10 @@ def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
 
 @njit(nogil=True, cache=True)
 def _add_fours(down, fired_ids, t, places, count, gates, out):
-    """out += gates[i, t] * down[fired_ids[i]] for i in places[:count], as many fours as there are.
+    """out += gates[i, t] * down[fired_ids[i]] for i in places[:count], in whole groups of four.
 
-    `out` is read and written once for four rows; the next four are prefetched in step. The rest of
-    the places move to the front. Returns their number.
+    `out` is read and written once for four rows while the next four are prefetched. Places that are
+    left over move to the front; returns their number.
     """
     k, last = 0, count - 1
     while k + 4 <= count:
@@ -209,28 +209,25 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
             fired_ids[a0], fired_ids[a1], fired_ids[a2], fired_ids[a3],
         )  # fmt: skip
         k += 4
-    for rest in range(count - k):
-        places[rest] = places[k + rest]
+    for i in range(count - k):
+        places[i] = places[k + i]
     return count - k
 
 
 @njit(nogil=True, cache=True)
 def contribution(h, down_norms, n):
-    """What neuron n of a token adds to the output, in length; in `h` alone without norms."""
+    """What neuron n adds to a token's output: h times the norm of its down row, or h without."""
     return h * down_norms[n] if down_norms.shape[0] else h
 
 
 @njit(nogil=True, cache=True)
-def _drop_small(fired_ids, gates, down_norms, least, lists):
-    """Take the new places that contribute no more than `least` from each token's list.
-
-    Their gates become zero.
-    """
+def _drop_small(fired_ids, gates, down_norms, threshold, lists):
+    """Drop new places that contribute no more than `threshold`, and zero their gates."""
     for t in range(gates.shape[1]):
         places, kept = lists.places[t], lists.carried[t]
         for k in range(lists.carried[t], lists.counts[t]):
             i = places[k]
-            if passes(contribution(gates[i, t], down_norms, np.int64(fired_ids[i])), least):
+            if passes(contribution(gates[i, t], down_norms, np.int64(fired_ids[i])), threshold):
                 places[kept] = i
                 kept += 1
             else:
@@ -240,7 +237,7 @@ def _drop_small(fired_ids, gates, down_norms, least, lists):
 
 @njit(nogil=True, cache=True)
 def _keep_firing(fired_ids, fired_masks, num_fired, gates):
-    """Keep those neurons of which a gate is not zero, in their order; returns their number."""
+    """Keep the neurons with a nonzero gate, in order; returns their number."""
     kept = 0
     for i in range(num_fired):
         fires = np.uint32(0)
@@ -255,21 +252,21 @@ def _keep_firing(fired_ids, fired_masks, num_fired, gates):
 
 @njit(nogil=True, cache=True)
 def up_down_of_some(
-    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, least, out,
-    lists,
+    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, threshold,
+    out, lists,
 ):  # fmt: skip
     """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
-    drops = least >= 0 and up.shape[0] > 0
+    drops = threshold >= 0 and up.shape[0] > 0
     size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
         last = min(first + size, num_fired)
         lists.carried[:] = lists.counts
-        _list_wanted(fired_masks, first, last, lists)
+        _list_active(fired_masks, first, last, lists)
         if up.shape[0]:
             _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists)
             if drops:
-                _drop_small(fired_ids, gates, down_norms, least, lists)
+                _drop_small(fired_ids, gates, down_norms, threshold, lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
                 down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]

@@ -1,7 +1,7 @@
 """The feed-forward network, neuron by neuron: a neuron whose gate does not fire costs its gate row.
 
-Where neurons have norms (`down_norms`), one whose product is too small costs its up row too, and no
-down row: `numba_kernels.decode.activations.Thresholds`.
+With `down_norms` a neuron whose contribution is too small costs its up row too, but no down row:
+`numba_kernels.decode.activations.Thresholds`.
 
 Three-matrix FFN (ReGLU, SwiGLU):  y = sum over n of fn(gate[n] . x) * (up[n] . x) * down[n]
 dReLU:                             y = sum over n of relu(gate[n] . x) * relu(up[n] . x) * down[n]
@@ -33,8 +33,8 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
     """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; those
-    before `end` may be prefetched. `x` is what `prepared` gave for the token. Checks nothing.
-    All in one loop without calls that take arrays: those cost as much as reading a short row.
+    before `end` may be prefetched. `x` is one token's `quantize_activations`. Checks nothing. One
+    loop without calls that take arrays: such a call costs as much as reading a short row.
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)
     for candidate in range(first, last):
@@ -52,18 +52,18 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
 
 
 @njit(nogil=True, cache=True)
-def keep_fired_kernel(ids, token_masks, least, first, last, values, fired_ids, fired_masks, h):
+def keep_fired_kernel(ids, token_masks, threshold, first, last, values, fired_ids, fired_masks, h):
     """Gather those of `gate_values_kernel`'s candidates that fired; returns their number.
 
-    Silent are those whose value does not pass `least`, and has been set to zero where
-    `token_masks` says so. h (N,) receives the values of those that fired. Checks nothing.
+    A candidate fires where its value passes `threshold`; the value is zero where token_masks lacks
+    bit 0. h (N,) receives the values of those that fired. Checks nothing.
     """
     num_fired, listed = 0, ids.shape[0] > 0
     for candidate in range(first, last):
         value = values[candidate - first]
         if token_masks.shape[0] and not token_masks[candidate] & np.uint32(1):
             value = np.float32(0)
-        if passes(value, least):
+        if passes(value, threshold):
             fired_ids[num_fired] = ids[candidate] if listed else candidate
             fired_masks[num_fired] = np.uint32(1)
             h[num_fired] = value
@@ -80,9 +80,9 @@ def by_neuron(gates, num_tokens):
 
 @njit(nogil=True, cache=True)
 def scale_by_up(up, bias, fired_ids, num_fired, x, function, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of it.
+    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of that factor.
 
-    Rows without a gap between them are one stream: see `dot_row`.
+    Rows without gaps are read as one stream: see `dot_row`.
     """
     distance = rows_ahead(up)
     has_gaps = num_fired > 0 and fired_ids[num_fired - 1] - fired_ids[0] != num_fired - 1
@@ -100,11 +100,11 @@ def scale_by_up(up, bias, fired_ids, num_fired, x, function, h):
 
 
 @njit(nogil=True, cache=True)
-def drop_small(fired_ids, num_fired, h, down_norms, least):
-    """Keep those neurons that contribute more than `least`, in their order; their number."""
+def drop_small(fired_ids, num_fired, h, down_norms, threshold):
+    """Keep the neurons that contribute more than `threshold`, in order; returns their number."""
     kept = 0
     for i in range(num_fired):
-        if passes(contribution(h[i], down_norms, np.int64(fired_ids[i])), least):
+        if passes(contribution(h[i], down_norms, np.int64(fired_ids[i])), threshold):
             fired_ids[kept], h[kept] = fired_ids[i], h[i]
             kept += 1
     return kept
@@ -114,7 +114,7 @@ def drop_small(fired_ids, num_fired, h, down_norms, least):
 def _add_one(down, ids, num_fired, h, out):
     """out += h[i] * down[ids[i]] for all i; `out` is read and written once for four rows.
 
-    The four rows that come next are prefetched in step, those after them by their first lines.
+    The next four rows are prefetched meanwhile, and the first lines of the four after them.
     """
     i, last = 0, num_fired - 1
     while i + 4 <= num_fired:
@@ -133,27 +133,25 @@ def _add_one(down, ids, num_fired, h, out):
 
 @njit(nogil=True, cache=True)
 def up_down_kernel(
-    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, least, out,
-    lists,
+    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, threshold,
+    out, lists,
 ):  # fmt: skip
     """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
 
-    Returns how many fired: where `least` is not below zero, neurons whose product, times
-    down_norms[n] if there are any, does not pass it leave `fired_ids` and `fired_masks` and cost no
-    down row.
-
-    Where `up` has no rows, that factor is one. `gates` has T numbers a neuron, fn(gate . x + bias),
-    zero for tokens that it does not fire for, and is overwritten. `out` (T, d) is in the order of
-    `axpy4`, each token's neurons are added one after the other.
+    Returns how many fired. Without rows in `up` that factor is one. `gates` has fn(gate . x + bias)
+    of T tokens a neuron, zero where it does not fire, and is overwritten. Unless `threshold` is
+    below zero, neurons whose contribution does not pass it are removed from `fired_ids` and
+    `fired_masks` and cost no down row. `out` (T, d) is in the order of `axpy4`; each token's
+    neurons are added in order.
     """
     if out.shape[0] == 1:
         if up.shape[0]:
             scale_by_up(up, bias, fired_ids, num_fired, x, function, gates)
-            if least >= 0:
-                num_fired = drop_small(fired_ids, num_fired, gates, down_norms, least)
+            if threshold >= 0:
+                num_fired = drop_small(fired_ids, num_fired, gates, down_norms, threshold)
         _add_one(down, fired_ids, num_fired, gates, out[0])
         return num_fired
     return up_down_of_some(
         up, bias, down, down_norms, fired_ids, fired_masks, num_fired,
-        by_neuron(gates, out.shape[0]), x, function, least, out, lists,
+        by_neuron(gates, out.shape[0]), x, function, threshold, out, lists,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether numbers are finite: by their bits, which a CPU compares fastest."""
+"""Checks for NaN and infinity by bits, the fastest way on a CPU."""
 
 import numpy as np
 
@@ -29,5 +29,5 @@ def finite_rows(rows, num_rows):
 
 @njit(nogil=True, cache=True)
 def finite_pair(first, second, num_rows):
-    """`finite_rows` of both; one call, because calls cost more than small rows."""
+    """`finite_rows` of two arrays in one call: calls cost more than small rows."""
     return finite_rows(first, num_rows) and finite_rows(second, num_rows)

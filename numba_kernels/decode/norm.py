@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 
-from hotcold.numba_kernels.checks import float_array, optional_floats
 from hotcold.numba_kernels.compiler import njit
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
@@ -18,7 +17,10 @@ def norm_kind(name: str) -> int:
 
 @njit(nogil=True, cache=True, fastmath=_REORDER)
 def rms_norm_kernel(x, weight, epsilon, out):
-    """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing."""
+    """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing.
+
+    Source:  Zhang and Sennrich, arXiv 1910.07467
+    """
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += x[i] * x[i]
@@ -29,7 +31,10 @@ def rms_norm_kernel(x, weight, epsilon, out):
 
 @njit(nogil=True, cache=True, fastmath=_REORDER)
 def layer_norm_kernel(x, weight, bias, epsilon, out):
-    """out = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias; checks nothing."""
+    """out = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias; checks nothing.
+
+    Source:  Ba, Kiros and Hinton, arXiv 1607.06450
+    """
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += x[i]
@@ -62,35 +67,3 @@ def add_normed_kernel(kind, x, weight, bias, epsilon, normed, total):
     norm_kernel(kind, x, weight, bias, epsilon, normed)
     for i in range(x.shape[0]):
         total[i] += normed[i]
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    """Root-mean-square norm of a vector.
-
-    out[i] = x[i] / sqrt(mean(x^2) + epsilon) * weight[i]
-    Shapes:  x, weight, out (d,)   Dtypes: float32
-    Errors:  ValueError on any mismatch
-    Source:  Zhang and Sennrich, arXiv 1910.07467
-    """
-    x = float_array("x", x, (x.size,))
-    weight = float_array("weight", weight, x.shape)
-    out = np.empty_like(x)
-    rms_norm_kernel(x, weight, np.float32(epsilon), out)
-    return out
-
-
-def layer_norm(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
-) -> np.ndarray:
-    """Layer norm of a vector.
-
-    out[i] = (x[i] - mean(x)) / sqrt(var(x) + epsilon) * weight[i] + bias[i]
-    Shapes:  x, weight, bias, out (d,)   Dtypes: float32
-    Errors:  ValueError on any mismatch
-    Source:  Ba, Kiros and Hinton, arXiv 1607.06450
-    """
-    x = float_array("x", x, (x.size,))
-    weight = float_array("weight", weight, x.shape)
-    out = np.empty_like(x)
-    layer_norm_kernel(x, weight, optional_floats("bias", bias, x.size), np.float32(epsilon), out)
-    return out

@@ -1,13 +1,14 @@
-"""Which neurons will fire: scores of a layer's neurons, and the list of those above zero.
+"""Predicting which neurons fire: scores of a layer's neurons, and the list of those above zero.
 
-Sign predictor: the pre-activation gate[n] . x is estimated from both in a few bits. Odd numbers
-w = sum over p < P of 2**p * (2 w_bit[p] - 1) and q = sum over k < 3 of 2**k * (2 q_bit[k] - 1) have
+Sign predictor: the pre-activation gate[n] . x is estimated from weights and input of a few bits.
+Odd numbers w = sum over p < P of 2**p * (2 w_bit[p] - 1) and
+q = sum over k < 3 of 2**k * (2 q_bit[k] - 1) have
 
     sum over i of w[i] * q[i]
         = (2**P - 1) * 7 * d - 2 * sum over p, k of 2**(p + k) * popcount(w_bits[p] ^ q_bits[k])
 
-P is 1, the signs alone, or 2, the signs and which of two sizes. Low-rank predictor: two bias-free
-linear layers with ReLU between, as PowerInfer's.
+P is 1, signs alone, or 2, signs and one of two magnitudes. Low-rank predictor: two bias-free linear
+layers with ReLU between, as in PowerInfer.
 """
 
 import math
@@ -32,7 +33,7 @@ _NO_BIAS = np.empty(0, np.float32)
 
 @njit(nogil=True, cache=True)
 def pack_planes_kernel(x, center, scale, planes):
-    """Bit planes of (x - center) * scale; returns what one unit of q stands for; checks nothing.
+    """Bit planes of (x - center) * scale; returns the unit of q; checks nothing.
 
     q[i] is the odd number in -7..7 nearest to the value in units that put 7 at `_LEVELS_SPAN` root
     mean squares.
@@ -98,26 +99,26 @@ def lowrank_scores_kernel(up, hidden, thresholds, out, first, last):
     part, columns = out[first:last], up[:, first:last]
     for n in range(part.shape[0]):
         part[n] = -thresholds[first + n]
-    waiting = np.empty(4, np.int64)
+    active = np.empty(4, np.int64)
     count = 0
     for j in range(hidden.shape[0]):
         if hidden[j] != 0:
-            waiting[count] = j
+            active[count] = j
             count += 1
         if count == 4:
-            a, b, c, d = waiting[0], waiting[1], waiting[2], waiting[3]
+            a, b, c, d = active[0], active[1], active[2], active[3]
             axpy4(part, columns, a, b, c, d, hidden[a], hidden[b], hidden[c], hidden[d])
             count = 0
     for i in range(count):
-        add_scaled1(part, columns, waiting[i], hidden[waiting[i]])
+        add_scaled1(part, columns, active[i], hidden[active[i]])
 
 
 @njit(nogil=True, cache=True)
 def select_kernel(scores, begin, end, ids, token_masks):
     """List n - begin for n in begin..end-1 where scores[t, n] > 0 for some t; checks nothing.
 
-    A NaN score counts as above zero: the neuron is computed, and what made it NaN comes to light.
-    Bit t of token_masks[i] says that ids[i] is wanted for token t. Returns how many there are.
+    A NaN score counts as above zero: the neuron is computed, and the NaN reaches the output.
+    Bit t of token_masks[i] is set where scores[t, n] > 0. Returns the number of ids.
     Shapes:  scores (T, N) float32, T <= 32; ids (>= end - begin,) int32,
              token_masks too, uint32
     """
@@ -128,13 +129,13 @@ def select_kernel(scores, begin, end, ids, token_masks):
             count += not scores[0, n] <= 0
         return count
     for n in range(begin, end):
-        wanted = np.uint32(0)
+        mask = np.uint32(0)
         for t in range(scores.shape[0]):
             if not scores[t, n] <= 0:
-                wanted |= np.uint32(1) << np.uint32(t)
-        if wanted:
+                mask |= np.uint32(1) << np.uint32(t)
+        if mask:
             ids[count] = n - begin
-            token_masks[count] = wanted
+            token_masks[count] = mask
             count += 1
     return count
 
@@ -142,9 +143,9 @@ def select_kernel(scores, begin, end, ids, token_masks):
 def pack_weights(weights: np.ndarray, num_weight_planes: int) -> np.ndarray:
     """Weight rows in one or two bits an item, as bit planes.
 
-    One: w = 1 where the weight is above zero, else -1. Two: w is -3, -1, 1 or 3, three for those
-    that are larger than about the row's root mean square, where rounding a normal distribution to
-    four levels loses least (Max, Quantizing for minimum distortion, 1960).
+    One: w = 1 where the weight is above zero, else -1. Two: w is -3, -1, 1 or 3, three where the
+    weight exceeds about the row's root mean square: the optimal four-level quantizer of a normal
+    distribution (Max, Quantizing for minimum distortion, 1960).
     Shapes:  weights (N, d) float32, result (N, num_weight_planes * ceil(d / 64)) uint64: plane by
              plane, item i is bit i % 64 of word i // 64
     """

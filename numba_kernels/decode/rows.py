@@ -1,4 +1,4 @@
-"""Rows times vectors: the matrix products of decoding, limited by how fast weights are read."""
+"""Rows times vectors, the GEMV of decoding, limited by memory bandwidth."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
@@ -38,26 +38,26 @@ from hotcold.numba_kernels.ir.tile_ir import (
 )
 from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
 
-_PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
+_PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
 _IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
-_BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
+_BYTES_AHEAD = 4096  # of listed rows: what a core reads during one memory latency
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
 
 
 @njit(nogil=True, cache=True)
 def rows_ahead(weights):
-    """How many rows lie between one that is read and one that is prefetched meanwhile."""
+    """Prefetch distance in rows."""
     return max(1, _BYTES_AHEAD // max(1, weights.shape[1] * weights.itemsize))
 
 
 @njit(nogil=True, cache=True)
 def _token_by_token(weights, x, out, first, last, column):
-    """out[t, column + n] = weights[n] . x[t] for n in first..last-1, one token after the other.
+    """out[t, column + n] = weights[n] . x[t] for n in first..last-1, token by token.
 
-    Two at a time where quantized rows have no tiles: a row is then unpacked for both.
-    The first ones read the rows in one stream, the others find them in the cache.
+    Two tokens at a time where quantized rows have no tiles: a row is unpacked once for both. The
+    first tokens stream the rows from memory, the others find them in the cache.
     """
     t = 0
     while _IN_TWOS and t + 2 <= out.shape[0]:
@@ -72,10 +72,7 @@ def _token_by_token(weights, x, out, first, last, column):
 
 
 def _row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
-    """`_token_by_token` for float rows, each of which is read once for all tokens.
-
-    For compiled code alone; see the overload below.
-    """
+    """`_token_by_token` for float rows, each read once for all tokens; for compiled code."""
     raise NotImplementedError("_row_by_row() is for compiled code")
 
 
@@ -106,11 +103,10 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
 
 
 def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
-    """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; no checks.
+    """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; for compiled code.
 
-    `count` rows are whole blocks of tiles. The first tokens read them, or they are read through;
-    then they are in the cache. There are `fewest_tokens` or more. For compiled code alone; see the
-    overload below.
+    `count` rows are whole blocks of tiles, tokens at least `fewest_tokens`. The first tokens bring
+    the rows into the cache, or a read without products does. No checks.
     """
     raise NotImplementedError("_tiles() is for compiled code")
 
@@ -130,9 +126,9 @@ def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-d
 
 
 def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
-    """`_tiles` of a format; with `reads_first` rows are read through if tiles then come out even.
+    """`_tiles` of a format; with `reads_first` rows are read first if tiles then come out even.
 
-    Rows of bytes, and those slow to unpack, are read a little faster alone than multiplied.
+    Rows of bytes, and those slow to unpack, are read slightly faster without products.
     """
 
     def tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
@@ -157,9 +153,9 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
 
 
 def _first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    """`_tiles` of a block for the tokens that read it from memory; returns how many.
+    """`_tiles` of a block for the first tokens, which read it from memory; returns their number.
 
-    Where it is only read through that is none. For compiled code alone; see the overload below.
+    0 where the block is read without products. For compiled code.
     """
     raise NotImplementedError("_first_tokens() is for compiled code")
 
@@ -237,9 +233,9 @@ def _float_pairs(weights, row, count, x, out, column):  # type: ignore[no-untype
 
 @njit(nogil=True, cache=True)
 def rows_at_once(weights):
-    """Rows that several tokens are multiplied with before others are read: whole blocks of tiles.
+    """Rows of a panel, which all tokens use before the next is read: whole blocks of tiles.
 
-    More of them where rows are short, for each block begins a stream anew.
+    More where rows are short, since each panel starts a new stream.
     """
     rows, _, tiles = tile_shape(weights)
     most = min(_MAX_ROWS, _PANEL_BYTES // max(1, weights.shape[1] * weights.itemsize))
@@ -250,10 +246,10 @@ def rows_at_once(weights):
 def block_products(weights, x, out, first, last, column):
     """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
 
-    `x` is what `prepared` gave for the T tokens of `out`. One token's rows are read one after the
-    other, as fast as memory gives. Several tokens go through blocks of rows, in tiles where those
-    are faster, else one after the other; but where the tokens' vectors fit the first-level cache,
-    float rows are read once for all of them. docs/lab_log.md has the figures.
+    `x` is `quantize_activations` of the T tokens of `out`. One token streams the rows at memory
+    bandwidth. Several tokens share panels of rows, in tiles where those are faster, else token by
+    token; float rows are read once for all tokens whose vectors fit the L1 cache. docs/lab_log.md
+    has the figures.
     """
     row, column, num_tokens = first, column - first, out.shape[0]
     size, fewest = rows_at_once(weights), fewest_tokens(weights)
@@ -279,7 +275,7 @@ def block_products(weights, x, out, first, last, column):
 def rows_kernel(weights, bias, x, out, first, last):
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
-    `x` is what `prepared` gave for as many tokens as `out` (T, N) has.
+    `x` is `quantize_activations` of the T tokens of `out` (T, N).
     """
     block_products(weights, x, out, first, last, first)
     if bias.shape[0]:
@@ -298,12 +294,11 @@ def split_range(length, part, num_parts, unit):
 
 
 def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    """target[first:last] += what `axpy4` summed of `weights` into `source`, in its order.
+    """target[first:last] += what `axpy4` summed of `weights` into `source`; for compiled code.
 
-    Float formats keep the weights' order; quantized ones sum in lane order (item i of group g of a
-    chunk at 16 * i + g of it; in the last chunk, where vectors hold several steps, by those), and
-    `first` and `last` are then multiples of 512 or the end. For compiled code alone; see the
-    overload below.
+    `source` has the weights' order for float formats. For quantized ones it has lane order: item i
+    of group g of a chunk at 16 * i + g, and in the last chunk, where vectors hold several steps, by
+    those. `first` and `last` are then multiples of 512 or the end.
     """
     raise NotImplementedError("add_in_order() is for compiled code")
 
@@ -338,12 +333,12 @@ def _add_in_order(weights, source, target, first, last):  # type: ignore[no-unty
 
 
 @njit(nogil=True, cache=True)
-def _rows_times_vectors(weights, bias, x, scratch, out):
-    rows_kernel(weights, bias, prepared(weights, x, scratch, 0), out, 0, out.shape[1])
+def _gemv(weights, bias, x, scratch, out):
+    rows_kernel(weights, bias, quantize_activations(weights, x, scratch, 0), out, 0, out.shape[1])
 
 
 def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Products of weight rows with several vectors.
+    """Matrix times vectors.
 
     out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
     For quantized weights x is quantized too, in groups of 32: x = scale * value, value int8.
@@ -359,6 +354,6 @@ def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> 
     biases = optional_floats("bias", bias, weights.shape[0])
     out = np.empty((x.shape[0], weights.shape[0]), np.float32)
     if x.shape[0]:  # kernels take at least one token
-        room = empty_vectors(1, *(x.shape if is_quantized(weights.dtype) else (0, 0)))
-        _rows_times_vectors(weights, biases, x, room, out)
+        scratch = empty_vectors(1, *(x.shape if is_quantized(weights.dtype) else (0, 0)))
+        _gemv(weights, biases, x, scratch, out)
     return out

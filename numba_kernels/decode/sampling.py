@@ -50,7 +50,7 @@ def largest(logits, count):
 
 @njit(nogil=True, cache=True)
 def _choose(logits, ids, temperature, top_p, min_p, total, uniform):
-    """The chosen id among sorted candidates, or -1 if they hold less than top_p of `total`."""
+    """The id drawn from sorted candidates, or -1 if they hold less than top_p of `total`."""
     top = logits[ids[0]]
     kept, mass = 0, 0.0
     for i in range(ids.shape[0]):
@@ -137,7 +137,7 @@ def sample(
     require(0 <= top_p <= 1, "top_p must lie in [0, 1]")
     require(0 <= min_p <= 1, "min_p must lie in [0, 1]")
     require(0 <= uniform < 1, "uniform must lie in [0, 1)")
-    shares = (float(top_p), float(min_p), float(uniform))  # an int would compile it again
+    shares = (float(top_p), float(min_p), float(uniform))  # an int would compile it anew
     chosen = int(sample_kernel(logits, float(temperature), top_k, *shares))
     require(chosen >= 0, "the logits hold a NaN")
     return chosen

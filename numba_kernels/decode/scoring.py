@@ -1,7 +1,6 @@
-"""How likely a model finds a token, and how far its distribution is from the dense model's.
+"""Negative log-likelihood of tokens, and KL divergence from the dense model.
 
-All sums are float64 over float32 logits: two ways to compute one model may differ by no more than
-float32's rounding.
+Sums are float64 over float32 logits, so that they add nothing to the logits' own rounding.
 """
 
 import math
@@ -47,7 +46,7 @@ def nll_kernel(logits, target):
 
 @njit(nogil=True, cache=True)
 def compare_kernel(dense_logits, logits, target):
-    """See `compare_logits`; NaN as in `log_sum_exp_kernel`. Checks nothing."""
+    """`compare_logits` without checks; NaN as in `log_sum_exp_kernel`."""
     dense_best, dense_sum = log_sum_exp_kernel(dense_logits)
     best, log_sum = log_sum_exp_kernel(logits)
     kld = 0.0

@@ -1,7 +1,7 @@
 """What products are made of, whatever the format: rows of weights, and vectors.
 
 A row is a `Row` of quantized weights or, of float weights, an address; a vector a `Vector` or an
-address, as `numba_kernels.decode.vectors.prepared` gave it.
+address, as `numba_kernels.decode.vectors.quantize_activations` gave it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ multiply as integers. Nothing here checks its arguments. Rows must be contiguous
 (stride) is free, so a row of a [N, 3, d] bundle array works as well as a row of a matrix.
 
 A product of one row and one vector is added up in the same order by all of these, so its bits do
-not depend on what is computed beside it. `x` is what `numba_kernels.decode.vectors.prepared` gave.
+not depend on what is computed beside it. `x` is the result of
+`numba_kernels.decode.vectors.quantize_activations`.
 """
 
 from collections.abc import Callable

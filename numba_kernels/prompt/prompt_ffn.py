@@ -67,7 +67,7 @@ def _bring_share(matrix, block, first_part, last_part, turn, num_turns):
 def prompt_up_kernel(up, bias, x, first, last, fired):
     """values *= up[n] . x[t] + bias[n] for listed neurons of blocks first..last-1; no checks.
 
-    `x` is what `prepared` gave, bias (N,) or (0,)
+    `x` is what `quantize_activations` gave, bias (N,) or (0,)
     """
     parts = up.shape[1] * up.itemsize // 1024 + 1
     for block in range(first, last):

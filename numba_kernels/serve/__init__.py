@@ -1,1 +1,1 @@
-"""The loops of a service's threads: doorbells, requests, work shared while it is done."""
+"""Loops of the driver's and the services' threads: doorbells, requests, work stealing."""

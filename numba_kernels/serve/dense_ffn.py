@@ -1,10 +1,9 @@
-"""A layer's feed-forward network with every gate and whole down rows, by a service's threads.
+"""A layer's dense feed-forward network: all gates, and a down projection with a row per output.
 
-Where no neuron is chosen beforehand, the down projection may lie as files have it: a row for each
-output, in their own format, where neurons of their own (`numba_kernels.serve.layer_ffn`) would have
-to be quantized again. Each matrix is one stream that threads share by work stealing; a row's
-product is the same whichever thread computes it. Thresholds leave out up rows, and make zeros of
-neurons that add too little; down rows are read whole.
+Without a predictor the down projection can stay as files have it, in their format; a row per neuron
+(`numba_kernels.serve.layer_ffn`) would have to be quantized again. Threads share each matrix by
+work stealing; a dot product does not depend on the thread that computes it. Thresholds skip up rows
+and zero neurons that add too little; down rows are read whole.
 """
 
 from typing import NamedTuple
@@ -22,7 +21,11 @@ from hotcold.numba_kernels.decode.ffn import (
     scale_by_up,
 )
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    empty_vectors,
+    quantize_activations,
+)
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, part_of
@@ -53,16 +56,15 @@ from hotcold.numba_kernels.serve.work_stealing import (
 
 _GATE, _UP, _DOWN, _DOWN_SECOND = range(4)
 _NUM_COUNTERS = 4
-_GROUP = 16  # neurons, whose values one thread writes
+_GROUP = 16  # neurons of a cache line of values
 
 
 class DenseFfnArrays(NamedTuple):
-    """A run of neurons, the same of every layer: layer l has rows offsets[l]:offsets[l + 1].
+    """A shard with N neurons of each layer: layer l has rows offsets[l]:offsets[l + 1].
 
     offsets (L + 1,) int64; gate, up (L * N, d) weights, up (0, d) in a two-matrix FFN; down: d rows
     a layer, of N weights each; gate_bias, up_bias (L * N,) or (0,), down_bias (L, d) or (L, 0)
-    float32; down_norms (L * N,) or (0,) float32: lengths of what neurons weigh in down, for
-    thresholds of products
+    float32; down_norms (L * N,) or (0,) float32: norms of down's columns, for product thresholds
     """
 
     offsets: np.ndarray
@@ -76,12 +78,12 @@ class DenseFfnArrays(NamedTuple):
 
 
 class DenseFfnScratch(NamedTuple):
-    """Work space: gates, ups (T * N,) float32, the inputs of products quantized, for quantized
-    weights, and counters of the blocks taken. T is the most tokens of one request.
+    """Work space for requests of up to T tokens.
 
-    Of one token, fired_ids (N,) int32, fired_masks the same uint32, fired (N,) float32: who passes
-    thresholds in each thread's range. counts, up_counts (threads,) int64: how many neurons
-    contribute, and of how many the up row was read.
+    gates, ups (T * N,) float32; inputs: quantized activations; counters of blocks taken
+    Of one token: fired_ids (N,) int32, fired_masks (N,) uint32, fired (N,) float32, in each
+    thread's range: neurons that pass thresholds, and their values
+    counts, up_counts (threads,) int64: neurons that contribute, and those whose up row was read
     """
 
     gates: np.ndarray
@@ -124,28 +126,28 @@ def _by_token(values, num_tokens, num_neurons):
 def _activate(first, last, function, has_up, thresholds, down_norms, gates, ups):
     """gates[t, n] = fn(gates[t, n]) * ups[t, n] for neurons first..last-1, 0 below a threshold.
 
-    Returns how many neurons contribute to some token, and of how many one wants the up row.
+    Returns how many neurons contribute to some token, and how many need their up row.
     """
     num_fired = num_up = 0
     for n in range(first, last):
-        fires = wants_up = False
+        fires = needs_up = False
         for t in range(gates.shape[0]):
             value = activate(function, gates[t, n])
             is_kept = passes(value, thresholds.gate)
-            wants_up |= is_kept
+            needs_up |= is_kept
             if is_kept and has_up:
                 value *= activate_up(function, ups[t, n])
                 is_kept = passes(contribution(value, down_norms, n), thresholds.product)
             fires |= is_kept
             gates[t, n] = value if is_kept else np.float32(0)
         num_fired += fires
-        num_up += wants_up
+        num_up += needs_up
     return num_fired, num_up
 
 
 @njit(nogil=True, cache=True)
 def _activate_some(first, last, function, thresholds, up, up_bias, down_norms, x, gates, scratch):
-    """`_activate` for one token that reads those up rows alone whose gates pass."""
+    """`_activate` of one token that reads only the up rows whose gates pass."""
     ids, fired = scratch.fired_ids[first:last], scratch.fired[first:last]
     for n in range(first, last):
         gates[n] = activate(function, gates[n])
@@ -167,18 +169,18 @@ def _activate_some(first, last, function, thresholds, up, up_bias, down_norms, x
 def dense_layer_ffn(
     thread, num_threads, cells, service, layer, thresholds, x, arrays, scratch, function, out
 ):  # fmt: skip
-    """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
+    """out = the layer's FFN of x (T, d): this thread's part; checks nothing.
 
-    All of a service's threads call it; they meet when products with gates and ups are there, and
-    again when neurons' values are. `out` is complete when all have returned; until then none may
-    begin another request, and before that scratch.counters have to be zero again.
+    All of a service's threads call it. They wait for each other after the gates and ups, and after
+    the neurons' values. `out` is complete when all have returned; until then none may start another
+    request, and scratch.counters have to be zero at its start.
     """
     begin, end = arrays.offsets[layer], arrays.offsets[layer + 1]
     gate, has_up, none = arrays.gate[begin:end], arrays.up.shape[0] > 0, x[:0]
     up = arrays.up[begin:end] if has_up else arrays.up
     gates = _by_token(scratch.gates, x.shape[0], end - begin)
     ups = _by_token(scratch.ups, x.shape[0], end - begin)
-    vectors = prepared(gate, x, scratch.inputs, thread)
+    vectors = quantize_activations(gate, x, scratch.inputs, thread)
     up_bias = part_of(arrays.up_bias, begin, end)
     down_norms = part_of(arrays.down_norms, begin, end)
     work_stealing_rows(
@@ -208,8 +210,10 @@ def dense_layer_ffn(
 
 @njit(nogil=True, cache=True)
 def _count(service, layer, first, buckets, gates, is_all, buffers):
-    """Count in the arena which neurons of the layer contribute to some token: where gates are not
-    zero, or all of them. Every gate has been computed."""
+    """Count in the arena the neurons that contribute to some token, and the gates computed: all.
+
+    A neuron contributes where its value in `gates` is not zero, or always (`is_all`).
+    """
     counts, bucket_of = buffers.neuron_counts[service, layer], buckets.bucket[first:]
     for bucket in range(counts.shape[0]):
         every = buckets.sizes[layer, bucket]
@@ -231,9 +235,9 @@ def _count(service, layer, first, buckets, gates, is_all, buffers):
 def serve_dense_ffn(
     thread, num_threads, service, seen, buffers, arrays, scratch, buckets, function
 ):
-    """`numba_kernels.serve.serve_ffn.serve_ffn` of whole down rows.
+    """`numba_kernels.serve.serve_ffn.serve_ffn` of a dense shard.
 
-    Requests that list neurons are Python's, which refuses them.
+    It also returns for requests that list neurons, which Python refuses.
     """
     request, reply = buffers.requests[service], buffers.replies[service]
     while True:

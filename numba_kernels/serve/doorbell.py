@@ -1,10 +1,10 @@
-"""Doorbells: 32-bit words in shared memory, waited on by looks, looks that yield, then a futex.
+"""Doorbells: 32-bit words in shared memory; waiters spin, then yield the core, then use a futex.
 
-A cell is one cache line of an int32 array; its first word is the doorbell. Looks that yield are
-left out for a while where another program took the core: a ring does not bring the core back, as
-it does for a thread that the futex wakes, and steps took fifty times as long. All functions are
-compiled without the GIL, so a waiting thread stops no other thread of its process. Words of one
-process or of several that map the same pages work alike (the futexes are not private).
+A cell is one cache line of an int32 array; its first word is the doorbell. The yielding polls are
+skipped for a while after another program took the core: unlike a futex wake, a ring does not get
+the core back, which made steps fifty times as long. All functions run without the GIL, so a waiting
+thread stops no other thread of its process. The futexes are not private: words may be shared by
+processes.
 
 Source: futex(2); "Futexes Are Tricky", U. Drepper, 2011.
 """
@@ -20,24 +20,25 @@ from numba.extending import intrinsic
 from hotcold.numba_kernels.compiler import njit
 
 INTS_A_CELL = 16
-WAITED_US = 1  # word of a barrier's count cell
-RUNG_US, CROWDED_US = 2, 3  # of a cell: when it was last rung, and heard too late
-SLEEPERS = 4  # of a cell: how many sleep there, or one more for each that was killed asleep
-CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
+# Words of a cell.
+WAITED_US = 1  # of a barrier's count cell: time that threads waited
+RUNG_US, CROWDED_US = 2, 3  # when it was last rung, and when a waiter last noticed too late
+SLEEPERS = 4  # threads asleep on the futex, and those that were killed asleep
+CLOCK_US = 0x7FFFFFFF  # mask of clocks in one word, which wrap around after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_ALL = np.int64(2**31 - 1)  # who wait
+_ALL = np.int64(2**31 - 1)  # waiters
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
-_YIELDS = 100  # looks that give the core away in between; some 30 µs, then the futex
-_LATE_US = 500  # more than a quiet machine's scheduler errs, less than a program runs at a time
-_CROWDED_US = 250_000  # for so long a core is not given away, then tried once more
+_YIELDS = 100  # polls that yield the core, about 30 µs, before the futex
+_LATE_US = 500  # longer than an idle machine's scheduling delay, shorter than a time slice
+_CROWDED_US = 250_000  # for this long yielding polls are skipped
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
-_i8p = ir.IntType(8).as_pointer()
+_byte_pointer = ir.IntType(8).as_pointer()
 
 
 def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     struct = context.make_array(array_type)(context, builder, value=array)
-    base = builder.bitcast(struct.data, _i8p)
+    base = builder.bitcast(struct.data, _byte_pointer)
     return builder.bitcast(
         builder.gep(base, [builder.mul(index, _i64(4))], source_etype=ir.IntType(8)),
         _i32.as_pointer(),
@@ -46,10 +47,9 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 @intrinsic
 def atomic_load(typingctx, cells, index):
-    """cells[index], seen with all that was written before it was stored.
+    """cells[index], sequentially consistent.
 
-    In one order with all other atomic loads, stores and additions (sequentially consistent): who
-    stores one word and then loads another relies on it.
+    Acquire alone would not do: some code stores one word and then loads another.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -61,7 +61,7 @@ def atomic_load(typingctx, cells, index):
 
 @intrinsic
 def atomic_store(typingctx, cells, index, value):
-    """cells[index] = value, after all that was written before."""
+    """cells[index] = value, sequentially consistent."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[2], _word(context, builder, cells, *args[:2]), "seq_cst", 4)
@@ -72,7 +72,7 @@ def atomic_store(typingctx, cells, index, value):
 
 @intrinsic
 def atomic_add(typingctx, cells, index, value):
-    """cells[index] += value atomically; returns the value before."""
+    """cells[index] += value; returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _word(context, builder, cells, *args[:2])
@@ -83,7 +83,7 @@ def atomic_add(typingctx, cells, index, value):
 
 @intrinsic
 def atomic_replace(typingctx, cells, index, expected, value):
-    """cells[index] = value if it is `expected`; whether it was."""
+    """Compare and swap: cells[index] = value if it is `expected`; whether it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _word(context, builder, cells, *args[:2])
@@ -148,7 +148,7 @@ def _pause(typingctx):
 
 
 @intrinsic
-def _give_way(typingctx):
+def _yield_core(typingctx):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_i32, [])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
@@ -159,7 +159,7 @@ def _give_way(typingctx):
 
 @intrinsic
 def now_ns(typingctx):
-    """CLOCK_MONOTONIC in nanoseconds: the same clock in every process of the host."""
+    """CLOCK_MONOTONIC in nanoseconds, the same in every process of the host."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base = _timespec(builder, _i64(0))
@@ -175,24 +175,22 @@ def now_ns(typingctx):
 
 @njit(nogil=True, cache=True)
 def wake(cells, cell):
-    """Wake everyone who sleeps at the cell's doorbell, which was changed by an atomic operation."""
-    index = cell * INTS_A_CELL
-    # Who is not counted yet will see the change, and not fall asleep: both words are in one order.
-    if atomic_load(cells, index + SLEEPERS):
-        _futex_wake(cells, index, _ALL)
+    """Wake all threads asleep on the cell's doorbell, which an atomic operation has changed."""
+    wake_some(cells, cell, _ALL)
 
 
 @njit(nogil=True, cache=True)
 def wake_some(cells, cell, count):
-    """`wake` for at most `count` of them."""
+    """`wake` of at most `count` threads."""
     index = cell * INTS_A_CELL
+    # A thread that is not counted yet will see the change and not sleep: both are seq_cst.
     if atomic_load(cells, index + SLEEPERS):
         _futex_wake(cells, index, np.int64(count))
 
 
 @njit(nogil=True, cache=True)
 def ring(cells, cell, value):
-    """Store `value` in the cell's doorbell and wake everyone who waits on it."""
+    """Store `value` in the cell's doorbell and wake its waiters."""
     index = cell * INTS_A_CELL
     cells[index + RUNG_US] = _clock_us(now_ns())
     atomic_store(cells, index, value)
@@ -206,13 +204,13 @@ def _clock_us(time_ns):
 
 @njit(nogil=True, cache=True)
 def _is_within(cells, index, microseconds, now_us):
-    """Whether the time in that word is at most so long ago."""
+    """Whether the time cells[index] is at most `microseconds` ago."""
     return (now_us - cells[index]) & CLOCK_US <= microseconds
 
 
 @njit(nogil=True, cache=True)
 def _sleep(cells, index, seen, nanoseconds):
-    """Sleep while the word is `seen`, until it is rung, and no longer than that."""
+    """Sleep while the word is `seen`, at most `nanoseconds`."""
     atomic_add(cells, index + SLEEPERS, np.int32(1))
     _futex_wait(cells, index, seen, nanoseconds)
     atomic_add(cells, index + SLEEPERS, np.int32(-1))
@@ -222,12 +220,12 @@ def _sleep(cells, index, seen, nanoseconds):
 def wait_change(cells, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
-    spins: looks that keep the core. With fewer cores than waiters they keep it from the worker: 0
-    is right for waits across processes. The looks that follow yield the core to whoever can use it,
-    but keep it from going idle, from which it would take long to wake (docs/lab_log.md).
+    spins: polls that keep the core; 0 for waits across processes, since with fewer cores than
+    waiters they would keep it from the worker. The polls after them yield the core but keep it from
+    going idle, from which it wakes slowly (docs/lab_log.md).
     """
     index = cell * INTS_A_CELL
-    started = looked = now_ns()
+    started = polled = now_ns()
     deadline = started + timeout_ns
     for _ in range(spins):
         value = atomic_load(cells, index)
@@ -240,12 +238,12 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
         now = now_ns()
         if value != seen:
             us = _clock_us(now)
-            was_away = now - looked > 1000 * _LATE_US
+            was_away = now - polled > 1000 * _LATE_US
             if was_away and not _is_within(cells, index + RUNG_US, _LATE_US, us):
                 cells[index + CROWDED_US] = us
             return value
-        looked = now
-        _give_way()
+        polled = now
+        _yield_core()
     while True:
         value = atomic_load(cells, index)
         if value != seen:
@@ -258,7 +256,7 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
 
 @njit(nogil=True, cache=True)
 def sleep_change(cells, cell, seen, timeout_ns):
-    """`wait_change` without looks: for those who leave their core to others."""
+    """`wait_change` without polls, for threads that leave their core to others."""
     index = cell * INTS_A_CELL
     deadline = now_ns() + timeout_ns
     while True:
@@ -271,9 +269,9 @@ def sleep_change(cells, cell, seen, timeout_ns):
 
 @njit(nogil=True, cache=True)
 def barrier(cells, count_cell, generation_cell, num_threads):
-    """Return when all `num_threads` threads have come here; the cells are then ready for reuse.
+    """Wait until all `num_threads` threads have arrived; the cells are then ready for reuse.
 
-    Word WAITED_US of the count cell grows by what they waited.
+    Adds the threads' waiting time to word WAITED_US of the count cell.
     """
     if num_threads == 1:
         return
@@ -290,5 +288,5 @@ def barrier(cells, count_cell, generation_cell, num_threads):
 
 @njit(cache=True)
 def clock_ns():
-    """`now_ns` for callers in Python."""
+    """`now_ns` for Python."""
     return now_ns()

@@ -1,25 +1,15 @@
-"""A layer's feed-forward network, by all threads of a service together.
+"""A layer's sparse feed-forward network, by all threads of a service.
 
-A neuron whose gate does not fire costs its gate row. Products of gates are the same whichever
-thread computes them, so threads steal blocks of them from each other. Sums depend on their order:
-there each thread has its own neurons, and threads' sums are added up in order.
+A neuron that does not fire costs its gate row. A gate's dot product does not depend on the thread
+that computes it, so gates are shared by work stealing. Sums depend on their order: each thread sums
+its own neurons, and the threads' sums are added in order.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.checks import (
-    float_array,
-    optional_floats,
-    read_only,
-    require,
-    row_ids,
-    weight_rows,
-)
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
@@ -29,18 +19,19 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     thread_lists,
 )
 from hotcold.numba_kernels.decode.ffn import (
-    NO_IDS,
-    NO_MASKS,
     by_neuron,
     gate_values_kernel,
     keep_fired_kernel,
     up_down_kernel,
 )
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, barrier_wait
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    empty_vectors,
+    quantize_activations,
+)
+from hotcold.numba_kernels.formats import CHUNK, whole_chunks
+from hotcold.numba_kernels.serve.mailbox import barrier_wait
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 MAX_TOKENS = 32  # of a request: bits of a mask
@@ -52,7 +43,7 @@ class FfnArrays(NamedTuple):
 
     offsets (L + 1,) int64; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
     gate_bias, up_bias (N,) or (0,), down_bias (L, d) or (L, 0) float32;
-    down_norms (N,) or (0,) float32: lengths of the down rows, for thresholds of products
+    down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
     """
 
     offsets: np.ndarray
@@ -66,11 +57,12 @@ class FfnArrays(NamedTuple):
 
 
 class FfnScratch(NamedTuple):
-    """Work space: sums (threads, T, d in whole chunks), fired_ids (threads, N) int32, fired_masks
-    the same uint32, gates (threads, T * N), values (T * N,), counts (threads,) int64: how many
-    fired, up_counts the same: how many up rows were read, the tokens' lists, the inputs quantized,
-    for quantized weights, and a counter of blocks for each thread.
-    T is the most tokens of one request, N the most candidates.
+    """Work space for requests of up to T tokens and N candidates.
+
+    sums (threads, T, d in whole chunks), gates (threads, T * N), values (T * N,) float32;
+    fired_ids (threads, N) int32, fired_masks the same, uint32; counts, up_counts (threads,) int64:
+    neurons that fired, and up rows read; lists: each token's neurons; inputs: quantized
+    activations; counters of blocks taken
     """
 
     sums: np.ndarray
@@ -85,14 +77,14 @@ class FfnScratch(NamedTuple):
     counters: np.ndarray
 
 
-def new_scratch(num_threads: int, num_tokens: int, most: int, width: int) -> FfnScratch:
-    """Work space for requests of up to `num_tokens` tokens and `most` candidates."""
+def new_scratch(num_threads: int, num_tokens: int, num_candidates: int, width: int) -> FfnScratch:
+    """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons."""
     return FfnScratch(
         sums=np.zeros((num_threads, num_tokens, whole_chunks(width)), np.float32),
-        fired_ids=np.zeros((num_threads, most), np.int32),
-        fired_masks=np.zeros((num_threads, most), np.uint32),
-        gates=np.zeros((num_threads, num_tokens * most), np.float32),
-        values=np.zeros(num_tokens * most, np.float32),
+        fired_ids=np.zeros((num_threads, num_candidates), np.int32),
+        fired_masks=np.zeros((num_threads, num_candidates), np.uint32),
+        gates=np.zeros((num_threads, num_tokens * num_candidates), np.float32),
+        values=np.zeros(num_tokens * num_candidates, np.float32),
         counts=np.zeros(num_threads, np.int64),
         up_counts=np.zeros(num_threads, np.int64),
         lists=empty_lists(num_threads, num_tokens),
@@ -109,7 +101,7 @@ def part_of(bias, first, last):
 
 @njit(nogil=True, cache=True)
 def _first_from(ids, row):
-    """Index of the first of ascending `ids` that is at least `row`."""
+    """Index of the first of ascending `ids` that is at least `row`: a binary search."""
     low, high = 0, ids.shape[0]
     while low < high:
         middle = (low + high) // 2
@@ -122,10 +114,9 @@ def _first_from(ids, row):
 
 @njit(nogil=True, cache=True)
 def own_candidates(thread, num_threads, num_neurons, is_listed, ids):
-    """First and last candidate of a thread: those among its part of the layer's rows.
+    """First and last candidate of a thread, those in its part of the layer's rows.
 
-    Cut by row and not by the length of the list: a token's sums then are the same whatever other
-    tokens want.
+    Cut by row, not by the length of the list: so a token's sums do not depend on its batch-mates.
     """
     first, last = split_range(num_neurons, thread, num_threads, 4)
     if not is_listed:
@@ -141,7 +132,7 @@ def work_stealing_gates(
     """scratch.values of the candidates in the blocks that this thread takes.
 
     One token's fn(gate . x + bias); several tokens' gate . x, (N, T). Candidate i's gate is row
-    places[i], row i where that is empty.
+    places[i], or row i where `places` is empty.
     """
     counters, values = scratch.counters, scratch.values
     products = by_neuron(values, num_tokens)
@@ -168,18 +159,23 @@ def layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, arrays,
     scratch, function, out,
 ):  # fmt: skip
-    """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
+    """A layer's FFN: this thread's part; checks nothing.
 
-    Of the neurons in `ids`, ascending, if `is_listed`, else of all. For several tokens neuron
-    ids[i] is silent for each token t whose bit token_masks[i] lacks, where there are masks.
-    `thresholds` say which neurons fire. Thread t leaves those of its own that did in
-    scratch.fired_ids[t, : scratch.counts[t]]. `out` is complete when all threads have returned;
-    until then none may begin another request.
+    out[t] = down_bias + sum over n of
+        fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
+    Over the neurons n in `ids`, ascending, if `is_listed`, else over all. Where there are
+    token_masks neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
+    `thresholds` decide which neurons fire; those of thread t are in
+    scratch.fired_ids[t, : scratch.counts[t]].
+    Shapes:  x, out (T, d), T <= 32; ids (A,); cells of `SharedBuffers`
+    Dtypes:  x, out float32; ids int32; token_masks uint32; up as gate, down `is_summed`
+    Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
+    Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
 
-    All of a service's threads call it. They steal blocks of gates from each other and meet at a
-    barrier; then each takes what fired among its candidates and sums into rows of its own; after
-    another barrier each adds up one range of columns, always in thread order, so that a result
-    never depends on which was faster.
+    All of a service's threads call it. They share the gates by work stealing. After a barrier each
+    adds its own candidates that fired to its own sums; after another each adds up one range of
+    columns in thread order, so that the result does not depend on timing. `out` is complete when
+    all have returned; until then none may start another request.
     """
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     gate, down = arrays.gate[first:last], arrays.down[first:last]
@@ -191,7 +187,7 @@ def layer_ffn(
     gates = scratch.gates[thread]
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
-    vectors = prepared(gate, x, scratch.inputs, thread)
+    vectors = quantize_activations(gate, x, scratch.inputs, thread)
     gate_bias = part_of(arrays.gate_bias, first, last)
     work_stealing_gates(
         thread, num_threads, last - first, gate, gate_bias, is_listed, ids, ids, token_masks,
@@ -236,93 +232,3 @@ def add_up(thread, num_threads, down, out, sums, down_bias):
             for i in range(total.shape[0]):
                 total[i] += part[i]
         add_in_order(down, sums[0, t], out[t], begin, end)
-
-
-def sparse_ffn(
-    gate: np.ndarray,
-    up: np.ndarray | None,
-    down: np.ndarray,
-    x: np.ndarray,
-    ids: np.ndarray | None = None,
-    token_masks: np.ndarray | None = None,
-    *,
-    gate_bias: np.ndarray | None = None,
-    up_bias: np.ndarray | None = None,
-    activation_fn: str = "relu",
-    threshold: float = 0.0,
-    skip_silent: bool = True,
-    thresholds: Thresholds | None = None,
-    down_norms: np.ndarray | None = None,
-    num_threads: int = 1,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
-
-    With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
-    Neurons fire as `thresholds` say; without them where they are not zero, or with `skip_silent`
-    False always.
-
-    out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
-    drelu: relu of both factors; `threshold` is fatrelu's
-    Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
-             ids (A,); out (T, d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS,
-             gate and up alike, down `is_summed`; ids int32, unique, ascending for more than one
-             thread; token_masks (A,) uint32; biases, x, out float32; strided weights are copied
-    Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
-    Errors:  ValueError on any mismatch
-    Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
-    """
-    gate = weight_rows("gate", gate)
-    num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
-    up = gate[:0] if up is None else weight_rows("up", up, width)
-    down = weight_rows("down", down, width)
-    require(up.shape[0] in (0, num_neurons), f"up must have {num_neurons} rows")
-    require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
-    require(gate.dtype == up.dtype, "gate and up must have one dtype")
-    summed = down.dtype not in ROW_FORMATS or ROW_FORMATS[down.dtype].is_summed
-    require(summed, f"down rows are added up, which rows of {down.dtype} are not made for")
-    gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
-    x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-    require(
-        x.shape[0] <= MAX_TOKENS,
-        f"x has {x.shape[0]} rows; at most {MAX_TOKENS} tokens are computed at once",
-    )
-    arrays = FfnArrays(
-        offsets=np.array([0, num_neurons]),
-        gate=gate,
-        up=up,
-        down=down,
-        gate_bias=optional_floats("gate_bias", gate_bias, num_neurons),
-        up_bias=optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0),
-        down_bias=np.empty((1, 0), np.float32),
-        down_norms=optional_floats("down_norms", down_norms, num_neurons),
-    )
-    function = activation(activation_fn, threshold)
-    if thresholds is None:
-        thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
-    out = np.zeros((x.shape[0], width), np.float32)
-    candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
-    masks = NO_MASKS if token_masks is None else np.ascontiguousarray(token_masks)
-    require(masks.dtype == np.uint32, f"token_masks must be uint32, not {masks.dtype}")
-    if token_masks is not None:
-        require(ids is not None and masks.shape == candidates.shape, "token_masks go with ids")
-    if x.shape[0] == 0:
-        return out, NO_IDS
-    # As services have them, so that what is compiled for those is what is called here.
-    candidates, masks = read_only(candidates), read_only(masks)
-    scratch = new_scratch(num_threads, x.shape[0], max(num_neurons, candidates.size), width)
-    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
-
-    def run(thread: int) -> None:
-        layer_ffn(
-            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, thresholds, x,
-            arrays, scratch, function, out,
-        )  # fmt: skip
-
-    if num_threads == 1:
-        run(0)
-    else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(run, range(num_threads)))
-    fired = [scratch.fired_ids[t, : scratch.counts[t]] for t in range(num_threads)]
-    return out, np.concatenate(fired)

@@ -1,8 +1,8 @@
-"""The sign predictor on several cores: threads that wake by themselves when its input is there.
+"""The sign predictor on several cores: the driver and helper threads.
 
-Waking an idle core takes as long as a core needs for its share, so nobody wakes these threads for
-it: like the driver they sleep at the doorbell that the GPU service rings when the FFN's input is
-ready. What to do then was written down before the service was asked.
+Waking an idle core takes as long as a core needs for its share, so the driver does not wake the
+helpers: like the driver they sleep at the doorbell that the attention service rings when the FFN's
+input is ready. Their task was written before that request was sent.
 """
 
 from typing import NamedTuple
@@ -32,9 +32,9 @@ _POLL_NS = 50_000  # helpers leave without ringing
 # words of a task
 NUMBER, LAYER, NUM_TOKENS, INPUT, STOP = range(5)
 NUM_TASK_WORDS = 8
-OPEN, INSIDE = 0, 1  # cells of the doors
+OPEN, INSIDE = 0, 1  # cells of `doors`
 NUM_DOORS = 2
-FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the buffers' arrays
+FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: the scored array of the buffers
 
 
 class SignPredictors(NamedTuple):
@@ -55,12 +55,11 @@ class SignPredictors(NamedTuple):
 
 
 class TeamWork(NamedTuple):
-    """What the threads of a team share.
+    """State that the threads of a team share.
 
-    task (8,) int64: what to do at which number of the doorbell; doors (2 * 16,) int32: cell
-    OPEN has that number while helpers may begin, cell INSIDE how many are at it; scores (T, N)
-    float32; planes (threads, 3, words) uint64; counters
-    (T, threads * 16): which blocks of rows have been taken for each token
+    task (8,) int64: the words above; doors (2 * 16,) int32: cell OPEN has the task's sequence
+    number while helpers may start, cell INSIDE counts helpers at work; scores (T, N) float32;
+    planes (threads, 3, words) uint64; counters (T, threads * 16) int32: blocks of rows taken
     """
 
     task: np.ndarray
@@ -71,7 +70,7 @@ class TeamWork(NamedTuple):
 
 
 class PredictTeam(NamedTuple):
-    """A team, and how the CPU services share out the neurons that it scores.
+    """A team, and the CPU services' shares of the neurons that it scores.
 
     bounds (L, S + 1) int64: service s has the neurons bounds[l, s]:bounds[l, s + 1] of layer l
     """
@@ -91,7 +90,7 @@ def _no_team() -> PredictTeam:
     return PredictTeam(0, predictors, work, np.zeros((0, 0), np.int64))
 
 
-NO_TEAM = _no_team()  # where nothing is predicted, or not by a team
+NO_TEAM = _no_team()  # where no team predicts
 
 
 @njit(nogil=True, cache=True)
@@ -137,12 +136,12 @@ def _score_task(thread, num_threads, buffers, predictors, work):
 
 @njit(nogil=True, cache=True)
 def help_predict(thread, num_threads, service, seen, buffers, predictors, work):
-    """A helper's life: once `service` rings, blocks of each task; STOP ends it."""
+    """A helper's loop until STOP: compute blocks of each task once `service` rings."""
     while True:
         number = sleep_change(buffers.cells, cell(service, DONE), seen, IDLE_NS)
         if work.task[STOP]:
             return
-        # First it is inside, then it looks: so whoever closes the task sees it, or it sees that.
+        # Enter, then check: either `close_task` sees this thread, or this thread sees it closed.
         atomic_add(work.doors, INSIDE * INTS_A_CELL, np.int32(1))
         if number != seen and atomic_load(work.doors, OPEN * INTS_A_CELL) == number:
             _score_task(thread, num_threads, buffers, predictors, work)
@@ -151,24 +150,8 @@ def help_predict(thread, num_threads, service, seen, buffers, predictors, work):
 
 
 @njit(nogil=True, cache=True)
-def lead_predict(num_threads, buffers, predictors, work):
-    """What the driver does of the task, as thread 0; returns when all of it is done.
-
-    Helpers that have not begun by then are not waited for.
-    """
-    _score_task(0, num_threads, buffers, predictors, work)
-    close_task(work)
-
-
-@njit(nogil=True, cache=True)
-def open_task(work):
-    """Let helpers begin the task that has been written down; it was closed before."""
-    atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(work.task[NUMBER]))
-
-
-@njit(nogil=True, cache=True)
 def close_task(work):
-    """Let nobody begin the task any more, and return when nobody is at it and all is as new."""
+    """Let no helper start any more, wait for those at work, and reset the counters."""
     atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(0))
     while True:
         inside = atomic_load(work.doors, INSIDE * INTS_A_CELL)
@@ -180,15 +163,15 @@ def close_task(work):
 
 @njit(nogil=True, cache=True)
 def has_predictor(predictors, layer):
-    """Whether the layer's neurons are scored at all."""
+    """Whether the layer's neurons are scored."""
     return predictors.offsets[layer + 1] > predictors.offsets[layer]
 
 
 @njit(nogil=True, cache=True)
 def write_task(team, layer, num_tokens, input_code, number):
-    """Let the team score the layer when its service answers request `number`.
+    """Let the team score the layer when its service replies to request `number`.
 
-    What was written before is dropped: one that was never scored, because its request failed.
+    Drops a task that was never scored because its request failed.
     """
     task = team.work.task
     close_task(team.work)
@@ -196,30 +179,31 @@ def write_task(team, layer, num_tokens, input_code, number):
     if has_predictor(team.predictors, layer):
         task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, input_code
         task[NUMBER] = number
-        open_task(team.work)
+        atomic_store(team.work.doors, OPEN * INTS_A_CELL, np.int32(number))
 
 
 @njit(nogil=True, cache=True)
 def score_task(team, layer, num_tokens, buffers, service):
-    """Score what was written, with the helpers; False unless it is this layer's and its input came.
+    """work.scores[:num_tokens] = the written task's scores, computed with the helpers.
 
-    work.scores[:num_tokens] then has the scores. `service` is the one that answers.
+    False unless the task is this layer's and `service` has replied to its request.
     """
     task = team.work.task
     answered = atomic_load(buffers.cells, cell(service, DONE) * INTS_A_CELL)
     is_written = task[NUMBER] == answered and task[NUMBER] != 0
     if not is_written or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
         return False
-    lead_predict(team.num_threads, buffers, team.predictors, team.work)
+    _score_task(0, team.num_threads, buffers, team.predictors, team.work)
+    close_task(team.work)  # helpers that have not started are not awaited
     task[NUMBER] = 0
     return True
 
 
 @njit(nogil=True, cache=True)
 def choose_neurons(team, layer, num_tokens, buffers, service):
-    """Write NUM_IDS and ids of the CPU services, which follow `service`: who is expected to fire.
+    """Write NUM_IDS and ids of the CPU services, which follow `service`: the predicted neurons.
 
-    Nothing is written for a layer that has no predictor. False where the team cannot: `score_task`.
+    Writes nothing for a layer without a predictor. False where `score_task` is.
     """
     if not has_predictor(team.predictors, layer):
         return True
@@ -227,8 +211,8 @@ def choose_neurons(team, layer, num_tokens, buffers, service):
         return False
     scores, bounds = team.work.scores[:num_tokens], team.bounds[layer]
     for s in range(bounds.shape[0] - 1):
-        asked = service + 1 + s
-        buffers.requests[asked, NUM_IDS] = select_kernel(
-            scores, bounds[s], bounds[s + 1], buffers.active_ids[asked], buffers.active_masks[asked]
-        )
+        target = service + 1 + s
+        ids, masks = buffers.active_ids[target], buffers.active_masks[target]
+        count = select_kernel(scores, bounds[s], bounds[s + 1], ids, masks)
+        buffers.requests[target, NUM_IDS] = count
     return True

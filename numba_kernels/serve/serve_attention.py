@@ -1,7 +1,6 @@
-"""One thread of the GPU service on device="cpu": its share of attention and of the head.
+"""The loop of an attention service's thread on the CPU: its share of attention and head.
 
-The order of a layer's parts is that of `model/config/layer_order.py`; its flags come as numbers of
-`AttentionShape`.
+The order of norms, attention and residual is a `LayerOrder` (`model/config/layer_order.py`).
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from hotcold.numba_kernels.decode.attention import (
 )
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, prepared
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -46,8 +45,8 @@ class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
     keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_tables (R, P, 2, half) for
-    positions 0..P-1, R may be 0; layer_ropes (L,) int32: which of them a layer's heads are turned
-    by, or -1; windows (L,) int32: how many positions a token sees, its own included, or 0 for all
+    positions 0..P-1, R may be 0; layer_ropes (L,) int32: each layer's rope table, or -1; windows
+    (L,) int32: how many positions a token attends to, its own included, or 0 for all
     """
 
     norm_weight: np.ndarray
@@ -73,10 +72,10 @@ class AttentionArrays(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """The numbers that the loops need; `order` is a `LayerOrder` of the model package.
+    """The model's dimensions and scalars; `order` is a `LayerOrder` of the model package.
 
-    scale: of scores; residual_scale: of what attention adds to the residual; the softcaps of scores
-    and of logits are 0 for none.
+    scale: of attention scores; residual_scale: of attention's output; softcap, logit_softcap: 0 for
+    none
     """
 
     num_heads: int
@@ -93,8 +92,8 @@ class AttentionShape(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    scores (threads, P), projected (T, E), the inputs of products quantized, for quantized weights,
-    and counters of the blocks taken (NUM_COUNTERS, threads * 16)."""
+    scores (threads, P), projected (T, E) float32; inputs: quantized activations; counters of blocks
+    taken (NUM_COUNTERS, threads * 16)."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -108,7 +107,7 @@ class AttentionScratch(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def _layer_input(hidden, layer, shape, arrays, residual):
-    """The layer's input: `hidden`, through the norm that ended the layer before if that is late."""
+    """The layer's input: `hidden`, normed where the previous layer's output norm is still due."""
     for t in range(hidden.shape[0]):
         if shape.order.norms_output and layer > 0:
             norm_kernel(
@@ -133,9 +132,9 @@ def _layer_norm_before(residual, layer, shape, arrays, normed):
 
 @njit(nogil=True, cache=True)
 def norm_whole(part, num_parts, layer, shape, arrays, qkv):
-    """Norm all query heads of a token as one vector, and all key heads, where norms are that wide.
+    """Norm a token's query heads as one vector, and its key heads, where norms are that wide.
 
-    Every num_parts-th token. Returns whether there was anything to norm; checks nothing.
+    Of every num_parts-th token. Returns whether there are such norms; checks nothing.
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms_queries = arrays.q_norm_weight.shape[1] > shape.head_dim
@@ -154,7 +153,7 @@ def norm_whole(part, num_parts, layer, shape, arrays, qkv):
 def rotate_and_store(part, num_parts, layer, buffers, shape, arrays, qkv):
     """Norm and rotate query and key heads, write keys and values to the cache.
 
-    Every num_parts-th head; norms wider than a head are `norm_whole`'s.
+    Of every num_parts-th head; norms wider than a head are left to `norm_whole`.
     """
     dim, rope = shape.head_dim, arrays.layer_ropes[layer]
     norms_queries = arrays.q_norm_weight.shape[1] == dim
@@ -180,7 +179,7 @@ def rotate_and_store(part, num_parts, layer, buffers, shape, arrays, qkv):
 
 @njit(nogil=True, cache=True)
 def _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens):
-    """Every token's heads attend, each by the thread that takes it."""
+    """Attention of the (token, head) pairs that this thread takes."""
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
     window, counters = arrays.windows[layer], scratch.counters[_HEADS]
@@ -230,7 +229,7 @@ def _ffn_input(t, layer, buffers, shape, arrays, residual, normed):
 
 @njit(nogil=True, cache=True)
 def attention_request(thread, num_threads, service, buffers, shape, arrays, scratch):
-    """Answer the ATTENTION request that is in the mailbox: this thread's share; no checks."""
+    """This thread's share of the ATTENTION request in the mailbox; no checks."""
     layer = buffers.requests[service, LAYER]
     num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
@@ -249,7 +248,7 @@ def attention_request(thread, num_threads, service, buffers, shape, arrays, scra
     _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens)
     barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
-    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
     added = residual[:0] if adds_late(shape) else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
@@ -282,7 +281,7 @@ def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
             normed[:0], vectors, 0,
         )  # fmt: skip
         barrier_wait(buffers.cells, service, num_threads)
-    x = prepared(arrays.head, vectors, scratch.inputs, thread)
+    x = quantize_activations(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
         buffers.logits[:count], 0,
@@ -296,29 +295,24 @@ def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
 
 @njit(nogil=True, cache=True)
 def serve_attention(thread, num_threads, service, seen, buffers, shape, arrays, scratch):
-    """Answer requests from `seen` on until one comes that is Python's; returns its number.
+    """Serve requests after `seen` until one is left to Python; returns its number.
 
-    Python's are STOP, and more tokens than `scratch` holds. Every thread returns at a Python
-    request; the caller lets one of them answer it.
+    Left to Python are STOP, and more tokens than `scratch` holds. All threads return for it; the
+    caller lets one of them reply.
     """
-    most = scratch.normed.shape[1]
+    max_tokens = scratch.normed.shape[1]
     while True:
         number = next_request(buffers.cells, service, seen)
         started = now_ns()
         request = buffers.requests[service]
-        if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:
+        operation, num_tokens = request[OPERATION], request[NUM_TOKENS]
+        if operation == ATTENTION and num_tokens <= max_tokens:
             attention_request(thread, num_threads, service, buffers, shape, arrays, scratch)
-        elif request[OPERATION] == HEAD and request[NUM_TOKENS] - request[FIRST_LOGIT] <= most:
+        elif operation == HEAD and num_tokens - request[FIRST_LOGIT] <= max_tokens:
             head_request(thread, num_threads, service, buffers, shape, arrays, scratch)
-        elif request[OPERATION] != PING:
+        elif operation != PING:
             return number
         finish_request(
-            buffers.cells,
-            buffers.replies,
-            scratch.counters,
-            service,
-            number,
-            num_threads,
-            started,
+            buffers.cells, buffers.replies, scratch.counters, service, number, num_threads, started
         )
         seen = number

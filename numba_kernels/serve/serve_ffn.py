@@ -1,4 +1,4 @@
-"""One thread of a CPU service: its share of every FFN request, without Python in between."""
+"""The loop of a CPU service's thread: its share of every FFN request, without Python."""
 
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 
 class NeuronBuckets(NamedTuple):
-    """In which bucket each neuron is counted.
+    """The bucket in which each neuron is counted.
 
-    bucket (all N,) uint8: of each row of `FfnArrays`; sizes (L, buckets) uint32
+    bucket (N,) uint8: of each row of `FfnArrays`; sizes (L, buckets) uint32
     """
 
     bucket: np.ndarray
@@ -40,7 +40,7 @@ class NeuronBuckets(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def ffn_request(thread, num_threads, service, buffers, arrays, scratch, buckets, function):
-    """Answer the FFN request that is in the mailbox: this thread's share; checks nothing."""
+    """This thread's share of the FFN request in the mailbox; checks nothing."""
     request = buffers.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
     ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
@@ -62,10 +62,7 @@ def ffn_request(thread, num_threads, service, buffers, arrays, scratch, buckets,
 
 @njit(nogil=True, cache=True)
 def count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch):
-    """Count in the arena which neurons of the layer this request has computed.
-
-    One thread does it for all, so that no count needs an atomic addition.
-    """
+    """Count in the arena the layer's neurons that this request has computed; by one thread."""
     counts, bucket_of = buffers.neuron_counts[service, layer], buckets.bucket[first:last]
     for bucket in range(counts.shape[0]):
         every = buckets.sizes[layer, bucket]
@@ -84,10 +81,10 @@ def count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, s
 
 @njit(nogil=True, cache=True)
 def serve_ffn(thread, num_threads, service, seen, buffers, arrays, scratch, buckets, function):
-    """Answer requests from `seen` on until one comes that is Python's; returns its number.
+    """Serve requests after `seen` until one is left to Python; returns its number.
 
-    Python's are STOP, and an FFN of more tokens than `scratch` holds. Every thread returns at a
-    Python request; the caller lets one of them answer it.
+    Left to Python are STOP, and an FFN of more tokens than `scratch` holds. All threads return for
+    it; the caller lets one of them reply.
     """
     while True:
         number = next_request(buffers.cells, service, seen)

@@ -1,16 +1,15 @@
-"""Rows of a matrix, shared among a service's threads by work stealing.
+"""Work stealing: a service's threads share the rows of a matrix.
 
-Each thread has a part of the rows, in blocks, and reads through it in one stream. A thread that has
-finished takes blocks from the others' parts, so a thread that begins late, or has a slow core, or
-loses it for a while, holds nobody up for longer than a block takes. Which thread multiplies a row
-does not change the product.
+Each thread has a part of the rows, in blocks, and streams through it. A thread that has finished
+takes blocks of the others' parts, so a late or slow thread delays the others by one block at most.
+A row's dot product does not depend on the thread that computes it.
 """
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import block_products, split_range
-from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
@@ -19,17 +18,17 @@ _UNIT = 48  # rows; whole tiles of every format
 
 @njit(nogil=True, cache=True)
 def new_block_counters(num_kinds, num_threads):
-    """Counters of so many kinds of work in one request: (kinds, threads * 16) int32, zero.
+    """Counters of `num_kinds` kinds of work in one request: (kinds, threads * 16) int32, zero.
 
-    A cell counts how many blocks of a thread's part have been taken. The last thread to end a
-    request zeroes all of them, see `mailbox.finish_request`: a kind is done once in a request.
+    A cell counts the blocks taken of a thread's part. `mailbox.finish_request` zeroes all counters,
+    so a kind is used once in a request.
     """
     return np.zeros((num_kinds, num_threads * INTS_A_CELL), np.int32)
 
 
 @njit(nogil=True, cache=True, inline="always")
 def next_block(counters, part):
-    """Number of the next block of a part. `counters` is one kind's row of `new_block_counters`."""
+    """Take the next block of a part; `counters` is one kind's row of `new_block_counters`."""
     return np.int64(atomic_add(counters, part * INTS_A_CELL, np.int32(1)))
 
 
@@ -44,8 +43,8 @@ def block_rows(weights):
 def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out, column):
     """out[t, n] = weights[n - column] . x[t] + bias[n] + addend[t, n], of the rows it takes.
 
-    The rows' products are columns of `out` (T, N), from `column` on. `bias` and `addend` may be
-    empty. `x` is what `prepared` gave for T tokens. Checks nothing.
+    Row r is column `column` + r of `out` (T, N). `bias` and `addend` may be empty. `x` is
+    `quantize_activations` of T tokens. Checks nothing.
     """
     size = block_rows(weights)
     for turn in range(num_threads):
@@ -71,13 +70,13 @@ def work_stealing_layer(
 ):  # fmt: skip
     """`work_stealing_rows` of a layer's `LayerRows`; `counters` has a kind for each format.
 
-    x (T, d) float32 is prepared for either in the thread's part of `inputs`.
+    x (T, d) float32 is quantized for each in the thread's part of `inputs`.
     """
     column = 0
     begin, end = rows.first_rows[layer]
     if begin < end:
         weights = rows.first[begin:end]
-        vectors = prepared(weights, x, inputs, thread)
+        vectors = quantize_activations(weights, x, inputs, thread)
         work_stealing_rows(
             counters[0], thread, num_threads, weights, bias, vectors, addend, out, column
         )
@@ -85,7 +84,7 @@ def work_stealing_layer(
     begin, end = rows.second_rows[layer]
     if begin < end:
         weights = rows.second[begin:end]
-        vectors = prepared(weights, x, inputs, thread)
+        vectors = quantize_activations(weights, x, inputs, thread)
         work_stealing_rows(
             counters[1], thread, num_threads, weights, bias, vectors, addend, out, column
         )

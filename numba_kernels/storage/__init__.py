@@ -1,1 +1,5 @@
-"""Neurons that are read from a file when they are wanted: reads, slots in memory, the FFN."""
+"""Offloaded neurons: reads from a bundle file, slots in memory, the FFN over them."""
+
+# Reads of the file in flight at once.
+RING_DEPTH = 128  # of one thread with io_uring
+NUM_THREADS = 16  # without it: threads, each with one read

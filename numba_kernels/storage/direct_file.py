@@ -1,7 +1,7 @@
-"""Bytes of a file into memory from compiled code, without Python and without the GIL.
+"""Reads of a file into memory from compiled code, without the GIL.
 
-Source: pread(2), posix_fadvise(2), open(2) about O_DIRECT: addresses, lengths and places in the
-file are then multiples of the file system's block.
+With O_DIRECT addresses, lengths and file offsets are multiples of the file system's block.
+Source: pread(2), posix_fadvise(2), open(2)
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _INTERRUPTED, _AGAIN = 4, 11  # errno
 _DONTNEED = 4  # posix_fadvise
 _TRIES = 3  # of a read that fails
-SHORT = -1  # instead of an errno: the file ends before
+SHORT = -1  # instead of an errno: the file ends early
 
 
 def _call(builder: Any, name: str, result: Any, values: list[Any]) -> Any:
@@ -53,11 +53,11 @@ def _fadvise(typingctx, descriptor, place, size, advice):
 
 @njit(nogil=True, cache=True)
 def read_bytes(descriptor, place, size, unit, keeps_pages, into):
-    """into[:size] = the file's bytes from `place` on; returns 0, an errno, or SHORT.
+    """into[:size] = the file's bytes from offset `place` on; returns 0, an errno, or SHORT.
 
-    `into` uint8; `place`, `size` and the address of `into` are multiples of `unit`, in which the
-    file system reads directly. A read may end early and is then gone on with; one that fails is
-    tried again. Without `keeps_pages` the kernel lets go of what it kept of them. Checks nothing.
+    `into` uint8; `place`, `size` and the address of `into` are multiples of `unit`, the block of
+    direct reads. Short reads are continued, failed ones retried. Without `keeps_pages` the bytes
+    are dropped from the page cache. Checks nothing.
     """
     address, done, num_failed = np.int64(into.ctypes.data), np.int64(0), 0
     while done < size:

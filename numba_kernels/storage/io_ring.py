@@ -1,7 +1,7 @@
-"""io_uring: many reads under way at once, asked for and waited for by one call of the kernel.
+"""io_uring: many reads in flight, submitted and awaited by one system call.
 
-A read costs half of the CPU time that one by a thread of its own costs, and more of them keep the
-disk busy. Containers may refuse it, and old kernels have none: then threads read.
+A read takes half of the CPU time of one in its own thread, and a deeper queue keeps the disk busy.
+Old kernels have no io_uring and containers may refuse it: then threads read.
 Source: io_uring(7), io_uring_setup(2), io_uring_enter(2), linux/io_uring.h
 """
 
@@ -21,29 +21,29 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on all architectures
-# One thread asks, and what has come is looked at when it asks (Linux 6.1).
+# One thread submits, and completions are processed when it calls (Linux 6.1).
 _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
-# Features: both rings in one piece of memory (Linux 5.4), and one that came with reads (5.6).
+# Features: both rings in one mapping (Linux 5.4), and one that came with reads (5.6).
 _SINGLE_MMAP, _CURRENT_PLACE = 1, 1 << 3
-_ENTRIES_PLACE = 0x10000000  # to map the submissions from
+_ENTRIES_PLACE = 0x10000000  # offset at which submissions are mapped
 _GET_EVENTS = 1
 _READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_mapped`
-_BUFFERS = 0  # what is registered
+_REGISTER_BUFFERS = 0
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
-MAX_TOGETHER = 8  # reads that are waited for at once
+MAX_WAIT_READS = 8  # completions awaited by one call
 _FIXED = 10  # words of `io_uring_params` before its two tables of offsets
 
 # words of `IoRing.facts`
-DESCRIPTOR, SENT_HEAD, SENT_TAIL, SENT_MASK, DONE_HEAD, DONE_TAIL, DONE_MASK, OPERATION = range(8)
+DESCRIPTOR, SQ_HEAD, SQ_TAIL, SQ_MASK, CQ_HEAD, CQ_TAIL, CQ_MASK, OPERATION = range(8)
 
 
 class IoRing(NamedTuple):
-    """The rings that are shared with the kernel.
+    """The rings shared with the kernel.
 
-    facts (8,) int64: the descriptor, which of `words` are heads, tails, masks, and how it reads
-    words int32: the rings; entries (E, 8) int64: submissions; completions (C, 2) int64: the
-    number that was given with a read, and its result
+    facts (8,) int64: the descriptor, indices of heads and tails in `words`, masks, read operation
+    words int32: both rings; entries (E, 8) int64: submissions; completions (C, 2) int64: a read's
+    number and its result
     """
 
     facts: np.ndarray
@@ -53,10 +53,7 @@ class IoRing(NamedTuple):
 
 
 def new_ring(num_entries: int) -> IoRing | None:
-    """For the thread that calls it, `num_entries` reads at once; None where there is no io_uring.
-
-    `close_ring` ends it.
-    """
+    """A ring of `num_entries` reads for the calling thread; None where there is no io_uring."""
     params = np.zeros(30, np.uint32)
     libc = ctypes.CDLL(None, use_errno=True)
     for flags in (_SINGLE_ISSUER | _DEFER_TASKRUN, 0):
@@ -84,7 +81,7 @@ def has_rings() -> bool:
 
 
 def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:
-    """The rings of a descriptor, as `io_uring_params` says where they are."""
+    """Map the rings of a descriptor at the offsets in `io_uring_params`."""
     num_submissions, num_completions = int(params[0]), int(params[1])
     sent, done = params[_FIXED : _FIXED + 10], params[_FIXED + 10 : _FIXED + 20]
     array, completions = int(sent[6]), int(done[5])
@@ -106,26 +103,26 @@ def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:
 
 
 def keep_mapped(ring: IoRing, buffers: np.ndarray) -> None:
-    """Tell the kernel once of the memory that all reads from now on go to.
+    """Register the memory that all later reads go to, so that its pages stay mapped.
 
-    It then does not look up the pages for each read. Where it refuses, because a process may not
-    lock so much memory, all stays as it was. Nothing may be under way.
+    Without effect where the limit of locked memory is too low. No read may be in flight.
     """
     whole = np.array([buffers.ctypes.data, buffers.nbytes], np.uint64)  # struct iovec
-    arguments = int(ring.facts[DESCRIPTOR]), _BUFFERS, ctypes.c_void_p(whole.ctypes.data), 1
+    iovec = ctypes.c_void_p(whole.ctypes.data)
+    arguments = int(ring.facts[DESCRIPTOR]), _REGISTER_BUFFERS, iovec, 1
     if ctypes.CDLL(None, use_errno=True).syscall(_REGISTER, *arguments) == 0:
         ring.facts[OPERATION] = _READ_FIXED
 
 
 def close_ring(ring: IoRing) -> None:
-    """Nothing may be under way."""
+    """Close a ring that has no read in flight."""
     os.close(int(ring.facts[DESCRIPTOR]))
 
 
 def keep_for_ever(buffers: np.ndarray) -> None:
-    """Of a ring that failed with reads under way: the kernel may write there whenever they come.
+    """Never free the buffers of a ring that failed with reads in flight.
 
-    No call tells when it no longer does, so this memory is never anything else's.
+    The kernel may write there later, and no call says when it no longer does.
     """
     _written_by_kernel.append(buffers)
 
@@ -134,8 +131,8 @@ _written_by_kernel: list[np.ndarray] = []
 
 
 @intrinsic
-def _enter(typingctx, descriptor, num_new, least):
-    """How many were taken, or minus errno."""
+def _enter(typingctx, descriptor, num_new, min_complete):
+    """The number of submissions taken, or minus errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         i64 = ir.IntType(64)
@@ -155,40 +152,40 @@ def _enter(typingctx, descriptor, num_new, least):
 
 @njit(nogil=True, cache=True)
 def add_read(ring, number, descriptor, place, address, size):
-    """Have bytes read with the next `submit`; fewer may be under way than there are entries.
+    """Queue a read for the next `submit`; fewer reads are in flight than there are entries.
 
-    After `keep_mapped` `address` and `size` are within those buffers.
+    After `keep_mapped` the target lies within the registered buffers.
     """
     facts = ring.facts
-    tail = atomic_load(ring.words, facts[SENT_TAIL])
-    entry = ring.entries[np.int64(tail) & facts[SENT_MASK]]
+    tail = atomic_load(ring.words, facts[SQ_TAIL])
+    entry = ring.entries[np.int64(tail) & facts[SQ_MASK]]
     entry[0] = facts[OPERATION] | descriptor << np.int64(32)
     entry[1], entry[2], entry[3], entry[4] = place, address, size, number
     entry[5:] = 0
-    atomic_store(ring.words, facts[SENT_TAIL], np.int32(tail + 1))
+    atomic_store(ring.words, facts[SQ_TAIL], np.int32(tail + 1))
 
 
 @njit(nogil=True, cache=True)
-def submit(ring, least):
-    """Begin what was added, and return when `least` > 0 reads are done; 0, or an errno."""
+def submit(ring, min_complete):
+    """Submit queued reads and wait for `min_complete` > 0 completions; 0, or an errno."""
     facts, words = ring.facts, ring.words
     while True:
-        tail, head = atomic_load(words, facts[SENT_TAIL]), atomic_load(words, facts[SENT_HEAD])
-        taken = _enter(facts[DESCRIPTOR], np.int64(np.int32(tail - head)), least)
-        if taken >= 0 or taken == -_BUSY:  # busy: what is done has to be looked at first
+        tail, head = atomic_load(words, facts[SQ_TAIL]), atomic_load(words, facts[SQ_HEAD])
+        taken = _enter(facts[DESCRIPTOR], np.int64(np.int32(tail - head)), min_complete)
+        if taken >= 0 or taken == -_BUSY:  # busy: completions must be consumed first
             return np.int64(0)
         if taken != -_INTERRUPTED and taken != -_AGAIN:
             return -taken
 
 
 @njit(nogil=True, cache=True)
-def next_done(ring):
-    """The number of a read that is done, and its bytes or minus errno; -1 where none is."""
+def next_completion(ring):
+    """A completed read's number, and its bytes or minus errno; number -1 where none is done."""
     facts = ring.facts
-    head = atomic_load(ring.words, facts[DONE_HEAD])
-    if head == atomic_load(ring.words, facts[DONE_TAIL]):
+    head = atomic_load(ring.words, facts[CQ_HEAD])
+    if head == atomic_load(ring.words, facts[CQ_TAIL]):
         return np.int64(-1), np.int64(0)
-    completion = ring.completions[np.int64(head) & facts[DONE_MASK]]
+    completion = ring.completions[np.int64(head) & facts[CQ_MASK]]
     number, result = completion[0], np.int64(np.int32(completion[1]))
-    atomic_store(ring.words, facts[DONE_HEAD], np.int32(head + 1))
+    atomic_store(ring.words, facts[CQ_HEAD], np.int32(head + 1))
     return number, result

@@ -1,57 +1,52 @@
-"""A whole layer side by side in the last slots, as matrix products of a prompt want it.
+"""A whole layer in adjacent slots, the last ones, for a prompt's matrix products.
 
-Neurons that are in other slots stay there and are copied; the others are read into the last slots
-and are as much in memory as any. A step that comes in between may take those slots again.
+Neurons in other slots are copied and also stay there; the others are read into the last slots. A
+decode step in between may evict them again.
 """
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, take_row
-from hotcold.numba_kernels.storage.neuron_slots import empty_slot, has_all, is_here, put_in
-from hotcold.numba_kernels.storage.offloaded_neurons import ask_marked, claim_gate, claim_up_down
-from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, settle
+from hotcold.numba_kernels.storage.neuron_file import GATE, REST, copy_row
+from hotcold.numba_kernels.storage.neuron_slots import assign_slot, evict, has_all, is_loaded
+from hotcold.numba_kernels.storage.offloaded_neurons import claim_gate, claim_up_down, submit_marked
+from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, drain
 
 
 @njit(nogil=True, cache=True)
-def settle_reads(stored):
-    """Return when nothing is being read; what was only asked for is not any more."""
-    settle(stored.queue, stored.gates.asked, stored.up_downs.asked)
-    stored.queue.failure[:] = 0
+def settle_reads(shard):
+    """Cancel reads that have not started and wait for those in flight."""
+    drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
+    shard.queue.failure[:] = 0
 
 
 @njit(nogil=True, cache=True)
-def _make_room(slots, first, last, base):
-    """The i-th neuron has slot base + i, unless it is in memory elsewhere."""
+def _assign_places(slots, first, last, base):
+    """Assign slot base + i to the i-th neuron unless it is loaded in another slot."""
     for i in range(last - first):
         if slots.row_of[base + i] != first + i:
-            empty_slot(slots, base + i)
+            evict(slots, base + i)
     for row in range(first, last):
         place, slot = base + row - first, np.int64(slots.slot_of[row])
-        if slot >= 0 and slot != place and not is_here(slots, row):
-            empty_slot(slots, slot)
+        if slot >= 0 and slot != place and not is_loaded(slots, row):
+            evict(slots, slot)
         if slots.slot_of[row] < 0:
-            put_in(slots, row, place)
+            assign_slot(slots, row, place)
 
 
 @njit(nogil=True, cache=True)
-def ask_for_layer(stored, first, last, gate_base, rest_base, most_bytes, most_gap):
-    """Ask for what a layer's neurons lack: the i-th goes to slot gate_base + i, rest_base + i.
+def ask_for_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_gap):
+    """Submit reads of a layer's neurons that are not in memory; no other read may be pending.
 
-    Nothing may be on its way.
+    The i-th neuron's parts go to slots gate_base + i and up_down_base + i.
     """
-    gates_stay = has_all(stored.gates)
+    gates_stay = has_all(shard.gates)
     if not gates_stay:
-        _make_room(stored.gates, first, last, gate_base)
-    _make_room(stored.up_downs, first, last, rest_base)
-    gates, up_downs, arrays, in_file = (
-        stored.gates,
-        stored.up_downs,
-        stored.arrays,
-        stored.file.places,
-    )
-    gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
-    num_missing = 0
+        _assign_places(shard.gates, first, last, gate_base)
+    _assign_places(shard.up_downs, first, last, up_down_base)
+    gates, up_downs, arrays = shard.gates, shard.up_downs, shard.arrays
+    in_file, gate_bias, up_bias = shard.file.places, shard.gate_bias, shard.up_bias
+    norms, num_missing = shard.down_norms, 0
     for row in range(first, last):
         part = 0
         if not gates_stay and claim_gate(gates, gate_bias, arrays.gate_bias, row)[1]:
@@ -59,31 +54,31 @@ def ask_for_layer(stored, first, last, gate_base, rest_base, most_bytes, most_ga
         if claim_up_down(up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, row)[1]:
             part |= REST
         if part:
-            stored.marks[in_file[row]], stored.mark_parts[in_file[row]] = row + 1, part
+            shard.marks[in_file[row]], shard.mark_parts[in_file[row]] = row + 1, part
             num_missing += 1
     if num_missing:
-        ask_marked(stored, most_bytes, most_gap)
+        submit_marked(shard, max_bytes, max_gap)
 
 
 @njit(nogil=True, cache=True)
-def copy_layer(rows, gates, up_downs, first, gate_base, rest_base, begin, end):
-    """Copy those of neurons first + begin..end-1 to their places that are in other slots.
+def copy_layer(rows, gates, up_downs, first, gate_base, up_down_base, begin, end):
+    """Copy neurons first + begin..end-1 from other slots to their places in the last ones.
 
     `rows` RowBytes; `gates`, `up_downs` NeuronSlots.
     """
     for i in range(begin, end):
         slot = np.int64(gates.slot_of[first + i])
         if not has_all(gates) and slot != gate_base + i:
-            take_row(rows.gate[slot], rows.gate, gate_base + i)
+            copy_row(rows.gate[slot], rows.gate, gate_base + i)
         slot = np.int64(up_downs.slot_of[first + i])
-        if slot != rest_base + i:
+        if slot != up_down_base + i:
             if rows.up.shape[0]:
-                take_row(rows.up[slot], rows.up, rest_base + i)
-            take_row(rows.down[slot], rows.down, rest_base + i)
+                copy_row(rows.up[slot], rows.up, up_down_base + i)
+            copy_row(rows.down[slot], rows.down, up_down_base + i)
 
 
 @njit(nogil=True, cache=True)
-def await_layer(stored):
-    """Wait until all that was asked for now has come; False where a read of it failed."""
-    await_batch(stored.queue, NOW)
-    return stored.queue.failure[0] == 0
+def await_layer(shard):
+    """Wait for the layer's reads; False where one failed."""
+    await_batch(shard.queue, NOW)
+    return shard.queue.failure[0] == 0

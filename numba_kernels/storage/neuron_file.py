@@ -1,7 +1,7 @@
-"""Neurons out of a bundle file: spans of it are read, checked and copied to where rows belong.
+"""Neurons of a bundle file: spans of it are read, checked, and copied to their rows in memory.
 
-A bundle is a neuron's gate row in a part of its own, and its up and down rows in another; each part
-is padded with zeros to a multiple of PART_UNIT bytes, and each has a sum that tells damage.
+A bundle is one neuron: a part with its gate row, then a part with its up and down rows. Each part
+is padded with zeros to a multiple of PART_UNIT bytes and has a checksum.
 """
 
 from typing import NamedTuple
@@ -11,36 +11,37 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.direct_file import read_bytes
 
-PART_UNIT = 512  # bytes: what most file systems read directly
+PART_UNIT = 512  # bytes: the block of direct reads of most file systems
 GATE, REST = 1, 2  # parts of a bundle, as bits
 DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 # words of `NeuronFile.facts`
-DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE, LAYER_BUNDLES, GATE_BYTES, REST_BYTES, PIECE = range(8)
+DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE = range(4)
+LAYER_BUNDLES, GATE_BYTES, UP_DOWN_BYTES, PIECE = range(4, 8)
 NUM_FACTS = 8
 
 
 class NeuronFile(NamedTuple):
-    """An open bundle file, and where in it a service's neurons are; N of all layers.
+    """An open bundle file, and where in it a service's N neurons of all layers are.
 
-    facts (8,) int64: the words above: bundles of a layer, bytes of each part with its padding, and
-    the most bytes of one read, 0: as many as are wanted
-    layers, places (N,) int32: a neuron's layer, and its bundle among those of its layer
-    sums (N, 2) uint32: of its parts
+    facts (8,) int64, the words above: bundles of a layer, bytes of each part with its padding, and
+    PIECE, the most bytes of one read, or 0 for no limit
+    layers, places (N,) int32: a neuron's layer, and the index of its bundle within that layer
+    checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
     layers: np.ndarray
     places: np.ndarray
-    sums: np.ndarray
+    checksums: np.ndarray
 
 
 class RowBytes(NamedTuple):
-    """Where rows go: the bytes of arrays (slots, row bytes) uint8, and each neuron's slots.
+    """Rows in memory as bytes, and each neuron's slots.
 
-    gate, up, down: in the two-matrix FFN `up` has rows of no bytes
-    gate_slots, up_down_slots (N,) int32: of the gate row, of the up and down rows
+    gate, up, down (slots, row bytes) uint8; in a two-matrix FFN `up` has rows of no bytes
+    gate_slots, up_down_slots (N,) int32: slots of the gate row, and of the up and down rows
     """
 
     gate: np.ndarray
@@ -50,19 +51,19 @@ class RowBytes(NamedTuple):
     up_down_slots: np.ndarray
 
 
-class Wanted(NamedTuple):
-    """Neurons to be read: rows (M,) int32 in the file's order, parts (M,) uint8."""
+class NeuronReads(NamedTuple):
+    """Neurons to read: rows (M,) int32 in the file's order, and their parts (M,) uint8."""
 
     rows: np.ndarray
     parts: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def part_sum(part):
-    """A number that tells whether the bytes of a part, whole 64-bit words, are what they were.
+def part_checksum(part):
+    """A 32-bit checksum of a part, which is whole 64-bit words.
 
-    sum of mix(word i) * odd constant * (2 i + 1) modulo 2^64, folded to 32 bits: any change of one
-    word shows, others in all but one of 2^32 cases.
+    sum of mix(word i) * odd constant * (2 i + 1) modulo 2^64, folded to 32 bits: it detects any
+    change of one word, and other changes but for one in 2^32.
     """
     words, total = part.view(np.uint64), np.uint64(0)
     for i in range(words.shape[0]):
@@ -72,29 +73,47 @@ def part_sum(part):
 
 
 @njit(nogil=True, cache=True)
-def part_span(file, row, parts):
-    """First and last (exclusive) byte of a neuron's parts in the file."""
-    facts = file.facts
-    gate, rest = facts[GATE_BYTES], facts[REST_BYTES]
-    bundle = file.layers[row] * facts[LAYER_BUNDLES] + file.places[row]
-    begin = facts[FIRST_BYTE] + bundle * (gate + rest)
-    first = begin if parts & GATE else begin + gate
-    return first, begin + gate + (rest if parts & REST else 0)
+def _bundle_checksums(bundles, gate_bytes, checksums):
+    for n in range(bundles.shape[0]):
+        checksums[n, 0] = part_checksum(bundles[n, :gate_bytes])
+        checksums[n, 1] = part_checksum(bundles[n, gate_bytes:])
+
+
+def bundle_checksums(bundles: np.ndarray, gate_bytes: int, checksums: np.ndarray) -> None:
+    """sums[n] = `part_checksum` of both parts of bundle n.
+
+    Shapes:  bundles (N, bundle bytes) uint8, sums (N, 2) uint32
+    Errors:  ValueError where parts are no whole 64-bit words
+    """
+    if gate_bytes % 8 or bundles.shape[1] % 8:
+        raise ValueError(f"parts of {gate_bytes} and {bundles.shape[1] - gate_bytes} bytes")
+    _bundle_checksums(bundles, gate_bytes, checksums)
 
 
 @njit(nogil=True, cache=True)
-def cut_spans(file, wanted, count, most_bytes, most_gap, firsts):
-    """firsts[k] = the first of `count` wanted neurons in span k; returns how many spans there are.
+def part_span(file, row, parts):
+    """First and last (exclusive) byte of a neuron's parts in the file."""
+    facts = file.facts
+    gate, up_down = facts[GATE_BYTES], facts[UP_DOWN_BYTES]
+    bundle = file.layers[row] * facts[LAYER_BUNDLES] + file.places[row]
+    begin = facts[FIRST_BYTE] + bundle * (gate + up_down)
+    first = begin if parts & GATE else begin + gate
+    return first, begin + gate + (up_down if parts & REST else 0)
 
-    Neighbours with at most `most_gap` bytes between them are read at once, up to `most_bytes`; a
-    neuron alone may take more. Where they are not in the file's order, each is read alone.
-    firsts (M + 1,) int32 also receives `count` at the end.
+
+@njit(nogil=True, cache=True)
+def cut_spans(file, reads, count, max_bytes, max_gap, firsts):
+    """Cut `count` reads into spans, each one read of the file; returns the number of spans.
+
+    firsts[k] = the first neuron of span k; firsts (M + 1,) int32 ends with `count`. Neighbours with
+    at most `max_gap` bytes between them share a span of up to `max_bytes`; a single neuron may take
+    more. Neurons out of the file's order are spans of their own.
     """
     num_spans, begin, end = 0, np.int64(0), np.int64(0)
     for i in range(count):
-        first, last = part_span(file, wanted.rows[i], wanted.parts[i])
-        is_near = end <= first <= end + most_gap
-        if i == 0 or not is_near or last - begin > most_bytes:
+        first, last = part_span(file, reads.rows[i], reads.parts[i])
+        is_near = end <= first <= end + max_gap
+        if i == 0 or not is_near or last - begin > max_bytes:
             firsts[num_spans] = i
             num_spans, begin = num_spans + 1, first
         end = last
@@ -103,46 +122,46 @@ def cut_spans(file, wanted, count, most_bytes, most_gap, firsts):
 
 
 @njit(nogil=True, cache=True)
-def staging_bytes(most_bytes, bundle_bytes, unit):
-    """Bytes of the buffer that spans cut with `most_bytes` are read into."""
-    return (max(most_bytes, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
+def staging_bytes(max_bytes, bundle_bytes, unit):
+    """Bytes of a buffer for spans cut with `max_bytes`."""
+    return (max(max_bytes, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
 
 
 @njit(nogil=True, cache=True)
-def take_row(source, target, row):
-    """target[row] = the first of `source`, as many bytes as a row has."""
+def copy_row(source, target, row):
+    """target[row] = the first bytes of `source`, a row's length."""
     own = target[row]
     for i in range(own.shape[0]):
         own[i] = source[i]
 
 
 @njit(nogil=True, cache=True)
-def take_span(file, wanted, first, last, begin, staging, target):
-    """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
-    gate, rest = file.facts[GATE_BYTES], file.facts[REST_BYTES]
+def copy_span(file, reads, first, last, begin, staging, target):
+    """Copy rows from `staging`, the file from `begin` on; the index of a damaged one, or -1."""
+    gate, up_down = file.facts[GATE_BYTES], file.facts[UP_DOWN_BYTES]
     for i in range(first, last):
-        row, parts = wanted.rows[i], wanted.parts[i]
+        row, parts = reads.rows[i], reads.parts[i]
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]
-            if part_sum(part) != file.sums[row, 0]:
+            if part_checksum(part) != file.checksums[row, 0]:
                 return i
-            take_row(part, target.gate, np.int64(target.gate_slots[row]))
+            copy_row(part, target.gate, np.int64(target.gate_slots[row]))
             at += gate
         if parts & REST:
-            part = staging[at : at + rest]
-            if part_sum(part) != file.sums[row, 1]:
+            part = staging[at : at + up_down]
+            if part_checksum(part) != file.checksums[row, 1]:
                 return i
             slot = np.int64(target.up_down_slots[row])
             if target.up.shape[0]:
-                take_row(part, target.up, slot)
-            take_row(part[target.up.shape[1] :], target.down, slot)
+                copy_row(part, target.up, slot)
+            copy_row(part[target.up.shape[1] :], target.down, slot)
     return -1
 
 
 @njit(nogil=True, cache=True)
 def _read_pieces(facts, begin, size, staging):
-    """staging[:size] = the file's bytes from `begin` on; as `read_bytes`."""
+    """`read_bytes` of staging[:size] in pieces of at most PIECE bytes."""
     piece = facts[PIECE] if facts[PIECE] else size
     done, status = np.int64(0), np.int64(0)
     while done < size and status == 0:
@@ -156,31 +175,31 @@ def _read_pieces(facts, begin, size, staging):
 
 
 @njit(nogil=True, cache=True)
-def span_bytes(file, wanted, first, last):
-    """First byte and size of what is read for wanted neurons first..last-1: whole units."""
+def span_bytes(file, reads, first, last):
+    """First byte and size of the read for neurons first..last-1, in whole units."""
     unit = file.facts[UNIT]
-    begin = part_span(file, wanted.rows[first], wanted.parts[first])[0] // unit * unit
-    end = part_span(file, wanted.rows[last - 1], wanted.parts[last - 1])[1]
+    begin = part_span(file, reads.rows[first], reads.parts[first])[0] // unit * unit
+    end = part_span(file, reads.rows[last - 1], reads.parts[last - 1])[1]
     return begin, (end - begin + unit - 1) // unit * unit
 
 
 @njit(nogil=True, cache=True)
-def read_span(file, wanted, first, last, staging, target, failure):
-    """Read wanted neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
+def read_span(file, reads, first, last, staging, target, failure):
+    """Read neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
 
-    `staging` uint8, aligned to the file's unit. Returns the bytes read; a failure is noted in
-    `failure` (2,) int64: an errno, SHORT or DAMAGED, and the neuron's row. What does not agree
-    with its sum is read once more. Checks nothing.
+    `staging` uint8, aligned to the file's unit. Returns the bytes read, or 0 and `failure` (2,)
+    int64: an errno, SHORT or DAMAGED, and the neuron's row. A part whose checksum differs is read
+    once more. Checks nothing.
     """
-    begin, size = span_bytes(file, wanted, first, last)
+    begin, size = span_bytes(file, reads, first, last)
     for attempt in range(2):
         status = _read_pieces(file.facts, begin, size, staging)
         if status != 0:
-            failure[1], failure[0] = wanted.rows[first], status
+            failure[1], failure[0] = reads.rows[first], status
             return np.int64(0)
-        damaged = take_span(file, wanted, first, last, begin, staging, target)
+        damaged = copy_span(file, reads, first, last, begin, staging, target)
         if damaged < 0:
             return size
         if attempt == 1:
-            failure[1], failure[0] = wanted.rows[damaged], DAMAGED
+            failure[1], failure[0] = reads.rows[damaged], DAMAGED
     return np.int64(0)

@@ -1,4 +1,4 @@
-"""A shard of neurons in a file, some of them in slots: what is wanted, asked for, and has come."""
+"""A shard of neurons in a bundle file, some of them in memory: lookups, reads, waits."""
 
 from typing import NamedTuple
 
@@ -10,43 +10,49 @@ from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
 from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
-from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, claim, has_come, look_up
+from hotcold.numba_kernels.storage.neuron_slots import (
+    EPOCH,
+    NeuronSlots,
+    claim,
+    load_state,
+    look_up,
+)
 from hotcold.numba_kernels.storage.read_ahead import ReadAhead, ahead_part, likeliest
 from hotcold.numba_kernels.storage.read_queue import (
-    HERE,
+    LOADED,
     NOW,
     NUM_BATCHES,
     ReadQueue,
-    ask_for,
     await_batch,
     await_more,
-    num_come,
-    num_left,
+    num_completed,
+    num_pending,
+    submit_reads,
 )
 
 # words of `OffloadedNeurons.options`
-READS_WHOLE, MAX_BYTES, MAX_GAP, FORGETS, WAITS_FIRST = range(5)
+READS_WHOLE, MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(5)
 NUM_OPTIONS = 5
 # cells of `OffloadedNeurons.counters`
-HERE_TAKEN, LATE_TAKEN, NUM_HERE, NUM_LATE = range(4)
+LOADED_TAKEN, PENDING_TAKEN, NUM_LOADED, NUM_PENDING = range(4)
 NUM_COUNTERS = 4
-_ALONE = -1  # as the most bytes between neighbours of one read
+_ALONE = -1  # as max_gap: no two neurons share a read
 
 
 class OffloadedNeurons(NamedTuple):
-    """A shard of neurons in a file, some of them in slots.
+    """A shard of N neurons in a bundle file, some of them in slots; M is N of the largest layer.
 
-    arrays: gate rows and their biases lie in slots of `gates`, up and down rows and theirs in slots
-    of `up_downs`. gate_bias, up_bias, down_norms (N,) or (0,): of all
-    marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
-    gathered; mark_parts the same uint8
-    gate_slots (N of a layer,): where candidates' gates are; late (N of a layer,): which of them
-    have to come, then the others; up_down_slots, to_come (threads, N of a layer) int32: where what
-    fired in each thread is, and which of that has not come; missing (N of a layer,) int32
-    options (5,) int64: whether a bundle is read whole, of spans, and what benchmarks leave out
-    counters (4 cells of 16,) int32: of which gates threads take the next, and how many there are
-    waits, failed (threads,) int64: nanoseconds that each thread waited for reads so far, and
-    whether what it needed in this request could not be read
+    arrays: rows and biases by slot: gate rows by slots of `gates`, up and down rows by slots of
+    `up_downs`; gate_bias, up_bias, down_norms (N,) or (0,): of all neurons
+    marks (bundles of a layer,) int32, zero: row + 1 of each neuron to read, by place in the file,
+    until they are submitted; mark_parts the same, uint8
+    gate_slots (M,) int32: slots of candidates' gates; gate_order (M,) int32: candidates with
+    pending gates, then the others; up_down_slots, pending (threads, M) int32: slots of what fired
+    in each thread, and which of that is not loaded; missing (M,) int32: work space
+    options (5,) int64: the words above; the last two are for benchmarks
+    counters (4 cells of 16,) int32: gates taken by threads, and how many there are of each kind
+    waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
+    it needed in this request failed
     """
 
     arrays: FfnArrays
@@ -61,22 +67,22 @@ class OffloadedNeurons(NamedTuple):
     marks: np.ndarray
     mark_parts: np.ndarray
     gate_slots: np.ndarray
-    late: np.ndarray
+    gate_order: np.ndarray
     up_down_slots: np.ndarray
-    to_come: np.ndarray
+    pending: np.ndarray
     missing: np.ndarray
     options: np.ndarray
     counters: np.ndarray
-    waits: np.ndarray
+    waited_ns: np.ndarray
     failed: np.ndarray
 
 
-# A call that takes `stored` costs a microsecond, as all its arrays are counted: none for a neuron.
+# A call that takes `shard` costs a microsecond of reference counts: none may be made per neuron.
 
 
 @njit(nogil=True, cache=True)
 def claim_gate(gates, gate_bias, slot_bias, row):
-    """`claim` of a gate; its bias is in its slot's then."""
+    """`claim` of a gate row, with its bias copied to the slot."""
     slot, is_missing = claim(gates, row)
     if is_missing and slot_bias.shape[0]:
         slot_bias[slot] = gate_bias[row]
@@ -85,7 +91,7 @@ def claim_gate(gates, gate_bias, slot_bias, row):
 
 @njit(nogil=True, cache=True)
 def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
-    """`claim` of up and down rows; the bias, and the length of the down row, are there then."""
+    """`claim` of up and down rows, with up's bias and down's norm copied to the slot."""
     slot, is_missing = claim(up_downs, row)
     if is_missing:
         if slot_bias.shape[0]:
@@ -96,13 +102,13 @@ def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
 
 
 @njit(nogil=True, cache=True)
-def want_gates(stored, first, ids, count, places, missing):
-    """places[i] = the slot of the gate of neuron first + ids[i], or first + i without `ids`.
+def locate_gates(shard, first, ids, count, places, missing):
+    """places[i] = the gate slot of neuron first + ids[i], or first + i where `ids` is empty.
 
-    What is not in memory is marked for `ask_marked`. `missing` is work space.
+    Gates that are neither loaded nor pending are marked for `submit_marked`.
     """
-    gates, marks, parts = stored.gates, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.gate_bias, stored.arrays.gate_bias, stored.file.places
+    gates, marks, parts = shard.gates, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.gate_bias, shard.arrays.gate_bias, shard.file.places
     for k in range(look_up(gates, first, ids, count, places, missing)):
         i = np.int64(missing[k])
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
@@ -112,11 +118,11 @@ def want_gates(stored, first, ids, count, places, missing):
 
 
 @njit(nogil=True, cache=True)
-def want_up_downs(stored, first, ids, count, places, missing):
-    """The same of up and down rows."""
-    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
-    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+def locate_up_downs(shard, first, ids, count, places, missing):
+    """`locate_gates` of up and down rows."""
+    up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
+    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
     for k in range(look_up(up_downs, first, ids, count, places, missing)):
         i = np.int64(missing[k])
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
@@ -126,17 +132,18 @@ def want_up_downs(stored, first, ids, count, places, missing):
 
 
 @njit(nogil=True, cache=True)
-def want_with_gates(stored, first, ids, count):
-    """After `want_gates`: up and down rows are read beside each gate that is, if they are not here.
+def claim_beside_gates(shard, first, ids, count):
+    """After `locate_gates`: mark up and down rows too, of neurons whose gates are marked.
 
-    Where they are they stay. They are not counted as wanted: who fires is not known yet.
+    Those already in memory are pinned for this request. No use is counted: which neurons fire is
+    not known yet.
     """
-    up_downs, marks, parts = stored.up_downs, stored.marks, stored.mark_parts
-    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
-    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+    up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
+    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
+    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if up_downs.asked[row]:
+        if up_downs.requested[row]:
             up_downs.used[up_downs.slot_of[row]] = up_downs.state[EPOCH]
         if (
             marks[in_file[row]]
@@ -146,40 +153,39 @@ def want_with_gates(stored, first, ids, count):
 
 
 @njit(nogil=True, cache=True)
-def ask_marked(stored, most_bytes, most_gap):
-    """Ask for what was marked, in the file's order, in reads of `cut_spans`."""
-    queue, marks = stored.queue, stored.marks
+def submit_marked(shard, max_bytes, max_gap):
+    """Submit reads of what was marked, in the file's order, cut by `cut_spans`."""
+    queue, marks = shard.queue, shard.marks
     await_batch(queue, NOW)
     rows, parts = queue.rows[NOW], queue.parts[NOW]
     count = 0
     for place in range(marks.shape[0]):
         if marks[place]:
-            rows[count], parts[count] = marks[place] - 1, stored.mark_parts[place]
-            marks[place], stored.mark_parts[place] = 0, 0
+            rows[count], parts[count] = marks[place] - 1, shard.mark_parts[place]
+            marks[place], shard.mark_parts[place] = 0, 0
             count += 1
-    ask_for(queue, stored.file, NOW, count, most_bytes, most_gap)
+    submit_reads(queue, shard.file, NOW, count, max_bytes, max_gap)
 
 
 @njit(nogil=True, cache=True)
-def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
-    """Scores of neurons whose gates are in memory: fewer are then read in vain.
+def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
+    """Replace predicted scores by computed ones where gates are loaded and up and down rows not.
 
-    For this thread's part of `score_ahead`; the greatest activation of any token, where up and down
-    rows are not in memory. Another thread may be giving away slots: whom it meets is a guess the
-    worse.
+    A score is the largest activation of any token; this thread's part of `score_ahead`. Another
+    thread may evict a slot meanwhile, which only makes that score a worse guess.
     """
     gates, scores, bias, gate = (
-        stored.gates,
-        stored.ahead.scores,
-        stored.gate_bias,
-        stored.arrays.gate,
+        shard.gates,
+        shard.ahead.scores,
+        shard.gate_bias,
+        shard.arrays.gate,
     )
-    held, slot_of, rests_asked = gates.held, gates.slot_of, stored.up_downs.asked
-    first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
+    loaded, slot_of, up_downs_requested = gates.loaded, gates.slot_of, shard.up_downs.requested
+    first, last = shard.arrays.offsets[layer], shard.arrays.offsets[layer + 1]
     begin, end = ahead_part(last - first, thread, num_threads)
     for n in range(begin, end):
         row = first + n
-        if scores[n] <= 0 or rests_asked[row] or atomic_load(held, row) != HERE:
+        if scores[n] <= 0 or up_downs_requested[row] or atomic_load(loaded, row) != LOADED:
             continue
         shift = bias[row] if bias.shape[0] else np.float32(0)
         score = np.float32(0)
@@ -191,29 +197,25 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def ask_ahead(stored, layer):
-    """Ask for what the layer will probably need, after all that was asked for before.
+def submit_ahead(shard, layer):
+    """Submit reads of what the layer will probably need, behind all reads submitted before.
 
-    Up and down rows of neurons whose gates are in memory, as these say; then gates that a predictor
-    chooses, with the rest where bundles are read whole.
+    Up and down rows of neurons whose loaded gates fire; then gates that the predictor chooses, with
+    up and down rows where bundles are read whole.
     """
-    queue, options, ahead = stored.queue, stored.options, stored.ahead
+    queue, options, ahead = shard.queue, shard.options, shard.ahead
     batch = NOW + 1
-    while batch < NUM_BATCHES and num_left(queue, batch):
+    while batch < NUM_BATCHES and num_pending(queue, batch):
         batch += 1
-    if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
+    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
-    first, arrays, reads_whole = stored.arrays.offsets[layer], stored.arrays, options[READS_WHOLE]
-    gates, up_downs, rows, parts = (
-        stored.gates,
-        stored.up_downs,
-        queue.rows[batch],
-        queue.parts[batch],
-    )
-    gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
+    first, arrays, reads_whole = shard.arrays.offsets[layer], shard.arrays, options[READS_WHOLE]
+    gates, up_downs = shard.gates, shard.up_downs
+    rows, parts = queue.rows[batch], queue.parts[batch]
+    gate_bias, up_bias, norms = shard.gate_bias, shard.up_bias, shard.down_norms
     count = 0
     for row in likeliest(ahead, layer, first, gates, up_downs):
-        part, has_gate = 0, gates.asked[row] != 0
+        part, has_gate = 0, gates.requested[row] != 0
         if not has_gate and claim_gate(gates, gate_bias, arrays.gate_bias, np.int64(row))[1]:
             part = GATE
         if (has_gate or reads_whole) and claim_up_down(
@@ -225,33 +227,33 @@ def ask_ahead(stored, layer):
             ahead.rows[count], ahead.parts[count] = row, part
             count += 1
     ahead.state[0], ahead.state[1] = layer, count
-    ask_for(queue, stored.file, batch, count, options[MAX_BYTES], _ALONE)
+    submit_reads(queue, shard.file, batch, count, options[MAX_BYTES], _ALONE)
 
 
 @njit(nogil=True, cache=True)
-def await_some(stored, thread, seen):
-    """Wait until something came since `num_come` was `seen`."""
+def await_some(shard, thread, seen):
+    """`await_more`, timed."""
     started = now_ns()
-    await_more(stored.queue, seen)
-    stored.waits[thread] += now_ns() - started
+    await_more(shard.queue, seen)
+    shard.waited_ns[thread] += now_ns() - started
 
 
 @njit(nogil=True, cache=True)
-def await_row(stored, thread, slots, row):
-    """Wait for a neuron's part; False where it could not be read."""
+def await_row(shard, thread, slots, row):
+    """Wait until a neuron's part is loaded; False where its read failed."""
     while True:
-        seen = num_come(stored.queue)
-        found = has_come(slots, row)
+        seen = num_completed(shard.queue)
+        found = load_state(slots, row)
         if found:
             return found > 0
-        await_some(stored, thread, seen)
+        await_some(shard, thread, seen)
 
 
 @njit(nogil=True, cache=True)
-def await_rows(stored, thread, slots, first, ids, count):
-    """The same of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
+def await_rows(shard, thread, slots, first, ids, count):
+    """`await_row` of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if not await_row(stored, thread, slots, row):
+        if not await_row(shard, thread, slots, row):
             return False
     return True

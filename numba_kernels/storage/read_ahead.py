@@ -1,9 +1,8 @@
-"""What the next layer will probably need, read while the disk would have nothing to do.
+"""Read-ahead: what the next layer will probably need, read while the disk would be idle.
 
-The next layer's predictor is applied to this layer's input: hidden states change little from one
-layer to the next. Of the neurons that it chooses and that are not in memory those with the highest
-scores are read first. Whatever has not been begun when the next layer asks is taken back. How many
-are asked for follows how many of the last ones were of use.
+The next layer's predictor scores this layer's input, since hidden states change little from one
+layer to the next. The neurons with the highest scores that are not in memory are read first. Reads
+that have not started when the next layer begins are cancelled. The depth follows the hit rate.
 """
 
 from typing import NamedTuple
@@ -20,19 +19,19 @@ from hotcold.numba_kernels.storage.neuron_slots import was_used
 
 MIN_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64
-_MAX_TOKENS = 4  # of a step: more want most of what a layer has
-# words of `ReadAhead.counts`: how many neurons were read ahead, and were of use
+_MAX_TOKENS = 4  # of a step: more tokens use most of a layer's neurons
+# words of `ReadAhead.counts`: neurons read ahead, and those of them that were used
 NUM_AHEAD, NUM_OF_USE = 0, 1
 
 
 class ReadAhead(NamedTuple):
     """Predictors of this service's neurons, and work space.
 
-    predictors: no layers where nothing is read ahead
-    most (L,) int64: how many of a layer's neurons to ask for; limit (1,) int64: the most of any
-    scores (N of a layer,) float32; planes (threads, 3, words) uint64; rows (limit,) int32, parts
-    (limit,) uint8: asked for the layer before; state (2,) int64: of which layer, and how many
-    counts (2,) int64
+    predictors: without layers where nothing is read ahead
+    most (L,) int64: how many of a layer's neurons to read; limit (1,) int64: the maximum of that
+    scores (N of a layer,) float32; planes (threads, 3, words) uint64
+    rows (limit,) int32, parts (limit,) uint8: submitted last; state (2,) int64: for which layer,
+    and how many; counts (2,) int64
     """
 
     predictors: SignPredictors
@@ -47,7 +46,7 @@ class ReadAhead(NamedTuple):
 
 
 def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: int) -> ReadAhead:
-    """Ask for at most `limit` neurons of a layer; nothing is read ahead without predictors."""
+    """Read ahead at most `limit` neurons of a layer; none without predictors."""
     nothing = np.zeros(1, np.int64)
     if predictors is None or limit < MIN_AHEAD:
         floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
@@ -68,27 +67,27 @@ def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: i
 
 
 @njit(nogil=True, cache=True)
-def layer_ahead(ahead, layer, num_tokens):
-    """The layer whose neurons are to be read ahead while `layer` is computed; -1: none."""
+def next_layer_ahead(ahead, layer, num_tokens):
+    """The layer to read ahead while `layer` is computed, or -1."""
     offsets = ahead.predictors.offsets
     num_layers = offsets.shape[0] - 1
     if num_layers == 0 or num_tokens > _MAX_TOKENS:
         return -1
     following = (layer + 1) % num_layers
     if following == 0 or offsets[following + 1] == offsets[following]:
-        return -1  # the next token is not known
+        return -1  # the next token is unknown, or the layer has no predictor
     return following
 
 
 @njit(nogil=True, cache=True)
 def ahead_part(num_neurons, thread, num_threads):
-    """First and last (exclusive) of a layer's neurons that a thread scores."""
+    """First and last (exclusive) neuron that a thread scores."""
     return split_range(num_neurons, thread, num_threads, 4)
 
 
 @njit(nogil=True, cache=True)
 def score_ahead(ahead, layer, thread, num_threads, x):
-    """The greatest score of any of the tokens x (T, d), for this thread's part of the layer."""
+    """scores[n] = the largest score of any token of x (T, d), for this thread's neurons."""
     predictors, scores, planes = ahead.predictors, ahead.scores, ahead.planes[thread]
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
     rows = bit_rows(predictors, layer)
@@ -106,9 +105,9 @@ def score_ahead(ahead, layer, thread, num_threads, x):
 
 @njit(nogil=True, cache=True)
 def likeliest(ahead, layer, first, gates, up_downs):
-    """The rows to be read ahead: of gates that say so, then of those that the predictor chooses.
+    """The rows to read ahead: neurons whose loaded gates fire, then those that were predicted.
 
-    Each the likeliest first, so that what is left out is the least likely.
+    Only the highest scores of each where the depth is too small for all.
     """
     scores, most = ahead.scores, ahead.most[layer]
     num_neurons = ahead.predictors.offsets[layer + 1] - ahead.predictors.offsets[layer]
@@ -118,9 +117,9 @@ def likeliest(ahead, layer, first, gates, up_downs):
         count = 0
         for n in range(num_neurons):
             row = first + n
-            if scores[n] <= 0 or (gates.asked[row] != 0) != has_gate:
+            if scores[n] <= 0 or (gates.requested[row] != 0) != has_gate:
                 continue
-            if not has_gate or not up_downs.asked[row]:
+            if not has_gate or not up_downs.requested[row]:
                 found[count] = n
                 count += 1
         left = most - num_rows
@@ -134,20 +133,20 @@ def likeliest(ahead, layer, first, gates, up_downs):
 
 
 @njit(nogil=True, cache=True)
-def note_begun(ahead, gates, up_downs):
-    """Of what was asked for keep those rows that are not taken back."""
+def note_started(ahead, gates, up_downs):
+    """Keep the submitted rows whose reads were not cancelled."""
     kept = 0
     for i in range(ahead.state[1]):
         row, part = ahead.rows[i], ahead.parts[i]
-        if (gates if part & GATE else up_downs).asked[row]:
+        if (gates if part & GATE else up_downs).requested[row]:
             ahead.rows[kept], ahead.parts[kept] = row, part
             kept += 1
     ahead.state[1] = kept
 
 
 @njit(nogil=True, cache=True)
-def learn(ahead, layer, gates, up_downs):
-    """How many to ask for next time, once the layer has looked up all that it needs."""
+def adapt(ahead, layer, gates, up_downs):
+    """Adapt the layer's depth, once it has looked up all that it needs."""
     num_read, num_used = ahead.state[1], 0
     if ahead.state[0] != layer or num_read == 0:
         return
@@ -157,7 +156,7 @@ def learn(ahead, layer, gates, up_downs):
     ahead.counts[NUM_AHEAD] += num_read
     ahead.counts[NUM_OF_USE] += num_used
     if 2 * num_used >= num_read:
-        # Only what there was time for says something.
+        # Relative to what was read: cancelled reads say nothing about the predictor.
         more = num_read + num_read // 4 + 1
         ahead.most[layer] = min(ahead.limit[0], max(ahead.most[layer], more))
     else:

@@ -1,8 +1,7 @@
-"""Threads that read spans of a file, many at once, in the order in which they were asked for.
+"""A queue of reads: one thread submits spans of a file, reading threads complete them in order.
 
-One thread asks, reading threads take what is next, and whoever needs a neuron looks whether it has
-come: reading threads join no barrier. Spans that nobody has taken yet can be taken back, so what is
-read ahead holds up nothing that is needed now.
+Computing threads poll or wait for the neurons that they need; reading threads join no barrier.
+Spans that no thread has taken can be cancelled, so reads ahead never delay what is needed now.
 """
 
 from typing import NamedTuple
@@ -23,31 +22,30 @@ from hotcold.numba_kernels.serve.doorbell import (
     wake,
     wake_some,
 )
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, Wanted, cut_spans, read_span
+from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronReads, cut_spans, read_span
 
-NOW, NUM_BATCHES = 0, 3  # what is needed now; the others are read ahead, in turn
-_TAKEN, _ASKED, _STOP, _CAME, _WAITING, _LEFT = range(6)  # cells; _LEFT one for each batch
-_NUM_CELLS = _LEFT + NUM_BATCHES
+NOW, NUM_BATCHES = 0, 3  # batch NOW is needed now; the others are read ahead, in turn
+_TAKEN, _SUBMITTED, _STOP, _COMPLETED, _WAITING, _PENDING = range(6)  # cells
+_NUM_CELLS = _PENDING + NUM_BATCHES  # the last for each batch
 _IDLE_NS = 3_600_000_000_000
 _POLL_NS = 100_000_000
 _SPINS = 100
-_SPANS_A_WAKE = np.int32(8)  # to wake somebody for each that comes costs more than it gains
+_SPANS_A_WAKE = np.int32(8)  # waking waiters for each completed span costs more than it gains
 BATCH, FIRST, LAST = range(3)  # of a span
 BYTES_READ, READ_NS, HAS_BEGUN = range(3)  # words of `counts`
-NOTHING, HERE, FAILED = np.int32(0), np.int32(1), np.int32(2)  # of a part of a neuron
+NOT_LOADED, LOADED, FAILED = np.int32(0), np.int32(1), np.int32(2)  # of a part of a neuron
 
 
 class ReadQueue(NamedTuple):
-    """Spans to be read: each is neurons first..last-1 of a batch of wanted ones.
+    """Spans to read: each is neurons first..last-1 of a batch.
 
-    cells (9 * 16,) int32: how many spans were taken and asked for so far, and how many of each
-    batch have not come
-    spans (S, 3) int32, S a power of two: batch, first, last; span k lies in spans[k % S];
+    cells (9 * 16,) int32: spans taken, submitted and completed so far, and each batch's pending
+    spans
+    spans (S, 3) int32, S a power of two: batch, first, last; span k is spans[k % S];
     firsts (M + 1,) int32: work space
-    rows (batches, M) int32, parts (batches, M) uint8: `Wanted` of each batch
-    failure (2,) int64: see `neuron_file.read_span`; of the last that failed
-    counts (threads, 8) int64: bytes read by each thread, nanoseconds that it took, and whether the
-    thread serves
+    rows (batches, M) int32, parts (batches, M) uint8: `NeuronReads` of each batch
+    failure (2,) int64: of the last read that failed, as in `neuron_file.read_span`
+    counts (threads, 8) int64: each thread's bytes read, nanoseconds, and whether it is running
     """
 
     cells: np.ndarray
@@ -60,7 +58,7 @@ class ReadQueue(NamedTuple):
 
 
 def new_queue(num_threads: int, most: int) -> ReadQueue:
-    """For batches of up to `most` neurons."""
+    """An empty queue for batches of up to `most` neurons."""
     num_spans = 1 << max(1, NUM_BATCHES * most).bit_length()
     return ReadQueue(
         cells=np.zeros(_NUM_CELLS * INTS_A_CELL, np.int32),
@@ -75,186 +73,186 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
 
 @njit(nogil=True, cache=True)
 def wanted_of(queue, batch):
-    """Where a batch's neurons are written down."""
-    return Wanted(queue.rows[batch], queue.parts[batch])
+    """A batch's neurons and parts, to be written before `submit_reads`."""
+    return NeuronReads(queue.rows[batch], queue.parts[batch])
 
 
 @njit(nogil=True, cache=True)
-def num_left(queue, batch):
-    """How many spans of a batch have not come; its neurons may be changed where none is left."""
-    return atomic_load(queue.cells, (_LEFT + batch) * INTS_A_CELL)
+def num_pending(queue, batch):
+    """A batch's pending spans; its neurons may only be changed at 0."""
+    return atomic_load(queue.cells, (_PENDING + batch) * INTS_A_CELL)
 
 
 @njit(nogil=True, cache=True)
-def ask_for(queue, file, batch, count, most_bytes, most_gap):
-    """Let the first `count` neurons of a batch, of which none is left, be read into their slots."""
+def submit_reads(queue, file, batch, count, max_bytes, max_gap):
+    """Submit the first `count` neurons of a batch, which has no pending span."""
     cells, spans, firsts = queue.cells, queue.spans, queue.firsts
-    num_spans = cut_spans(file, wanted_of(queue, batch), count, most_bytes, most_gap, firsts)
-    asked = atomic_load(cells, _ASKED * INTS_A_CELL)
+    num_spans = cut_spans(file, wanted_of(queue, batch), count, max_bytes, max_gap, firsts)
+    submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
     for k in range(num_spans):
-        span = spans[np.int64(asked + k) & (spans.shape[0] - 1)]
+        span = spans[np.int64(submitted + k) & (spans.shape[0] - 1)]
         span[BATCH], span[FIRST], span[LAST] = batch, firsts[k], firsts[k + 1]
     if num_spans:
-        atomic_store(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(num_spans))
-        atomic_store(cells, _ASKED * INTS_A_CELL, np.int32(asked + num_spans))
-        wake_some(cells, _ASKED, num_spans)
+        atomic_store(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(num_spans))
+        atomic_store(cells, _SUBMITTED * INTS_A_CELL, np.int32(submitted + num_spans))
+        wake_some(cells, _SUBMITTED, num_spans)
 
 
 @njit(nogil=True, cache=True)
-def take_back(queue, asked_gates, asked_up_downs):
-    """Read no more of what no thread has begun; it is not asked for any more.
+def cancel_reads(queue, requested_gates, requested_up_downs):
+    """Cancel all spans that no thread has taken.
 
-    asked_gates, asked_up_downs (N,) uint8: what `NeuronSlots.asked` is of either part.
+    requested_gates, requested_up_downs (N,) uint8: `NeuronSlots.requested` of both parts, cleared
     """
     cells, spans = queue.cells, queue.spans
-    asked = atomic_load(cells, _ASKED * INTS_A_CELL)
+    submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
     taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
-    while taken != asked and not atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, asked):
+    while taken != submitted and not atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, submitted):
         taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
-    while taken != asked:
+    while taken != submitted:
         span = spans[np.int64(taken) & (spans.shape[0] - 1)]
         batch = span[BATCH]
         for i in range(span[FIRST], span[LAST]):
             row, parts = queue.rows[batch, i], queue.parts[batch, i]
             if parts & GATE:
-                asked_gates[row] = np.uint8(0)
+                requested_gates[row] = np.uint8(0)
             if parts & REST:
-                asked_up_downs[row] = np.uint8(0)
-        atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1))
+                requested_up_downs[row] = np.uint8(0)
+        atomic_add(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(-1))
         taken = np.int32(taken + 1)
 
 
 @njit(nogil=True, cache=True)
 def await_batch(queue, batch):
-    """Return when none of a batch is left."""
+    """Wait until a batch has no pending span."""
     while True:
-        left = num_left(queue, batch)
+        left = num_pending(queue, batch)
         if left == 0:
             return
-        wait_change(queue.cells, _LEFT + batch, left, _SPINS, _POLL_NS)
+        wait_change(queue.cells, _PENDING + batch, left, _SPINS, _POLL_NS)
 
 
 @njit(nogil=True, cache=True)
-def num_come(queue):
-    """A number that changes with each span that comes; to be seen before one looks what came."""
-    return atomic_load(queue.cells, _CAME * INTS_A_CELL)
+def num_completed(queue):
+    """A number that changes with each completed span; read it before checking what is loaded."""
+    return atomic_load(queue.cells, _COMPLETED * INTS_A_CELL)
 
 
 @njit(nogil=True, cache=True)
 def await_more(queue, seen):
-    """Return some time after `num_come` is not `seen` any more, at the latest when all came."""
+    """Sleep until `num_completed` differs from `seen`, or a few more spans are completed."""
     cells = queue.cells
     atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(1))
-    sleep_change(cells, _CAME, seen, _POLL_NS)
+    sleep_change(cells, _COMPLETED, seen, _POLL_NS)
     atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(-1))
 
 
 @njit(nogil=True, cache=True)
-def read_all(queue, file, count, most_bytes, most_gap):
-    """Read the first `count` neurons of the batch NOW into their slots; for Python.
+def read_all(queue, file, count, max_bytes, max_gap):
+    """Read the first `count` neurons of the batch NOW into their slots; False where a read failed.
 
-    Whether all came. Nothing else may be under way: see `settle`.
+    For Python. No other read may be pending: see `drain`.
     """
     queue.failure[:] = 0
-    ask_for(queue, file, NOW, count, most_bytes, most_gap)
+    submit_reads(queue, file, NOW, count, max_bytes, max_gap)
     await_batch(queue, NOW)
     return queue.failure[0] == 0
 
 
 @njit(nogil=True, cache=True)
-def settle(queue, asked_gates, asked_up_downs):
-    """Return when nothing is being read, and nothing asked for; as `take_back`."""
-    take_back(queue, asked_gates, asked_up_downs)
+def drain(queue, requested_gates, requested_up_downs):
+    """`cancel_reads`, and wait for those in flight."""
+    cancel_reads(queue, requested_gates, requested_up_downs)
     for batch in range(NUM_BATCHES):
         await_batch(queue, batch)
 
 
 @njit(nogil=True, cache=True)
 def stop_readers(queue):
-    """Let all reading threads end."""
+    """Let all reading threads return."""
     cells = queue.cells
     atomic_store(cells, _STOP * INTS_A_CELL, np.int32(1))
-    atomic_store(cells, _TAKEN * INTS_A_CELL, atomic_load(cells, _ASKED * INTS_A_CELL))
-    ring(cells, _ASKED, np.int32(atomic_load(cells, _ASKED * INTS_A_CELL) + 1))
+    atomic_store(cells, _TAKEN * INTS_A_CELL, atomic_load(cells, _SUBMITTED * INTS_A_CELL))
+    ring(cells, _SUBMITTED, np.int32(atomic_load(cells, _SUBMITTED * INTS_A_CELL) + 1))
 
 
 @njit(nogil=True, cache=True)
-def take_next(queue, span):
-    """Copy the next span to `span`; False where there is none."""
+def next_span(queue, span):
+    """Take the next span: copy it to `span`; False where there is none."""
     cells, spans = queue.cells, queue.spans
     while True:
         taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
-        if taken == atomic_load(cells, _ASKED * INTS_A_CELL):
+        if taken == atomic_load(cells, _SUBMITTED * INTS_A_CELL):
             return False
         span[:] = spans[np.int64(taken) & (spans.shape[0] - 1)]
-        # Whoever writes over a span does so after it was taken: then this fails.
+        # A span is only overwritten after it was taken: then this fails.
         if atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, np.int32(taken + 1)):
             return True
 
 
 @njit(nogil=True, cache=True)
-def _count_span(queue, batch):
-    """A span of the batch has come, or failed: tell those who wait."""
+def _count_completed(queue, batch):
+    """A span of the batch was completed or failed: wake waiters."""
     cells = queue.cells
-    left = np.int32(atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1)) - 1)
-    atomic_add(cells, _CAME * INTS_A_CELL, np.int32(1))
+    left = np.int32(atomic_add(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(-1)) - 1)
+    atomic_add(cells, _COMPLETED * INTS_A_CELL, np.int32(1))
     if left == 0:
-        wake(cells, _LEFT + batch)
+        wake(cells, _PENDING + batch)
     is_time = batch != NOW or left % _SPANS_A_WAKE == 0
     if is_time and atomic_load(cells, _WAITING * INTS_A_CELL) != 0:
-        wake(cells, _CAME)
+        wake(cells, _COMPLETED)
 
 
 @njit(nogil=True, cache=True)
-def finish_span(queue, span, has_come, held_gates, held_up_downs):
-    """A span was read, or could not be: that is noted in `NeuronSlots.held` of either part."""
-    batch, found = np.int64(span[BATCH]), HERE if has_come else FAILED
+def complete_span(queue, span, is_read, loaded_gates, loaded_up_downs):
+    """Mark a span's neurons as LOADED or FAILED in `NeuronSlots.loaded` of both parts."""
+    batch, found = np.int64(span[BATCH]), LOADED if is_read else FAILED
     for i in range(span[FIRST], span[LAST]):
         row, parts = np.int64(queue.rows[batch, i]), queue.parts[batch, i]
         if parts & GATE:
-            atomic_store(held_gates, row, found)
+            atomic_store(loaded_gates, row, found)
         if parts & REST:
-            atomic_store(held_up_downs, row, found)
-    _count_span(queue, batch)
+            atomic_store(loaded_up_downs, row, found)
+    _count_completed(queue, batch)
 
 
 @njit(nogil=True, cache=True)
 def is_stopped(queue):
-    """Whether reading threads are to end."""
+    """Whether `stop_readers` was called."""
     return atomic_load(queue.cells, _STOP * INTS_A_CELL) != 0
 
 
 @njit(nogil=True, cache=True)
-def num_asked(queue):
-    """A number that changes with each `ask_for`; to be seen before one takes spans."""
-    return atomic_load(queue.cells, _ASKED * INTS_A_CELL)
+def num_submitted(queue):
+    """A number that changes with each `submit_reads`; read it before taking spans."""
+    return atomic_load(queue.cells, _SUBMITTED * INTS_A_CELL)
 
 
 @njit(nogil=True, cache=True)
 def await_spans(queue, seen):
-    """Sleep until `num_asked` is not `seen` any more."""
-    sleep_change(queue.cells, _ASKED, seen, _IDLE_NS)
+    """Sleep until `num_submitted` differs from `seen`."""
+    sleep_change(queue.cells, _SUBMITTED, seen, _IDLE_NS)
 
 
 @njit(nogil=True, cache=True)
-def serve_reads(thread, queue, file, held_gates, held_up_downs, staging, target):
-    """Read what is asked for, until `stop_readers`; `staging` is this thread's own.
+def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, target):
+    """A reading thread's loop until `stop_readers`; `staging` is this thread's own.
 
-    What came, into rows of `target`, is noted in `held_gates`, `held_up_downs`: see `finish_span`.
+    Spans are read into rows of `target` and completed by `complete_span`.
     """
     counts = queue.counts[thread]
     span = np.zeros(3, np.int32)
     counts[HAS_BEGUN] = 1
     while not is_stopped(queue):
-        seen = num_asked(queue)
-        if not take_next(queue, span):
+        seen = num_submitted(queue)
+        if not next_span(queue, span):
             await_spans(queue, seen)
             continue
         if is_stopped(queue):
-            return  # what it took is no span
+            return  # `stop_readers` lets threads take what is no span
         started = now_ns()
-        wanted = wanted_of(queue, np.int64(span[BATCH]))
-        num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
+        reads = wanted_of(queue, np.int64(span[BATCH]))
+        num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)
+        complete_span(queue, span, num_bytes > 0, loaded_gates, loaded_up_downs)

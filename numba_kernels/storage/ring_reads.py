@@ -1,11 +1,11 @@
-"""One thread that keeps many reads under way by an io_uring; else as `read_queue.serve_reads`."""
+"""`read_queue.serve_reads` by one thread that keeps many reads in flight with io_uring."""
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.storage.io_ring import MAX_TOGETHER, add_read, next_done, submit
-from hotcold.numba_kernels.storage.neuron_file import DESCRIPTOR, read_span, span_bytes, take_span
+from hotcold.numba_kernels.storage.io_ring import MAX_WAIT_READS, add_read, next_completion, submit
+from hotcold.numba_kernels.storage.neuron_file import DESCRIPTOR, copy_span, read_span, span_bytes
 from hotcold.numba_kernels.storage.read_queue import (
     BATCH,
     BYTES_READ,
@@ -14,69 +14,69 @@ from hotcold.numba_kernels.storage.read_queue import (
     LAST,
     READ_NS,
     await_spans,
-    finish_span,
+    complete_span,
     is_stopped,
-    num_asked,
+    next_span,
+    num_submitted,
     serve_reads,
-    take_next,
     wanted_of,
 )
 
 
 @njit(nogil=True, cache=True)
 def _begin_spans(queue, file, ring, staging, spans, busy):
-    """Have the next spans read, as many as there are free buffers."""
+    """Queue the next spans, as many as there are free buffers."""
     for k in range(busy.shape[0]):
         span = spans[k]
         if busy[k]:
             continue
-        if not take_next(queue, span) or is_stopped(queue):
+        if not next_span(queue, span) or is_stopped(queue):
             return
-        wanted = wanted_of(queue, np.int64(span[BATCH]))
-        begin, size = span_bytes(file, wanted, span[FIRST], span[LAST])
+        reads = wanted_of(queue, np.int64(span[BATCH]))
+        begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
         address = np.int64(staging[k].ctypes.data)
         add_read(ring, k, file.facts[DESCRIPTOR], begin, address, size)
         busy[k] = 1
 
 
 @njit(nogil=True, cache=True)
-def _take(queue, file, span, result, staging, target):
-    """Rows of a span whose read is done; the bytes read, or 0 where it failed."""
-    wanted = wanted_of(queue, np.int64(span[BATCH]))
-    begin, size = span_bytes(file, wanted, span[FIRST], span[LAST])
+def _finish_read(queue, file, span, result, staging, target):
+    """Copy the rows of a span whose read is done; returns its bytes, or 0 where it failed."""
+    reads = wanted_of(queue, np.int64(span[BATCH]))
+    begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
     is_whole = result == size
-    if is_whole and take_span(file, wanted, span[FIRST], span[LAST], begin, staging, target) < 0:
+    if is_whole and copy_span(file, reads, span[FIRST], span[LAST], begin, staging, target) < 0:
         return size
-    return read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
+    return read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
 
 
 @njit(nogil=True, cache=True)
-def go_on_without_ring(queue, file, held_gates, held_up_downs, staging, target, spans, busy):
-    """Read what was under way in a ring that failed, then what is asked for, as `serve_reads`.
+def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, spans, busy):
+    """Read the spans in flight of a ring that failed, then go on as `serve_reads`.
 
-    `staging` is not what the ring had: the kernel may still write there.
+    `staging` is not the ring's: the kernel may still write there.
     """
     for k in np.flatnonzero(busy):
         span = spans[k]
-        wanted = wanted_of(queue, np.int64(span[BATCH]))
-        num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
-        finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)
-    serve_reads(0, queue, file, held_gates, held_up_downs, staging, target)
+        reads = wanted_of(queue, np.int64(span[BATCH]))
+        num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
+        complete_span(queue, span, num_bytes > 0, loaded_gates, loaded_up_downs)
+    serve_reads(0, queue, file, loaded_gates, loaded_up_downs, staging, target)
 
 
 @njit(nogil=True, cache=True)
-def serve_ring(queue, file, held_gates, held_up_downs, staging, target, ring, spans, busy):
-    """Read what is asked for, until `stop_readers`, as many spans at once as `staging` has rows.
+def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring, spans, busy):
+    """`serve_reads` with as many spans in flight as `staging` has rows.
 
     staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; spans (D, 3)
-    int32 and busy (D,) uint8: what is under way, nothing at first; others as of `serve_reads`. A
-    read that fails, comes short or is damaged is tried as there. Returns 0, or an errno where the
-    ring itself failed: then all that is under way may still come, and `staging` has to stay.
+    int32 and busy (D,) uint8: the spans in flight, none at first. Failed, short and damaged reads
+    are retried by `read_span`. Returns 0, or an errno where the ring itself failed: then the kernel
+    may still write to `staging`, which has to stay.
     """
     counts = queue.counts[0]
     counts[HAS_BEGUN] = 1
     while True:
-        seen = num_asked(queue)
+        seen = num_submitted(queue)
         if not is_stopped(queue):
             _begin_spans(queue, file, ring, staging, spans, busy)
         num_reads = busy.sum()
@@ -86,15 +86,15 @@ def serve_ring(queue, file, held_gates, held_up_downs, staging, target, ring, sp
             await_spans(queue, seen)
             continue
         started = now_ns()
-        status = submit(ring, min(MAX_TOGETHER, 1 + num_reads // 4))
+        status = submit(ring, min(MAX_WAIT_READS, 1 + num_reads // 4))
         if status != 0:
             return status
-        k, result = next_done(ring)
+        k, result = next_completion(ring)
         while k >= 0:
             span = spans[k]
-            num_bytes = _take(queue, file, span, result, staging[k], target)
+            num_bytes = _finish_read(queue, file, span, result, staging[k], target)
             counts[BYTES_READ] += num_bytes
-            finish_span(queue, span, num_bytes > 0, held_gates, held_up_downs)
+            complete_span(queue, span, num_bytes > 0, loaded_gates, loaded_up_downs)
             busy[k] = 0
-            k, result = next_done(ring)
+            k, result = next_completion(ring)
         counts[READ_NS] += now_ns() - started

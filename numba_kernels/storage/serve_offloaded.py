@@ -1,4 +1,4 @@
-"""One thread of a CPU service whose neurons are stored: its share of every FFN request."""
+"""The loop of a CPU service's thread over offloaded neurons."""
 
 import numpy as np
 
@@ -26,54 +26,54 @@ from hotcold.numba_kernels.serve.mailbox import (
     read_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import count_neurons
-from hotcold.numba_kernels.storage.neuron_slots import NUM_MISSED, NUM_WANTED
-from hotcold.numba_kernels.storage.offloaded_ffn import stored_layer_ffn
+from hotcold.numba_kernels.storage.neuron_slots import NUM_LOOKUPS, NUM_MISSES
+from hotcold.numba_kernels.storage.offloaded_ffn import offloaded_layer_ffn
 
 
 @njit(nogil=True, cache=True)
-def _stored_request(thread, num_threads, service, buffers, stored, scratch, buckets, function):
-    """As `numba_kernels.serve.serve_ffn.ffn_request`; the reply also says what was read so far."""
+def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, buckets, function):
+    """`numba_kernels.serve.serve_ffn.ffn_request`; the reply also counts reads so far."""
     request, reply = buffers.requests[service], buffers.replies[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
     ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     token_masks = NO_MASKS
     if num_ids > 0 and num_tokens > 1:
         token_masks = buffers.active_masks[service, :num_ids]
-    done = stored_layer_ffn(
+    done = offloaded_layer_ffn(
         thread, num_threads, buffers.cells, service, layer, num_ids >= 0, ids, token_masks,
-        read_thresholds(request), buffers.ffn_input[:num_tokens], stored, scratch, function,
+        read_thresholds(request), buffers.ffn_input[:num_tokens], shard, scratch, function,
         buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread != 0:
         return
-    reply[BYTES_READ] = stored.queue.counts[:, 0].sum()
-    reply[READ_WAIT_NS] = stored.waits.max()
-    gates, up_downs = stored.gates.state, stored.up_downs.state
-    reply[PARTS_WANTED] = gates[NUM_WANTED] + up_downs[NUM_WANTED]
-    reply[PARTS_MISSED] = gates[NUM_MISSED] + up_downs[NUM_MISSED]
+    reply[BYTES_READ] = shard.queue.counts[:, 0].sum()
+    reply[READ_WAIT_NS] = shard.waited_ns.max()
+    gates, up_downs = shard.gates.state, shard.up_downs.state
+    reply[PARTS_WANTED] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
+    reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]
     if not done:
         reply[STATUS] = FAILED
         return
     reply[NUM_COMPUTED] = scratch.counts.sum()
     reply[NUM_UP] = scratch.up_counts.sum()
     if request[WATCHED]:
-        offsets = stored.arrays.offsets
+        offsets = shard.arrays.offsets
         first, last = offsets[layer], offsets[layer + 1]
         count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch)
 
 
 @njit(nogil=True, cache=True)
 def serve_offloaded_ffn(
-    thread, num_threads, service, seen, buffers, stored, scratch, buckets, function
+    thread, num_threads, service, seen, buffers, shard, scratch, buckets, function
 ):
-    """`numba_kernels.serve.serve_ffn.serve_ffn` of stored neurons."""
+    """`numba_kernels.serve.serve_ffn.serve_ffn` over offloaded neurons."""
     while True:
         number = next_request(buffers.cells, service, seen)
         started = now_ns()
         operation = buffers.requests[service, OPERATION]
         if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            _stored_request(
-                thread, num_threads, service, buffers, stored, scratch, buckets, function
+            _offloaded_request(
+                thread, num_threads, service, buffers, shard, scratch, buckets, function
             )
         elif operation != PING:
             return number

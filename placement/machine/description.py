@@ -1,8 +1,8 @@
-"""The description of a machine that placement calculates with: memories and how fast each is read.
+"""The description of a machine for placement: its memories, and how fast each is read.
 
-`this_machine.this_machine` measures the one that it runs on; `read_machine` reads a description
-from a file, written by `hotcold doctor --machine-out FILE` or by hand. Every key must be there but
-busy_cores. By hand, for one NUMA node and one GPU (an empty date: not measured):
+`this_machine.this_machine` measures the present machine; `read_machine` reads a description from a
+file, written by `hotcold doctor --machine-out FILE` or by hand. All keys but busy_cores are
+required. By hand, for one NUMA node and one GPU (an empty date: not measured):
 
     {"name": "EPYC 9354",
      "nodes": [{"name": "node0", "num_cores": 32, "total_bytes": 200e9, "free_bytes": 180e9,
@@ -25,17 +25,14 @@ from hotcold.model.files.whole_file import write_whole
 
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
-_MAX_NUMBER = 1e9  # GB/s, µs, cores: above it is a slip of the pen
-_BUSY_SHARE = 0.05  # of all cores: less is what a desktop does by itself
+_MAX_NUMBER = 1e9  # GB/s, µs, cores: more is a typing error
+_BUSY_SHARE = 0.05  # of all cores: less is an idle desktop
 _HOW_TO_MAKE = "`hotcold doctor --machine-out FILE` writes a description"
 
 
 @dataclass(frozen=True)
 class CpuNode:
-    """One NUMA node with cores that may be used, and what all of these cores together read.
-
-    Units:   bandwidths in 1e9 bytes a second
-    """
+    """One NUMA node and its usable cores. Units: bandwidths of all cores in 1e9 bytes a second."""
 
     name: str  # node0
     num_cores: int  # logical cores
@@ -43,7 +40,7 @@ class CpuNode:
     free_bytes: int
     read_gb_per_s: float  # a plain sequential read
     rows_gb_per_s: float  # dense float16 rows times a vector
-    gather_gb_per_s: float  # gate, up and down rows of a random tenth of neurons, all of which fire
+    gather_gb_per_s: float  # gate, up, down rows of a random tenth of the neurons
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,18 @@ class Machine:
     name: str  # of the processor
     nodes: tuple[CpuNode, ...]
     gpus: tuple[GpuDevice, ...]
-    exchange_us: float  # of a question to a service and its answer, beyond the service's own work
+    exchange_us: float  # of a request and its reply, beyond the service's own work
     date: str  # ISO date of the measurement; empty for a description by hand
-    busy_cores: float = 0.0  # that other programs, or other virtual machines, took meanwhile
+    busy_cores: float = 0.0  # used by other programs or virtual machines meanwhile
 
     @property
     def was_busy(self) -> bool:
-        """Whether so much else ran during the measurement that the figures may be low."""
+        """Whether other programs ran during the measurement, so that the figures may be low."""
         return self.busy_cores > _BUSY_SHARE * sum(node.num_cores for node in self.nodes)
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits over everything but the date, what ran and what is free."""
+        """12 hexadecimal digits over all but the date, busy cores and free memory."""
         values = self.as_json()
         del values["date"], values["busy_cores"]
         for device in values["nodes"] + values["gpus"]:
@@ -86,7 +83,7 @@ class Machine:
 
     @property
     def read_gb_per_s(self) -> float:
-        """What all nodes together read in sequence, taken for the sum of what each reads alone."""
+        """What all nodes together read in sequence, assumed to be the sum."""
         return sum(node.read_gb_per_s for node in self.nodes)
 
     def as_json(self) -> dict[str, Any]:

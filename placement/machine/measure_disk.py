@@ -12,8 +12,8 @@ import numpy as np
 
 from hotcold.model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
-from hotcold.numba_kernels.storage.disk_reads import read_places, read_places_by_ring
+from hotcold.numba_kernels.measure import read_places, read_places_by_ring
+from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,
@@ -29,17 +29,17 @@ _MAX_READS = 1 << 16
 def measure_disk(
     path: Path, sizes: Sequence[int], depth: int | None = None, seed: int | None = None
 ) -> list[float]:
-    """Bytes a second of reads of each size at random places of a file.
+    """Bytes a second for reads of each size at random offsets of a file.
 
-    `depth` threads read; without it as neurons are read, by an io_uring where there is one.
-    Sizes are multiples of 4096. What a file system or a host keeps in memory counts as read.
+    `depth` threads read; without it reads go as for neurons, by io_uring where available.
+    Sizes are multiples of 4096. Caches of a file system or a host count as the disk's.
     Units:   a quarter of a second a size
     Errors:  OSError
     """
     file = open_direct(path)
     try:
         num_bytes = os.fstat(file.descriptor).st_size
-        # Without a seed places are new each time: the host may keep what was read before.
+        # Without a seed offsets are new each time: the host may cache earlier reads.
         draw = np.random.default_rng(seed)
         drawn = {size: _places(num_bytes, size, draw) for size in sizes}
         ring = new_ring(RING_DEPTH) if depth is None and file.keeps_pages else None

@@ -1,8 +1,8 @@
-"""What it costs to ask a service and be answered, beyond the time that the service works.
+"""The cost of a request to a service and its reply, beyond the service's own work.
 
-Threads wait, work and answer as a service's do (`numba_kernels/measure/exchange.py`).
-The work is a millisecond of spinning: long enough for whoever waits to fall asleep, as between two
-requests of a token, when a core takes longer to wake than the words take to travel.
+Threads wait, work and reply like a service's (`numba_kernels/measure/exchange.py`). The work is a
+millisecond of spinning: long enough for waiting threads to fall asleep, as between two requests of
+a token, so the figure includes the wake-up of a core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.measure.exchange import NOT_ANSWERED, ask_in_turn, work_until_stopped
+from hotcold.numba_kernels.measure import NOT_ANSWERED, ask_in_turn, work_until_stopped
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -27,7 +27,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 )
 
 _ROUNDS = 400
-_FEWEST = 0.05  # share of questions
+_MIN_SHARE = 0.05  # of undisturbed requests
 _WORK_NS = 1_000_000
 _TIMEOUT_NS = 60_000_000_000
 
@@ -35,13 +35,12 @@ _TIMEOUT_NS = 60_000_000_000
 def measure_exchange_us(
     cores_of_nodes: list[tuple[int, ...]], rounds: int = _ROUNDS, work_ns: int = _WORK_NS
 ) -> float:
-    """Median over questions of (round trip - the longest work of a service), in microseconds.
+    """Median over requests of (round trip - the longest work of a service), in microseconds.
 
-    As in a token, questions go in turn to one thread on the first node, in the GPU service's place,
-    while the other cores go idle; and to the services of all nodes at once, with a thread on every
-    core. A question during which another program had a core took about its turn longer; such ones
-    are left out, unless nearly all are.
-    Errors:  RuntimeError where a service does not answer within a minute
+    As for a token, requests alternate between one thread on the first node (the attention service)
+    while other cores idle, and the services of all nodes at once, a thread on every core. Requests
+    during which another program used a core take longer; they are left out, unless nearly all are.
+    Errors:  RuntimeError where a service does not reply within a minute
     """
     cores_of_services = [cores_of_nodes[0][:1], *cores_of_nodes]
     count = len(cores_of_services)
@@ -74,12 +73,11 @@ def measure_exchange_us(
 def median_us(costs_ns: np.ndarray, work_ns: int) -> float:
     """Median of the costs below half of `work_ns`, in µs; of all where few are below it."""
     undisturbed = costs_ns[costs_ns < work_ns // 2]
-    if undisturbed.size < _FEWEST * costs_ns.size:
+    if undisturbed.size < _MIN_SHARE * costs_ns.size:
         undisturbed = costs_ns
     return max(float(np.median(undisturbed)) / 1e3, 0.01)
 
 
 def _live(core: int, *buffers: Any) -> None:
-    # This thread's alone. Each has its own core: two on one would wait for each other's work.
     os.sched_setaffinity(0, {core})
     work_until_stopped(*buffers)

@@ -1,8 +1,7 @@
-"""Which service gets which NUMA nodes and cores; numbers only, nothing is pinned here.
+"""Which service gets which NUMA nodes and cores; nothing is pinned here.
 
-Services and nodes are both in order. Fewer services than nodes: a service takes a run of
-neighbouring nodes. As many or more: services are dealt to the nodes in turn, and those of one node
-cut its cores among them.
+With fewer services than nodes each gets a run of neighbouring nodes. Otherwise services are
+assigned to nodes round-robin, and those of one node divide its cores.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hotcold.placement.machine.sysfs import NumaNode
 
 @dataclass(frozen=True)
 class NodeCores:
-    """One NUMA node with memory, and the cores to read it with."""
+    """One NUMA node with memory, and the cores that read it."""
 
     node_id: int
     cores: tuple[int, ...]
@@ -24,10 +23,9 @@ class NodeCores:
 
 @dataclass(frozen=True)
 class ServicePlace:
-    """Where one service belongs: its memory on `nodes`, thread t on one of `thread_cores[t]`.
+    """One service's place: its memory is on `nodes`, thread t runs on `thread_cores[t]`.
 
-    A thread has a core of its own where the service has as many threads as cores, else all of its
-    service's.
+    A thread has its own core if the service has as many threads as cores, else all its cores.
     """
 
     nodes: tuple[int, ...]
@@ -40,10 +38,10 @@ class ServicePlace:
 
 
 def nodes_with_memory(nodes: Sequence[NumaNode], cores: Sequence[int]) -> tuple[NodeCores, ...]:
-    """Nodes that have memory and may be read with some of the usable `cores`, in order.
+    """The nodes with memory and usable `cores`, in order.
 
-    The cores of a node without memory go to the nearest node that has some, the first of several;
-    a node without a usable core is left out.
+    Cores of a node without memory go to the nearest node with memory, the first of several. Nodes
+    without a usable core are left out.
     """
     usable = set(cores)
     own = {n.node_id: [c for c in n.cores if c in usable] for n in nodes if n.total_bytes}
@@ -63,7 +61,7 @@ def _nearest(node: NumaNode, homes: Sequence[int], online: Sequence[int]) -> int
 
 
 def node_groups(num_nodes: int, num_services: int) -> list[tuple[int, ...]]:
-    """The nodes of each service, as indices; nodes are shared where services are more."""
+    """Indices of each service's nodes; services share nodes if there are more services."""
     if num_services >= num_nodes:
         return [(service % num_nodes,) for service in range(num_services)]
     ends = [service * num_nodes // num_services for service in range(num_services + 1)]
@@ -71,13 +69,13 @@ def node_groups(num_nodes: int, num_services: int) -> list[tuple[int, ...]]:
 
 
 def num_sharing(num_nodes: int, num_services: int) -> list[int]:
-    """How many services each service shares its nodes with, itself included."""
+    """How many services share each service's nodes, itself included."""
     groups = node_groups(num_nodes, num_services)
     return [groups.count(group) for group in groups]
 
 
 def slots_of(num_nodes: int, num_services: int, service: int) -> float:
-    """How many of the nodes a service takes: some whole ones, or its part of one."""
+    """How many nodes a service has: a whole number, or its fraction of one."""
     group = node_groups(num_nodes, num_services)[service]
     return len(group) / num_sharing(num_nodes, num_services)[service]
 
@@ -85,10 +83,7 @@ def slots_of(num_nodes: int, num_services: int, service: int) -> float:
 def thread_counts(
     nodes: Sequence[NodeCores], num_services: int, num_threads: int
 ) -> tuple[int, ...]:
-    """Threads of each service: at least one, else in proportion to its cores, the first ones first.
-
-    Equal shares where no nodes are known.
-    """
+    """Threads of each service: in proportion to its cores, at least one, equal without nodes."""
     weights = [1.0] * num_services
     if nodes:
         sharing = num_sharing(len(nodes), num_services)
@@ -105,10 +100,7 @@ def thread_counts(
 
 
 def place_services(nodes: Sequence[NodeCores], threads: Sequence[int]) -> list[ServicePlace]:
-    """The place of each service, of which service s has threads[s] threads.
-
-    Errors:  ValueError without nodes
-    """
+    """The place of each service, with threads[s] threads. Errors: ValueError without nodes."""
     if not nodes:
         raise ValueError("there are no nodes to place services on")
     groups = node_groups(len(nodes), len(threads))
@@ -127,9 +119,9 @@ def place_services(nodes: Sequence[NodeCores], threads: Sequence[int]) -> list[S
 
 
 def place_of_all(places: Sequence[ServicePlace], num_threads: int) -> ServicePlace:
-    """The place of the service that takes the other services' cores in turn, thread by thread.
+    """The place of the attention service: one thread on each core of the other services.
 
-    Its threads are dealt over all nodes, so that thread t of it and of them sit on one core.
+    With another number of threads, all threads use all cores.
     """
     nodes = sorted({node for place in places for node in place.nodes})
     by_node = sorted(places, key=lambda place: place.nodes)
@@ -141,7 +133,7 @@ def place_of_all(places: Sequence[ServicePlace], num_threads: int) -> ServicePla
 
 
 def _cut(cores: list[int], threads: Sequence[int], part: int) -> list[int]:
-    """A service's cores of those that it shares; all where there are fewer than threads."""
+    """A service's part of the cores that it shares; all if there are fewer cores than threads."""
     total = sum(threads)
     if total > len(cores):
         return cores

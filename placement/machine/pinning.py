@@ -1,7 +1,7 @@
-"""Puts threads on cores and their memory on NUMA nodes, as far as the kernel lets us.
+"""Pins threads to cores and binds their memory to NUMA nodes, as far as the kernel allows.
 
-Containers are often refused memory policies (EPERM); then pages still go to the node of the thread
-that first writes them, and threads may be pinned everywhere.
+Many containers may not set memory policies (EPERM). Pages then still go to the node of the thread
+that first writes them, and threads can be pinned.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from hotcold.placement.machine.sysfs import read_numa_nodes
 _DEFAULT, _PREFERRED, _BIND, _INTERLEAVE = 0, 1, 2, 3  # of linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _WORD_BITS = 64
-_SPARE_BYTES = 1 << 30  # beside a service's weights: work space, Python, other programs
+_SPARE_BYTES = 1 << 30  # beside a service's weights: workspace, Python, other programs
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """Which of its host's services one is; the host itself looks up which nodes and cores it has.
+    """A service's share of its host, from which the host derives nodes and cores.
 
-    `index` counts the CPU services of the host; None is the service that takes their cores in turn.
+    `index` is among the host's CPU services; None is the attention service, which uses the cores of
+    all of them while they wait.
     """
 
     threads: tuple[int, ...]  # of each CPU service of the host
@@ -47,8 +48,8 @@ class HostShare:
 def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None) -> str:
     """Why nothing is pinned, in a few words; "" where services are pinned.
 
-    With one node there is no memory to be near to, and a thread that may not move waits for
-    whoever else wants its core; there a `CoreAffinity` decides from moment to moment.
+    With one node all memory is equally near, and a pinned thread would wait for other programs on
+    its core; there a `CoreAffinity` pins and unpins dynamically.
     """
     if pin == "off":
         return "--pin off"
@@ -62,7 +63,7 @@ def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None
 
 
 def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
-    """The place on this host of a service of so many threads; None where nothing is pinned."""
+    """The place on this host of a service with so many threads; None where nothing is pinned."""
     root = Path(share.root)
     nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
     if not_pinned_because(share.pin, nodes, cpu_quota(root)):
@@ -72,10 +73,10 @@ def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
 
 
 def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
-    """A core for each thread of a service that is not pinned, for a `CoreAffinity`; () for none.
+    """A core for each thread, for a `CoreAffinity`; () where it should not be used.
 
-    Where `--pin auto` pins nothing because there is one node, and each of several threads can have
-    a core of its own.
+    It is used where `--pin auto` pins nothing because there is one node, and each of several
+    threads can have its own core.
     """
     root = Path(share.root)
     nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
@@ -87,34 +88,33 @@ def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
 
 
 def pin_process(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they will start, on `cores`."""
+    """Pin all threads of this process, and those that they will start, to `cores`."""
     for entry in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # one that has just ended
             pin_thread(cores, int(entry))
 
 
 def pin_thread(cores: Sequence[int], thread_id: int = 0) -> None:
-    """Keep a thread, the caller by default, on `cores`; cores that are gone leave it as it is."""
+    """Pin a thread, the caller by default, to `cores`; no effect if the cores are gone."""
     with suppress(OSError):
         os.sched_setaffinity(thread_id, cores)
 
 
 def bind_memory(nodes: Sequence[int], is_strict: bool = True) -> bool:
-    """Let this thread and those that it starts take memory of `nodes`; False where refused.
+    """Let this thread and those that it starts allocate from `nodes`; False where refused.
 
-    One node: from it alone, or without `is_strict` from it while it has some; several: page by page
-    in turn.
+    One node: only from it, or without `is_strict` preferably; several: interleaved by page.
     """
     if len(nodes) > 1:
         return _set_memory_policy(_INTERLEAVE, nodes)
     return _set_memory_policy(_BIND if is_strict else _PREFERRED, nodes)
 
 
-def settle_thread(place: ServicePlace, num_bytes: int, root: Path = Path("/")) -> bool:
-    """Keep this thread, and those that it starts, on the place's cores and on its nodes' memory.
+def bind_thread(place: ServicePlace, num_bytes: int, root: Path = Path("/")) -> bool:
+    """Pin this thread, and those that it starts, to the place's cores, and bind it to its nodes.
 
-    A single node that cannot hold `num_bytes` more is only preferred: the kernel ends a process
-    that is bound to a full one. False where the kernel refuses memory policies.
+    A single node without space for `num_bytes` more is only preferred: the kernel kills a process
+    that is bound to a full node. False where the kernel refuses memory policies.
     """
     pin_thread(place.cores)
     own = [node for node in read_numa_nodes(root) if node.node_id in place.nodes]
@@ -123,7 +123,7 @@ def settle_thread(place: ServicePlace, num_bytes: int, root: Path = Path("/")) -
 
 
 def use_local_memory() -> bool:
-    """Let this thread take memory of the node that it runs on; False where the kernel refuses."""
+    """Let this thread allocate from the node that it runs on; False where the kernel refuses."""
     return _set_memory_policy(_DEFAULT, ())
 
 
@@ -140,7 +140,7 @@ def _set_memory_policy(mode: int, nodes: Sequence[int]) -> bool:
     mask = (ctypes.c_uint64 * num_words)()
     for node in nodes:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    # The kernel takes one bit less than it is told.
+    # The kernel uses one bit less than the given number.
     bits = num_words * _WORD_BITS + 1 if nodes else 0
     libc = ctypes.CDLL(None, use_errno=True)
     pointer = ctypes.byref(mask) if nodes else None

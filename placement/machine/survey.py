@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotcold.cuda_kernels.device import Gpu, list_gpus
-from hotcold.model.limits import cpu_quota, num_cpus
+from hotcold.model.limits import cpu_quota, num_cpus, parse_core_list
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.placement.machine.sysfs import (
     NumaNode,
@@ -29,10 +31,10 @@ class MachineSurvey:
     cores: tuple[int, ...]  # see `usable_cores`
     num_online: int  # logical cores of the machine
     num_allowed: int  # of them, those that this process may run on
-    cpu_quota: float | None  # CPUs' time that its control groups may use
+    cpu_quota: float | None  # CPUs that its control groups may use
     numa_nodes: tuple[NumaNode, ...]
     available_bytes: int  # without swapping, within the cgroup's limit
-    memory_limit: int | None  # bytes that its control groups may use; None for all that there are
+    memory_limit: int | None  # bytes that its control groups may use; None: unlimited
     shared_memory_free_bytes: int
     huge_pages: str  # always, madvise, never or unknown
     huge_page_defrag: str  # always, defer, defer+madvise, madvise, never or unknown
@@ -46,11 +48,10 @@ class MachineSurvey:
 
 
 def usable_cores(root: Path = Path("/"), num_threads: int = 0) -> tuple[int, ...]:
-    """Logical cores for threads: without a number the best ones, in order.
+    """Logical cores for so many threads, in order; without a number the best ones.
 
-    Those of `performance_cores` that this process may run on, at most as many as its CPU quota pays
-    for: more threads would spend it waiting for one another. For more threads than these, the other
-    cores too.
+    The `performance_cores` that this process may run on; all allowed cores for more threads than
+    these. At most as many as the CPU quota: more threads would spend it waiting for one another.
     """
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     best = performance_cores(allowed, root)
@@ -63,7 +64,7 @@ def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaN
 
 
 def survey(root: Path = Path("/")) -> MachineSurvey:
-    """Look at this machine; `root` is where proc and sys are read from."""
+    """Survey this machine; proc and sys are read below `root`."""
     cpu = read_cpu(root)
     cores = usable_cores(root)
     gpus, no_gpu_reason = list_gpus()
@@ -91,3 +92,96 @@ def _free_bytes(path: str) -> int:
     except OSError:
         return 0
     return status.f_bavail * status.f_frsize
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """One NUMA node as this process may use it."""
+
+    name: str  # node0
+    cores: tuple[int, ...]  # those that may be used
+    total_bytes: int
+    free_bytes: int  # without swapping, within the cgroup's limit
+    cache_bytes: int  # last-level caches of its cores; 0 where the kernel does not say
+
+
+@dataclass(frozen=True)
+class MachineLayout:
+    """What a measurement is valid for."""
+
+    cpu_name: str
+    nodes: tuple[NodeLayout, ...]
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def key(self) -> str:
+        """Digest of processor, cores of nodes, and GPUs.
+
+        Without memory sizes: those of virtual machines change while they run.
+        """
+        nodes = [(node.name, node.cores) for node in self.nodes]
+        gpus = [(gpu.device_id, gpu.name, gpu.total_bytes) for gpu in self.gpus]
+        text = json.dumps([self.cpu_name, nodes, gpus])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_layout(root: Path = Path("/")) -> MachineLayout:
+    """The nodes and GPUs of this machine; proc and sys are read below `root`.
+
+    Nodes without a usable core or without memory are left out. If no node is left, the machine
+    counts as one.
+    """
+    cores = usable_cores(root)
+    nodes = [node for node in nodes_of(cores, read_numa_nodes(root)) if node.total_bytes]
+    if nodes:
+        free_bytes = free_bytes_of(nodes, available_bytes())
+        layouts = [_layout(node, cores, free_bytes[i], root) for i, node in enumerate(nodes)]
+    else:
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        whole = NumaNode(0, cores, total_bytes, 0)
+        layouts = [_layout(whole, cores, min(available_bytes(), total_bytes), root)]
+    return MachineLayout(read_cpu(root).name, tuple(layouts), list_gpus()[0])
+
+
+def free_bytes_of(nodes: list[NumaNode], available: int) -> list[int]:
+    """Share the machine's available bytes among `nodes`; no node gets more than it has.
+
+    The kernel reports unused memory by node, but available memory, which includes file cache that
+    it would drop, only for the machine. That cache is assumed to be spread evenly over the memory
+    in use. If a cgroup allows less than is unused, all nodes get less in proportion.
+    """
+    unused = sum(node.free_bytes for node in nodes)
+    if available <= unused:
+        return [node.free_bytes * available // max(1, unused) for node in nodes]
+    used = max(1, sum(node.total_bytes - node.free_bytes for node in nodes))
+    cache = min(available - unused, used)
+    return [
+        node.free_bytes + (node.total_bytes - node.free_bytes) * cache // used for node in nodes
+    ]
+
+
+def _layout(node: NumaNode, cores: tuple[int, ...], free_bytes: int, root: Path) -> NodeLayout:
+    return NodeLayout(
+        name=f"node{node.node_id}",
+        cores=tuple(core for core in node.cores if core in cores),
+        total_bytes=node.total_bytes,
+        free_bytes=free_bytes,
+        cache_bytes=last_level_cache_bytes(node.cores, root),
+    )
+
+
+def last_level_cache_bytes(cores: tuple[int, ...], root: Path = Path("/")) -> int:
+    """Total size of the last-level caches of `cores`; 0 where unknown."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for core in cores:
+        folders = (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index[0-9]*")
+        folder = max(folders, key=lambda path: int(path.name.removeprefix("index")), default=None)
+        if folder is None:
+            continue
+        try:
+            shared_by = parse_core_list((folder / "shared_cpu_list").read_text())
+            text = (folder / "size").read_text().strip()
+            sizes[shared_by] = int(text.removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""What Linux says of the processor and its NUMA nodes, read from /proc and /sys."""
+"""Processor, NUMA nodes and huge pages, from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotcold.model.limits import memory_nodes, parse_core_list
 
-# What kernels here can make use of, as /proc/cpuinfo spells it.
+# Those that kernels use, as spelled in /proc/cpuinfo.
 RELEVANT_FEATURES = (
     "avx2",
     "fma",
@@ -23,22 +23,19 @@ RELEVANT_FEATURES = (
     "amx_int8",
 )
 _NEEDED_FEATURES = ("avx2", "fma", "f16c")
-_FAST = 2 / 3  # of the fastest core's capacity: below it a core is of the slower kind
+_FAST = 2 / 3  # of the fastest core's capacity: below it is an efficiency core
 
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One NUMA node: its logical cores, its memory in bytes, how far other nodes' memories are.
-
-    Offline cores are in no node.
-    """
+    """One NUMA node; offline cores are in none."""
 
     node_id: int
     cores: tuple[int, ...]
     total_bytes: int
     free_bytes: int
     distances: tuple[int, ...] = ()  # to each online node in order, 10 is its own; () if unsaid
-    file_bytes: int = 0  # of files, which the kernel gives up for whoever needs memory
+    file_bytes: int = 0  # file cache, which the kernel drops when memory is needed
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ UNKNOWN_CPU = Cpu("unknown", ())
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
-    """Read proc/cpuinfo below `root`; a processor that says nothing is "unknown"."""
+    """Read proc/cpuinfo below `root`; UNKNOWN_CPU without one."""
     entries = _key_values(root / "proc/cpuinfo")
     flags = set(entries.get("flags", "").split())
     return Cpu(
@@ -63,10 +60,10 @@ def read_cpu(root: Path = Path("/")) -> Cpu:
 
 
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """Read sys/devices/system/node below `root`, in order; empty where there is no such folder.
+    """Read sys/devices/system/node below `root`, in order; () without such a folder.
 
-    Nodes without memory (as on some boards) and without cores (memory expanders) are kept. One
-    whose memory a cpuset does not allow has none for this process.
+    Nodes without memory (some boards) or without cores (memory expanders) are included. A node
+    whose memory a cpuset forbids counts as one without memory.
     """
     allowed = memory_nodes(root)
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
@@ -82,10 +79,10 @@ def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def missing_features(cpu: Cpu, architecture: str) -> tuple[str, ...]:
-    """What compiled kernels cannot do without, of x86-64 CPUs, and `cpu` lacks; () elsewhere.
+    """The features that compiled kernels need and an x86-64 `cpu` lacks; () elsewhere.
 
-    LLVM widens float16 with F16C; without it, kernels need a function that no library here has,
-    and LLVM ends the process. A CPU of which nothing is known is taken to have all.
+    Without F16C, LLVM calls a function for float16 that no library here has, and aborts the
+    process. UNKNOWN_CPU is assumed to have all.
     """
     if architecture != "x86_64" or cpu == UNKNOWN_CPU:
         return ()
@@ -93,9 +90,9 @@ def missing_features(cpu: Cpu, architecture: str) -> tuple[str, ...]:
 
 
 def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str:
-    """Return the setting `name` of transparent huge pages; "unknown" where the kernel says none.
+    """A setting of transparent huge pages; "unknown" where the kernel has none.
 
-    "enabled" is always, madvise or never; "defrag" says when memory is made free for them.
+    "enabled" is always, madvise or never; "defrag" is when memory is compacted for them.
     """
     text = _read(root / "sys/kernel/mm/transparent_hugepage" / name)
     _, bracket, rest = text.partition("[")
@@ -103,11 +100,10 @@ def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str
 
 
 def performance_cores(cores: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """Those of `cores` that threads with equal shares of the work finish together on.
+    """One hardware thread of each physical performance core; all `cores` where unknown.
 
-    One of each physical core's hardware threads, which share what computes; and of a processor with
-    two kinds of cores the faster kind, for which slower ones would be waited. All where the kernel
-    does not say. Both are what llama.cpp does.
+    Threads with equal shares of work finish together on these; slower ones would be waited for.
+    llama.cpp does the same.
     """
     folder = root / "sys/devices"
     fast = set(parse_core_list(_read(folder / "cpu_core/cpus")))  # of Intel's hybrid processors

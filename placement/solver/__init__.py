@@ -1,1 +1,1 @@
-"""The placement as an integer program: devices, costs, and its solution."""
+"""The placement as an integer program: devices, costs, solution."""

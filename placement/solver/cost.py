@@ -1,7 +1,7 @@
-"""Expected bytes and seconds of a token: what each neuron and each part costs on each device.
+"""Expected bytes and seconds of a token: the cost of each neuron and part on each device.
 
-A row is hidden_size weights. A neuron's first row (the gate's, or the first matrix's) is read to
-know whether it fires, the rest of its rows (up and down, or down alone) where it fires.
+A row is hidden_size weights. A neuron's first row (of the gate, or of the first matrix) decides
+whether it fires; its other rows (up and down, or down alone) are read only if it does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDIC
 
 KV_ITEM_BYTES = {"float16": 2, "float32": 4}
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
+# Measured on random weights at a density of 0.10 and recall 0.96 (docs/lab_log.md, "Predictors"):
+# sign predictors of 2 bits a weight choose 0.165 of the gates, low-rank ones of 80 int8 units for
+# 4096 inputs 0.185.
+_SIGN_BITS, _SIGN_FACTOR = 2, 1.6
+_UNITS_OF_WIDTH, _LOWRANK_FACTOR = 80 / 4096, 1.8
 
 
 @dataclass(frozen=True)
 class PlanDevice:
     """One device of a plan: a GPU, or a CPU service with its share of a NUMA node.
 
-    Units:   budget_bytes is what the model may take, reserves already off; free_bytes is what the
-             device has free now. A GPU reads everything at rows_gb_per_s.
+    Units:   budget_bytes is what the model may use, without reserves; free_bytes is free memory
+             now. A GPU reads everything at rows_gb_per_s.
     """
 
     name: str
@@ -40,11 +45,11 @@ class PlanDevice:
 
 @dataclass(frozen=True, eq=False)
 class PredictorCost:
-    """What a predictor weighs, and how many more neurons it picks than fire.
+    """The size of a model's predictors, and how many neurons they select for each that fires.
 
     Shapes:  layer_bytes (L,) int64, selected_factor (L,) float64, each at least 1
     Units:   selected_factor is the share of neurons computed / the share that fires
-    `note` says what of this is assumed; empty where all was measured.
+    `note` says what is assumed; empty where all is measured.
     """
 
     kind: str
@@ -53,11 +58,29 @@ class PredictorCost:
     note: str = ""
 
 
+def assumed_predictors(config: ModelConfig, kind: str) -> PredictorCost:
+    """The cost of predictors of usual size that are not here. `kind` is sign or lowrank."""
+    gates = config.hidden_size * config.ffn_size
+    if kind == "sign":
+        num_bytes, factor = gates * _SIGN_BITS // 8, _SIGN_FACTOR
+        size = f"of {_SIGN_BITS} bits a gate weight"
+    else:
+        units = max(16, round(_UNITS_OF_WIDTH * config.hidden_size))
+        num_bytes, factor = units * (config.hidden_size + config.ffn_size), _LOWRANK_FACTOR
+        size = f"of {units} units in 8 bits"
+    return PredictorCost(
+        kind,
+        np.full(config.num_layers, num_bytes, np.int64),
+        np.full(config.num_layers, factor),
+        f"predictors {size} choose {factor:g} neurons for each that fires, as on random weights",
+    )
+
+
 @dataclass(frozen=True)
 class RowBytes:
     """Bytes of a neuron's first row, of its up row (0 in a two-matrix FFN), and of its down row.
 
-    Where down projections lie by outputs, all of `down` is read whoever fires.
+    Transposed down projections are read whole, whichever neurons fire.
     """
 
     first: int
@@ -67,7 +90,7 @@ class RowBytes:
 
     @property
     def rest(self) -> int:
-        """Of all but the first row."""
+        """Bytes of up and down rows."""
         return self.up + self.down
 
     @classmethod
@@ -79,7 +102,7 @@ class RowBytes:
         return cls(first, first if config.has_gate else 0, down, transposed)
 
     def read(self, gates: float, ups: float, downs: float) -> float:
-        """Bytes of a neuron where such shares of these rows are computed."""
+        """Bytes read of a neuron when these shares of its rows are computed."""
         of_down = self.down if self.reads_all_down else self.down * downs
         return self.first * gates + self.up * ups + of_down
 
@@ -87,7 +110,7 @@ class RowBytes:
 def read_bytes(
     rows: RowBytes, frequency: np.ndarray, mode: str, selected_factor: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that a CPU reads of each neuron for one token: of its first row, of its other rows.
+    """Bytes that a CPU reads of each neuron for one token: first row, other rows.
 
     dense: first, rest;  exact: first, f * rest;
     predicted (selected_factor given): min(1, f * selected_factor[l]) * first, f * rest
@@ -105,7 +128,7 @@ def read_bytes(
 def gpu_read_bytes(rows: RowBytes, frequency: np.ndarray, mode: str) -> np.ndarray:
     """Bytes that a GPU reads of each neuron for one token: (L, N).
 
-    first + f * rest; all in dense mode. It holds neurons that fire often, so it asks no predictor.
+    first + f * rest; everything in dense mode. A GPU holds hot neurons, so it uses no predictor.
     """
     first, rest = read_bytes(rows, frequency, "dense" if mode == "dense" else "exact")
     return first + rest
@@ -120,8 +143,8 @@ def neuron_seconds(
 ) -> np.ndarray:
     """Expected seconds of each neuron on each device, alone: (L, N, D).
 
-    bytes / bandwidth; a CPU reads whole runs of rows (the first rows without a predictor, all rows
-    in dense mode) at rows_gb_per_s, what it must pick at gather_gb_per_s.
+    bytes / bandwidth; a CPU reads contiguous rows (first rows without a predictor, all rows in
+    dense mode) at rows_gb_per_s, selected rows at gather_gb_per_s.
     """
     on_gpu = gpu_read_bytes(rows, frequency, mode)
     first, rest = read_bytes(rows, frequency, mode, selected_factor)
@@ -141,8 +164,8 @@ def neuron_seconds(
 def least_neurons(seconds: np.ndarray, sync_s: np.ndarray, num_gpus: int) -> np.ndarray:
     """C_l: the least C with C * T_gpu + T_sync <= C * T_cpu, for each layer and GPU: (L, G).
 
-    T are the layer's mean neuron's seconds, on the CPU those of all devices working together. Where
-    the GPU is never faster it is one more than there are neurons.
+    T are the seconds of the layer's mean neuron, on the CPU with all devices together. If the GPU
+    is never faster, C is one more than the number of neurons.
     Shapes:  seconds (L, N, D), sync_s (G,)
     Source:  PowerInfer section 6.3
     """
@@ -156,18 +179,18 @@ def least_neurons(seconds: np.ndarray, sync_s: np.ndarray, num_gpus: int) -> np.
 
 
 def group_order(frequency: np.ndarray) -> np.ndarray:
-    """Neuron ids of each layer, hottest first; equals in the checkpoint's order: (L, N)."""
+    """Neuron ids of each layer, hottest first, ties in checkpoint order: (L, N)."""
     return np.argsort(-frequency, axis=1, kind="stable")
 
 
 def group_starts(num_neurons: int) -> np.ndarray:
-    """Where each group of `group_order` starts."""
+    """The first rank of each group of `group_order`."""
     return np.arange(0, num_neurons, GROUP_SIZE)
 
 
 @dataclass(frozen=True, eq=False)
 class PartCost:
-    """Bytes that parts take in memory, and that they read for one token.
+    """Bytes of parts in memory, and bytes read for one token.
 
     Shapes:  all (P,), the layers' attention first, then the head, then the layers' predictors
     """

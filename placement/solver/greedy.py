@@ -1,7 +1,6 @@
-"""The placement that needs no solver: the parts first, then the hottest groups go to the GPUs.
+"""The greedy placement: parts first, then the hottest groups go to the GPUs.
 
-It is the floor that the solver's placement must not fall below, and what is used where the solver
-finds none in time.
+It is the baseline for the solver's placement, and the result where the solver finds none in time.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _PART_ORDER = (ATTENTION, HEAD)  # of what a GPU may hold
 def hottest_first(problem: Problem) -> Assignment | None:
     """Fill the GPUs, fastest first: attention, head, then groups by frequency.
 
-    A part goes to the GPU only where that is faster, unless the host's memory wants it otherwise.
-    Cold groups go to the CPU devices so that these work equally long in every layer, as far
-    as their memory allows. None where this finds no place for something.
+    A part goes to the GPU only if that is faster, unless it does not fit on the host. Cold groups
+    are balanced over the CPU devices in every layer, as far as memory allows. None where something
+    does not fit.
     """
     for only_if_faster in (True, False):
-        part_device, room = _place_parts(problem, only_if_faster)
-        group_device = _place_hot(problem, room)
+        part_device, free = _place_parts(problem, only_if_faster)
+        group_device = _place_hot(problem, free)
         found = assign_cold(problem, Assignment(group_device, part_device))
         if found is not None:
             return found
@@ -30,30 +29,31 @@ def hottest_first(problem: Problem) -> Assignment | None:
 
 
 def _place_parts(problem: Problem, only_if_faster: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Device of each part, and the bytes that are left on each GPU."""
-    room = problem.budget_bytes[: problem.num_gpus].copy()
+    """Device of each part, and the bytes left on each GPU."""
+    free = problem.budget_bytes[: problem.num_gpus].copy()
     device = np.full(len(problem.part_kinds), HOST, np.int16)
     for kind in _PART_ORDER:
         for part in [part for part, name in enumerate(problem.part_kinds) if name == kind]:
             *on_gpu, on_host = problem.part_seconds[part]
             for gpu in np.argsort(on_gpu, kind="stable"):
                 is_wanted = on_gpu[gpu] < on_host or not only_if_faster
-                if is_wanted and problem.part_bytes[part] <= room[gpu]:
+                if is_wanted and problem.part_bytes[part] <= free[gpu]:
                     device[part] = gpu
-                    room[gpu] -= problem.part_bytes[part]
+                    free[gpu] -= problem.part_bytes[part]
                     break
-    return device, room
+    return device, free
 
 
-def _place_hot(problem: Problem, room: np.ndarray) -> np.ndarray:
+def _place_hot(problem: Problem, free: np.ndarray) -> np.ndarray:
     """Device of each group, HOST for cold ones; layers with too few hot neurons get none.
 
-    Of the layers with too few the one with the fewest gives them up, and the rest is filled again.
+    As long as layers have too few, the one with the fewest gives them up, and the others are filled
+    again.
     """
     order = np.argsort(-problem.group_frequency, axis=None, kind="stable")
     is_allowed = problem.min_neurons <= problem.num_neurons
     while True:
-        device = _fill(problem, room, order, is_allowed)
+        device = _fill(problem, free, order, is_allowed)
         is_on = device[:, :, None] == np.arange(problem.num_gpus)
         count = (problem.group_sizes[:, None] * is_on).sum(axis=1)
         is_short = (count > 0) & (count < problem.min_neurons)
@@ -64,7 +64,7 @@ def _place_hot(problem: Problem, room: np.ndarray) -> np.ndarray:
 
 
 def _fill(
-    problem: Problem, room: np.ndarray, order: np.ndarray, is_allowed: np.ndarray
+    problem: Problem, free: np.ndarray, order: np.ndarray, is_allowed: np.ndarray
 ) -> np.ndarray:
     num_groups = len(problem.group_sizes)
     device = np.full(problem.group_seconds.shape[:2], HOST, np.int16)
@@ -73,32 +73,32 @@ def _fill(
         is_open = (device.flat[order] == HOST) & is_allowed[order // num_groups, gpu]
         groups = order[is_open]
         end_bytes = np.cumsum(problem.group_sizes[groups % num_groups]) * problem.neuron_bytes
-        device.flat[groups[end_bytes <= room[gpu]]] = gpu
+        device.flat[groups[end_bytes <= free[gpu]]] = gpu
     return device
 
 
 def assign_cold(problem: Problem, assignment: Assignment) -> Assignment | None:
-    """Give every group that is on no GPU to the CPU device that is done with it first.
+    """Assign every group on no GPU to the CPU device that would finish it first.
 
-    Hottest first in every layer, so that these work equally long. None if one has no place.
+    Hottest first in every layer, to balance the devices. None if a group does not fit.
     """
     gpus = problem.num_gpus
     host_bytes = problem.part_bytes[assignment.part_device == HOST].sum()
-    room = problem.budget_bytes[gpus:].tolist()
-    total_room = sum(room) - int(host_bytes)
+    free = problem.budget_bytes[gpus:].tolist()
+    total_free = sum(free) - int(host_bytes)
     group_bytes = (problem.group_sizes * problem.neuron_bytes).tolist()
     is_cold = (assignment.group_device < 0) | (assignment.group_device >= gpus)
     device = assignment.group_device.copy()
     for layer in range(problem.num_layers):
         seconds = problem.group_seconds[layer, :, gpus:].tolist()
-        done_s = [0.0] * len(room)
+        done_s = [0.0] * len(free)
         for group in np.flatnonzero(is_cold[layer]).tolist():
-            fitting = [i for i, free in enumerate(room) if group_bytes[group] <= free]
-            total_room -= group_bytes[group]
-            if total_room < 0 or not fitting:
+            fitting = [i for i, left in enumerate(free) if group_bytes[group] <= left]
+            total_free -= group_bytes[group]
+            if total_free < 0 or not fitting:
                 return None
-            _, _, best = min((done_s[i] + seconds[group][i], -room[i], i) for i in fitting)
+            _, _, best = min((done_s[i] + seconds[group][i], -free[i], i) for i in fitting)
             done_s[best] += seconds[group][best]
-            room[best] -= group_bytes[group]
+            free[best] -= group_bytes[group]
             device[layer, group] = gpus + best
-    return Assignment(device, assignment.part_device) if total_room >= 0 else None
+    return Assignment(device, assignment.part_device) if total_free >= 0 else None

@@ -1,4 +1,4 @@
-"""The devices of a plan: how much of each the model may take."""
+"""The devices of a plan, and the memory of each that the model may use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hotcold.placement.machine.numa import node_groups, num_sharing
 from hotcold.placement.solver.cost import PlanDevice
 from hotcold.placement.solver.problem import shares
 
-# Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of
-# steps and prompts the rest (`actors/attention/cuda/fit.py` knows it better, once the GPU is open).
+# The CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of steps and prompts
+# the rest (`actors/attention/cuda/fit.py` computes it precisely once the GPU is open).
 GPU_RESERVE_BYTES = 1 << 30
 
 
@@ -23,13 +23,12 @@ def make_plan_devices(
     host_reserve_bytes: int = 0,
     gpu_reserve_bytes: int = GPU_RESERVE_BYTES,
 ) -> tuple[PlanDevice, ...]:
-    """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
+    """The GPUs with memory left, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
-    GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
-    A CPU actor has the nodes of `placement.machine.numa.node_groups`: their memory and bandwidth
-    together, or its part of them where nodes have several actors; cpu_memory_bytes and
-    host_reserve_bytes are of all actors together, in shares of what they have free: min(share,
-    free) - reserve. A None limit is what is free.
+    A GPU's budget is min(gpu_memory_bytes, free) - gpu_reserve_bytes. A CPU actor has the memory
+    and bandwidth of its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared
+    node; cpu_memory_bytes and host_reserve_bytes are divided among actors in proportion to free
+    memory: min(share, free) - reserve. A limit of None is all free memory.
     """
     gpus = [
         _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)

@@ -1,6 +1,6 @@
-"""What the placement decides, in numbers alone: groups of neurons and parts, devices and costs.
+"""The placement problem in numbers: groups of neurons and parts, devices and costs.
 
-The devices of a layer work at the same time, layers one after another, parts by themselves:
+Devices work on a layer in parallel, layers and parts one after another:
 
     seconds = fixed + sum of parts + sum over layers of the slowest device's work for that layer
 """
@@ -21,13 +21,13 @@ class Problem:
     """One model on one machine. Devices are the GPUs, then the CPU devices.
 
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
-    head, a layer's predictor) lies on one GPU, or on the host: then the CPU devices hold it
-    together, and each gives the same share of what its neurons leave free. Predictors are on the
-    host always, because the driver runs them.
+    head, a layer's predictor) is on one GPU or on the host; there each CPU device holds a share of
+    it in proportion to the memory that its neurons leave free. Predictors are always on the host,
+    as the driver runs them.
     Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
     Dtypes:  bytes and counts int64, seconds float64
-    Units:   seconds are expected ones a token; a layer's neurons on GPU j number 0, or
-             min_neurons[l, j] at least (more than there are: the GPU takes none)
+    Units:   expected seconds a token; layer l has 0 or at least min_neurons[l, j] neurons on GPU j
+             (more than there are: none)
     """
 
     num_gpus: int
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Where everything is: indices of devices, HOST for parts on the host.
+    """The device index of every group and part, HOST for parts on the host.
 
     Shapes:  group_device (L, K), part_device (P,)
     Dtypes:  int16
@@ -84,7 +84,7 @@ def neurons_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Seconds that each device works for each layer's neurons: (L, D), the GPUs' sync included."""
+    """Seconds of each device for each layer's neurons, with the GPUs' sync: (L, D)."""
     is_on = assignment.group_device[:, :, None] == np.arange(problem.num_devices)
     seconds = (problem.group_seconds * is_on).sum(axis=1)
     gpus = problem.num_gpus
@@ -93,12 +93,12 @@ def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def part_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Seconds of each part where it lies: (P,). HOST, -1, is the last column."""
+    """Seconds of each part on its device: (P,). HOST, -1, is the last column."""
     return problem.part_seconds[np.arange(len(problem.part_bytes)), assignment.part_device]
 
 
 def objective_s(problem: Problem, assignment: Assignment) -> float:
-    """Expected seconds of a token; the formula is this module's."""
+    """Expected seconds of a token, by the formula of this module."""
     layers = device_seconds(problem, assignment).max(axis=1).sum()
     return float(problem.fixed_s + part_seconds(problem, assignment).sum() + layers)
 
@@ -109,9 +109,9 @@ def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Bytes of each part on each device: (P, D) int64, the host's spread over the CPU devices.
+    """Bytes of each part on each device: (P, D) int64, host parts spread over the CPU devices.
 
-    The CPU devices give equal shares of what their neurons leave free; each part is cut like them.
+    Each part is divided in proportion to the memory that neurons leave free on each device.
     """
     gpus = problem.num_gpus
     free = (problem.budget_bytes - neuron_bytes_on(problem, assignment))[gpus:]
@@ -126,10 +126,10 @@ def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def _host_ends(problem: Problem, assignment: Assignment, free: np.ndarray) -> dict[int, list[int]]:
-    """Where each host part's bytes end on each CPU device, counted over all.
+    """Cumulative bytes of each host part over the CPU devices.
 
-    The host parts' total is cut by the exact shares first, so that no device gets a byte too much;
-    parts then fill these cuts one after another.
+    The total of all host parts is divided first, so that no device gets a byte too much; the parts
+    then fill these shares one after another.
     """
     parts = [part for part, device in enumerate(assignment.part_device) if device == HOST]
     left = shares(sum(int(problem.part_bytes[part]) for part in parts), free)
@@ -143,9 +143,9 @@ def _host_ends(problem: Problem, assignment: Assignment, free: np.ndarray) -> di
 
 
 def shares(total: int, weights: np.ndarray) -> list[int]:
-    """Cut `total` in whole numbers proportional to `weights`, none above its weight if all fit.
+    """Divide `total` into integers in proportion to `weights`, none above its weight if all fit.
 
-    The sum of the first i is the exact one rounded down; equal shares without any weight.
+    Partial sums are the exact ones rounded down; equal shares if all weights are 0.
     """
     whole = [max(0, int(weight)) for weight in weights]
     if not sum(whole):
@@ -161,7 +161,7 @@ def shares(total: int, weights: np.ndarray) -> list[int]:
 
 
 def shortages(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Bytes that each device and, last, all CPU devices lack: (D + 1,), 0 where all fits."""
+    """Bytes that each device and, last, all CPU devices together lack: (D + 1,), else 0."""
     gpus = problem.num_gpus
     neurons = neuron_bytes_on(problem, assignment)
     on_gpu = [
@@ -176,16 +176,15 @@ def shortages(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def keeps_min_neurons(problem: Problem, assignment: Assignment) -> bool:
-    """Whether each layer has no neuron on a GPU or at least `min_neurons`."""
+    """Whether each layer has no neuron or at least `min_neurons` on each GPU."""
     count = neurons_on(problem, assignment)[:, : problem.num_gpus]
     return bool(((count == 0) | (count >= problem.min_neurons)).all())
 
 
 def merge_cpu_devices(problem: Problem) -> Problem:
-    """The same problem with one CPU device that is as fast, and as large, as all of them together.
+    """The problem with one CPU device as fast and as large as all of them together.
 
-    It asks where the GPUs end and the host begins. Its least seconds are a lower bound of the
-    problem's, as no CPU device can then wait for another.
+    Its minimum is a lower bound of the problem's, as no CPU device then waits for another.
     """
     gpus = problem.num_gpus
     with np.errstate(divide="ignore"):

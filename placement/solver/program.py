@@ -1,11 +1,11 @@
-"""The placement as an integer program: groups of nearly equal frequency are counted, not named.
+"""The placement as an integer program, whose variables count groups of nearly equal frequency.
 
 Variables, in this order:
     n[q, d]  groups of class q (all layers' classes in one row) on device d
     t[l]     time of layer l's neurons
     z[l, j]  whether layer l has neurons on GPU j
-    p[i, j]  whether part i lies on GPU j; on no GPU: on the host, where predictors always are
-    one      1, whose cost is what no choice changes, so that the solver's gap is of all seconds
+    p[i, j]  whether part i is on GPU j; on none: on the host, as predictors always are
+    one      1, with the constant cost, so that the solver's gap is relative to all seconds
 
     minimise    sum of t + parts + fixed
     such that   sum over d of n[q, d] = count of q
@@ -14,8 +14,8 @@ Variables, in this order:
                 bytes on GPU j <= budget; neurons on a CPU device <= budget
                 neurons on all CPU devices + host parts <= their budgets together
 
-Source: PowerInfer section 6; t[l] takes the place of its sum of frequencies on the GPU, so that
-devices of any speed are balanced.
+Source: PowerInfer section 6; t[l] replaces its sum of frequencies on the GPU, which balances
+devices of any speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CLASSES = 32
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Runs of groups of one layer that count as equal. Q classes over all layers.
+    """Runs of groups of one layer that are treated as equal. Q classes over all layers.
 
     Shapes:  layer, first, count (Q,), seconds (Q, D) the mean of one group, size (Q,) neurons
     """
@@ -63,9 +63,9 @@ class Program:
 def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
     """Cut each layer's groups, hottest first, in at most `max_classes` + 1 classes.
 
-    A layer with as many groups or fewer has one class for each. Else cuts are where half of rank
-    and half of frequency, both from 0 to 1, pass a multiple of 1 / max_classes: so classes are
-    short where frequency falls steeply. A smaller last group is a class of its own.
+    A layer with at most `max_classes` groups has a class for each. Otherwise cuts are where the
+    mean of rank and fallen frequency, both from 0 to 1, passes a multiple of 1 / max_classes:
+    classes are short where frequency falls steeply. A smaller last group is its own class.
     """
     num_groups = len(problem.group_sizes)
     columns: list[tuple[int, int, int]] = []  # layer, first, count
@@ -121,7 +121,7 @@ class _Rows:
 
 
 def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
-    """Write the program of this module's head in matrices."""
+    """The program of this module's docstring, as matrices."""
     layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
     num_classes, num_parts = len(classes.layer), len(problem.part_bytes)
     n = np.arange(num_classes * devices).reshape(num_classes, devices)
@@ -180,7 +180,7 @@ def _add_times(
 def _add_min_neurons(
     rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, z: np.ndarray
 ) -> None:
-    """Rows in units of a group, so that their figures are near 1."""
+    """Rows in units of a group, so that coefficients are near 1."""
     layers, gpus = problem.num_layers, problem.num_gpus
     unit = problem.group_sizes[0]
     row = np.arange(layers * gpus).reshape(layers, gpus)
@@ -193,7 +193,7 @@ def _add_min_neurons(
 def _add_budgets(
     rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, p: np.ndarray
 ) -> None:
-    """Rows in units of a group's bytes: the solver's tolerance is then less than some bytes."""
+    """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
     gpus, devices = problem.num_gpus, problem.num_devices
     unit = float(problem.group_sizes[0] * problem.neuron_bytes)
     size = (classes.size * problem.neuron_bytes / unit)[:, None]
@@ -206,10 +206,10 @@ def _add_budgets(
 
 
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
-    """Turn the solver's numbers into places: within a class the hottest groups go to fast devices.
+    """Turn the solver's counts into places.
 
-    GPUs take theirs first, the faster before the slower; CPU devices get the rest in turn, so
-    that neighbours, which may fire alike, are spread.
+    In a class the hottest groups go to GPUs, the fastest first; the rest is interleaved over the
+    CPU devices, as neighbours may fire alike.
     """
     num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
     n = np.rint(values[: num_classes * devices]).astype(np.int64).reshape(num_classes, devices)
@@ -228,7 +228,7 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
 
 
 def _interleaved(counts: np.ndarray) -> np.ndarray:
-    """Every i counts[i] times, as evenly spread as can be: 2 and 4 give 1 0 1 1 0 1."""
+    """Each i counts[i] times, evenly spread: 2 and 4 give 1 0 1 1 0 1."""
     columns = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
     return columns[np.argsort((number + 0.5) / counts[columns], kind="stable")]

@@ -1,4 +1,4 @@
-"""Solves the placement: an integer program by HiGHS, or hottest first where that is better."""
+"""Solves the placement: an integer program by HiGHS, or the greedy placement if better."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotcold.placement.solver.problem import (
 )
 from hotcold.placement.solver.program import build_program, make_classes, read_solution
 
-# A group is 1/448 of a layer of 28672 neurons: a smaller gap is below what a group can even out.
+# A group is 1/448 of a layer of 28672 neurons: groups are too coarse for a smaller gap.
 MIP_GAP = 1e-3
 _EXACT_GROUPS = 1000  # all layers' together
 _MIN_TIME_S = 0.1
@@ -36,10 +36,10 @@ _REMEDY = "give more --cpu-memory or --gpu-memory, a smaller --context or a smal
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A placement, and how good it is known to be.
+    """A placement and its quality.
 
-    `bound_s` is a lower bound of the seconds, with groups of one class taken as equal; `gap` is how
-    far the objective lies above it, as a share of the objective.
+    `bound_s` is a lower bound of the seconds, with groups of one class taken as equal; `gap` is the
+    objective's distance from it, relative to the objective.
     """
 
     assignment: Assignment
@@ -56,15 +56,15 @@ class Solution:
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0, mip_gap: float = MIP_GAP) -> Solution:
-    """Find the placement of the fewest expected seconds.
+    """Find the placement with the fewest expected seconds.
 
-    Hottest first is always computed too, and the better of the two returned. Where the budgets can
-    only be kept with fewer than `min_neurons` on a GPU, that rule gives way to them.
+    The greedy placement is always computed too, and the better one returned. If the budgets allow
+    no placement with `min_neurons`, that rule is dropped.
     Units:   seconds; `mip_gap` is relative
     Errors:  MemoryBudgetError where something fits nowhere
     """
     started = time.perf_counter()
-    require_room(problem)
+    require_fit(problem)
     for allowed in (problem, _without_min_neurons(problem)):
         greedy = hottest_first(allowed)
         unit_s = _unit_s(allowed, greedy)
@@ -79,25 +79,24 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, mip_gap: float = MIP_
             solve_s = time.perf_counter() - started
             keeps = keeps_min_neurons(problem, assignment)
             return Solution(assignment, method, seconds, min(bound_s, seconds), solve_s, keeps)
-    raise _no_room_in_pieces(problem)
+    raise _fragmented(problem)
 
 
-def require_room(problem: Problem) -> None:
+def require_fit(problem: Problem) -> None:
     """Raise MemoryBudgetError for the first part that the devices together cannot hold."""
-    there = int(problem.budget_bytes.sum())
-    left = there
+    total = left = int(problem.budget_bytes.sum())
     for what, num_bytes in _needs(problem):
         if num_bytes > left:
             raise MemoryBudgetError(
                 f"the {what} do not fit: they need {num_bytes} bytes, {left} are left "
-                f"of the {there} bytes that reserves leave on all devices, {num_bytes - left} "
+                f"of the {total} bytes that reserves leave on all devices, {num_bytes - left} "
                 f"bytes are missing; {_REMEDY}"
             )
         left -= num_bytes
 
 
 def _needs(problem: Problem) -> list[tuple[str, int]]:
-    """What must be held, in the order in which it is given room."""
+    """Names and bytes of all parts, in the order in which they are placed."""
     kinds = np.array(problem.part_kinds)
     parts = [
         (name, int(problem.part_bytes[kinds == kind].sum())) for kind, name in _PART_NAMES.items()
@@ -106,8 +105,8 @@ def _needs(problem: Problem) -> list[tuple[str, int]]:
     return [*parts, ("FFN neurons", neurons)]
 
 
-def _no_room_in_pieces(problem: Problem) -> MemoryBudgetError:
-    """All fits together, but not in the pieces that the devices' budgets are."""
+def _fragmented(problem: Problem) -> MemoryBudgetError:
+    """The error where all fits in the devices' total memory, but not device by device."""
     need = sum(num_bytes for _, num_bytes in _needs(problem))
     there = int(problem.budget_bytes.sum())
     group = int(problem.group_sizes.max()) * problem.neuron_bytes
@@ -123,7 +122,7 @@ def _without_min_neurons(problem: Problem) -> Problem:
 
 
 def _unit_s(problem: Problem, greedy: Assignment | None) -> float:
-    """A time of which a layer's is a small multiple, so that the solver's tolerances are small."""
+    """A unit close to a layer's time, so that the solver's absolute tolerances are small."""
     if greedy is None:
         seconds = float(problem.group_seconds.mean(axis=2).sum())
     else:
@@ -134,10 +133,10 @@ def _unit_s(problem: Problem, greedy: Assignment | None) -> float:
 def _solve_program(
     problem: Problem, unit_s: float, deadline: float, mip_gap: float
 ) -> tuple[Assignment | None, float]:
-    """The best placement that is found in time, or None, and a lower bound in seconds.
+    """The best placement found in time, or None, and a lower bound in seconds.
 
-    A large problem is solved with its CPU devices merged: it is a fraction of the size, and the
-    devices are as like one another as their groups are small.
+    A large problem is solved with its CPU devices merged, which makes it much smaller; cold groups
+    are then assigned greedily.
     """
     num_groups = problem.group_seconds[:, :, 0].size
     if num_groups < _EXACT_GROUPS or problem.num_devices - problem.num_gpus == 1:
@@ -170,7 +169,7 @@ def _solve_exactly(
     if result.x is None:
         return None, bound_s
     found = read_solution(problem, classes, result.x)
-    # The solver's tolerance may break a budget by some bytes; such a placement is no use.
+    # The solver's tolerance may break a budget by some bytes.
     if shortages(problem, found).any() or not keeps_min_neurons(problem, found):
         return None, bound_s
     return found, bound_s

@@ -1,1 +1,1 @@
-"""How predictors are made: inputs that were recorded, a fit for each layer, its thresholds."""
+"""Fits predictors and thresholds to FFN inputs that `hotcold profile` recorded."""

@@ -1,4 +1,4 @@
-"""Fits low-rank predictors in closed form, and finds the hidden size that costs a token least.
+"""Fits low-rank predictors in closed form, with the hidden size that costs a token least.
 
 The gate rows are known, so the best linear estimate of rank k of all pre-activations is known too:
 with C = L L' the second moment of the inputs and U S V' the largest singular triples of G L, it is
@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import hot_share
 from hotcold.predictors.fitting.layer_data import LayerData
 from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
 from hotcold.predictors.lowrank import LowRankLayer
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import Quality
 
-_SHIFT = 2.5  # deviations by which a unit is lifted above zero
-_MAX_SPREAD = 0.3  # of m . x around 1, so that it lifts the others
+_SHIFT = 2.5  # deviations by which a unit is shifted above zero
+_MAX_SPREAD = 0.3  # of m . x around 1, for it to shift the others
 DTYPES = ("float16", "int8")
 _UNIT = 16  # hidden sizes are multiples of it
 _GROWTH = 1.25
-_SLACK = 32  # more singular vectors than asked for make the randomised ones exact enough
+_SLACK = 32  # extra singular vectors, which make the randomised ones exact enough
 _RIDGE = 1e-6
 _MIN_SHRINKAGE = 1e-4
 
@@ -45,47 +45,47 @@ class _Basis:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A predictor of one size with what it costs and how good it is on the check tokens."""
+    """A predictor of one size, with its cost, and its quality on the check tokens."""
 
     layer: LowRankLayer
     quality: Quality
-    token_cost: float  # of the predictor, and of the gate rows that it lets through
+    token_cost: float  # of the predictor, and of the gate rows it selects
 
 
 def fit_lowrank(data: LayerData, target_recall: float) -> tuple[LowRankLayer, Quality]:
-    """The low-rank predictor that reaches the target recall and costs a token least.
+    """Return the low-rank predictor that reaches the target recall and costs a token least.
 
-    Every size reaches every recall, by computing more neurons; so the size grows, from where the
-    layer's sparsity puts it, as long as the gate rows that it saves outweigh its own bytes, and
-    shrinks in the same way; in float16 and in int8, whichever costs less.
+    Any size reaches any recall, by computing more neurons. The search starts at a size that follows
+    from the layer's sparsity, and grows or shrinks it while the cost falls: the predictor's bytes
+    and the gate rows it selects; in float16 and in int8.
     """
-    most = max(_UNIT, min(data.gate.shape[1] // 2, 1024) // _UNIT * _UNIT)
-    search = _Search(data, target_recall, most)
-    start = _start_size(data, most)
+    max_size = max(_UNIT, min(data.gate.shape[1] // 2, 1024) // _UNIT * _UNIT)
+    search = _Search(data, target_recall, max_size)
+    start = _start_size(data, max_size)
     best = min((search.climb(start, dtype) for dtype in DTYPES), key=lambda c: c.token_cost)
     return best.layer, best.quality
 
 
-def _start_size(data: LayerData, most: int) -> int:
-    """Denser layers and those with less skew start larger, as in PowerInfer section 5.1."""
+def _start_size(data: LayerData, max_size: int) -> int:
+    """Denser and less skewed layers start larger, as in PowerInfer section 5.1."""
     rates = data.fit.fires.float().mean(dim=0)
     share = (float(rates.mean()) * hot_share(rates.double().numpy())) ** 0.5
-    return min(most, max(_UNIT, round(data.gate.shape[1] * share / 2 / _UNIT) * _UNIT))
+    return min(max_size, max(_UNIT, round(data.gate.shape[1] * share / 2 / _UNIT) * _UNIT))
 
 
 class _Search:
-    def __init__(self, data: LayerData, target_recall: float, most: int) -> None:
+    def __init__(self, data: LayerData, target_recall: float, max_size: int) -> None:
         self._data = data
         self._target = target_recall
-        self._most = most
-        self._basis = _make_basis(data, most)
+        self._max_size = max_size
+        self._basis = _make_basis(data, max_size)
         self._found: dict[tuple[int, str], _Candidate] = {}
 
     def climb(self, size: int, dtype: str) -> _Candidate:
-        """From `size`, up or down by steps of a quarter while the cost of a token falls."""
+        """Grow, then shrink `size` by a quarter at a time while the cost of a token falls."""
         best = self._candidate(size, dtype)
         for step in (_larger, _smaller):
-            while (following := step(best.layer.hidden_size, self._most)) is not None:
+            while (following := step(best.layer.hidden_size, self._max_size)) is not None:
                 candidate = self._candidate(following, dtype)
                 if candidate.token_cost >= best.token_cost:
                     break
@@ -98,7 +98,7 @@ class _Search:
         return self._found[size, dtype]
 
     def _evaluate(self, size: int, dtype: str) -> _Candidate:
-        """The predictor of that hidden size, stored in that format, with its thresholds."""
+        """Fit a predictor of that hidden size and format."""
         data, basis = self._data, self._basis
         gram = basis.gram[:size, :size].double()
         ridge = _RIDGE * torch.eye(size, dtype=torch.float64) * gram.diagonal().mean()
@@ -114,12 +114,12 @@ class _Search:
         return _Candidate(layer, quality, data.token_cost(layer, quality.computed))
 
 
-def _larger(size: int, most: int) -> int | None:
-    larger = min(most, max(size + _UNIT, round(size * _GROWTH / _UNIT) * _UNIT))
+def _larger(size: int, max_size: int) -> int | None:
+    larger = min(max_size, max(size + _UNIT, round(size * _GROWTH / _UNIT) * _UNIT))
     return larger if larger > size else None
 
 
-def _smaller(size: int, most: int) -> int | None:
+def _smaller(size: int, max_size: int) -> int | None:
     smaller = max(_UNIT, min(size - _UNIT, round(size / _GROWTH / _UNIT) * _UNIT))
     return smaller if smaller < size else None
 
@@ -147,7 +147,7 @@ def _make_basis(data: LayerData, size: int) -> _Basis:
 
 
 def _second_moment(x: Tensor) -> Tensor:
-    """x' x / T, drawn towards a multiple of the identity as far as few tokens make it uncertain.
+    """x' x / T, shrunk towards a multiple of the identity the more, the fewer tokens there are.
 
     Source:  Ledoit and Wolf, A well-conditioned estimator for large-dimensional covariance
              matrices, 2004, lemma 3.3
@@ -163,7 +163,7 @@ def _second_moment(x: Tensor) -> Tensor:
 
 
 def _stored(down: Tensor, up: Tensor, dtype: str) -> LowRankLayer:
-    """The two matrices in float16, or in int8 with their scales; without thresholds yet."""
+    """The two matrices in float16, or in int8 with scales; thresholds are empty."""
     sizes = up.abs().amax(dim=1).clamp_min(1e-30)  # ReLU lets positive factors pass
     down, up = down * sizes[:, None], up / sizes[:, None]
     reach = down.abs().amax(dim=1).clamp_min(1e-30)
@@ -185,7 +185,7 @@ def _int8(values: Tensor) -> np.ndarray:
 
 
 def _estimates(layer: LowRankLayer, inputs: Tensor) -> Tensor:
-    """What the kernel computes before thresholds, (T, N)."""
+    """The kernel's scores before thresholds are subtracted, (T, N)."""
     hidden = torch.relu(inputs @ _widened(layer.down).T) * torch.from_numpy(layer.scales)
     return hidden @ _widened(layer.up)
 

@@ -1,4 +1,4 @@
-"""The FFN inputs that `hotcold profile` records: what predictors are fitted to."""
+"""The FFN inputs that `hotcold profile` records, to which predictors are fitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INFINITE = 0x7C00  # all exponent bits of float16: infinite, or not a number
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What came into each layer's FFN for some tokens of a text, spread evenly over it.
+    """The input of each layer's FFN for some tokens, spread evenly over a text.
 
     Shapes:  inputs (L, R, d), the same R tokens in every layer
     Dtypes:  inputs uint16, float16 bits, all finite
@@ -33,7 +33,7 @@ class LayerInputs:
 def write_inputs(path: Path, identity: ModelIdentity, inputs: LayerInputs) -> None:
     """Write `inputs` of the model `identity`; the default place is artifact_path(INPUTS_FILE).
 
-    Errors:  ArtifactError where it cannot be written, or the inputs are no finite float16 bits
+    Errors:  ArtifactError where it cannot be written, or inputs are not finite float16 bits
     """
     _check(path, inputs)
     facts = {"num_tokens": inputs.num_tokens, "text_digest": inputs.text_digest}

@@ -1,7 +1,7 @@
-"""What a layer's predictor is fitted to: recorded inputs, and the pre-activations they give.
+"""The data of a layer's fit: recorded inputs, and their pre-activations.
 
-A pre-activation is above zero where the neuron fires: the gate's product, less the threshold of
-fatrelu; with drelu the lesser of the gate's product and up's.
+A pre-activation is above zero where the neuron fires: gate . x, less the threshold of fatrelu; with
+drelu the lesser of gate . x and up . x.
 """
 
 from dataclasses import dataclass
@@ -39,12 +39,11 @@ class Split:
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer: gate rows (N, d) float32, their bytes as they will be in memory, and three sets
-    of tokens.
+    """One layer: gate rows (N, d) float32, their bytes in memory, and three sets of tokens.
 
-    `rows` are those that decide whether neurons fire: the gate's, and with drelu up's after them.
-    The predictor is fitted to the first, its thresholds reach their recall on the second, and the
-    third says how good it is. `prices` are those of what a token reads.
+    `rows` decide whether neurons fire: the gate's, and with drelu up's after them. The predictor is
+    fitted to `fit`, its thresholds to `calibrate`, and its quality is measured on `check`. `prices`
+    are those of the bytes that a token reads.
     """
 
     gate: Tensor
@@ -66,9 +65,8 @@ class LayerData:
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
 
-        `config` has the format in which the gate will be in memory, as stored or not.
-
-        Tokens are dealt to the sets in turn, so that each sees all of the text.
+        `config` has the gate's format in memory. Tokens are assigned to the sets in turn, so that
+        each covers all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens
         """
         if inputs.shape[0] < _MIN_TOKENS:
@@ -77,11 +75,11 @@ class LayerData:
                 f"{_MIN_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
             )
         x = torch.from_numpy(inputs.view(np.float16).astype(np.float32))
-        gate, z = _products(x, *load_gate(checkpoint, config, layer))
+        gate, z = _matmul(x, *load_gate(checkpoint, config, layer))
         z -= config.activation_threshold
         rows = gate
         if config.activation_fn == "drelu":
-            up, factors = _products(x, *load_up(checkpoint, config, layer))
+            up, factors = _matmul(x, *load_up(checkpoint, config, layer))
             z, rows = torch.minimum(z, factors), torch.cat([gate, up])
         place = torch.arange(x.shape[0]) % 20 / 20
         is_fit = place < _FIT_SHARE
@@ -94,18 +92,18 @@ class LayerData:
         return cls(gate, rows, gate_bytes, fit, calibrate, check, prices)
 
     def token_cost(self, layer: SignLayer | LowRankLayer, computed: float) -> float:
-        """What a token pays for: the predictor, and the gate rows that it lets through."""
+        """Return the price of what a token reads: the predictor, and the gate rows it selects."""
         own = self.prices.of(layer) * layer.num_bytes
         return own + self.prices.listed * computed * self.gate_bytes
 
     @property
     def gates_cost(self) -> float:
-        """What a token pays for all gates, without a predictor."""
+        """The price of reading all gate rows, without a predictor."""
         return self.prices.gates * self.gate_bytes
 
 
-def _products(x: Tensor, bits: np.ndarray, bias: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The rows as float32, and their products with x (T, d): (T, N)."""
+def _matmul(x: Tensor, bits: np.ndarray, bias: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return the rows as float32, and x @ rows.T + bias: (T, N)."""
     rows = as_float32(bits)
     z = x @ rows.T
     return rows, z + torch.from_numpy(bias) if bias.size else z

@@ -1,4 +1,4 @@
-"""What a byte costs that is read to know which neurons fire, measured on this machine."""
+"""The cost of a byte read to find which neurons fire, measured on this machine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.vectors import empty_vectors
 from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
-from hotcold.numba_kernels.measure.gates import gates_of, lowrank_of, signs_of
+from hotcold.numba_kernels.measure import gates_of, lowrank_of, signs_of
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.sign import SignLayer
 
-_MAX_BYTES = 1 << 26  # of what is read in turn: more than a core's share of the caches
+_MAX_BYTES = 1 << 26  # read in turn: more than a core's share of the caches
 _ROUNDS = 7
 _LISTED_SHARE = 0.25  # of the gates
 _HIDDEN = 128  # of a low-rank predictor
 _BYTE = 0x11  # of weights: small and positive in every format
-_Work = tuple[Callable[[], None], int]  # and the bytes that it reads
+_Work = tuple[Callable[[], None], int]  # a function, and the bytes that it reads
 
 
 @dataclass(frozen=True)
 class ReadPrices:
-    """What a byte costs of all a layer's gates, of listed ones, and of predictors.
+    """Cost of a byte of all a layer's gate rows, of listed rows, and of predictors.
 
-    signs: of predictors of one bit and of two bits a weight; lowrank: of float16 and of int8. With
-    all of them one a cost is a number of bytes.
+    signs: predictors of one and of two bits a weight; lowrank: of float16 and of int8. With all
+    prices 1 a cost is a number of bytes.
     """
 
     gates: float = 1.0
@@ -41,7 +41,7 @@ class ReadPrices:
     lowrank: tuple[float, float] = (1.0, 1.0)
 
     def of(self, layer: SignLayer | LowRankLayer) -> float:
-        """What a byte of this predictor costs."""
+        """Return the price of a byte of this predictor."""
         if isinstance(layer, SignLayer):
             return self.signs[layer.num_weight_planes - 1]
         return self.lowrank[layer.down.dtype == np.int8]
@@ -51,10 +51,10 @@ IN_BYTES = ReadPrices()
 
 
 def measure_prices(config: ModelConfig, num_threads: int) -> ReadPrices:
-    """Nanoseconds of CPU time a byte here, for this model's width and the gates' format.
+    """Measure nanoseconds of CPU time a byte, for this model's width and its gates' format.
 
-    Gates and signs are shared out over `num_threads`, low-rank predictors are the driver's alone:
-    their bytes cost as many times as much.
+    `num_threads` share gates and signs, while the driver computes low-rank predictors alone: their
+    bytes cost `num_threads` times as much.
     """
     works = [
         *_gate_works(config),
@@ -67,18 +67,18 @@ def measure_prices(config: ModelConfig, num_threads: int) -> ReadPrices:
 
 
 def _gate_works(config: ModelConfig) -> list[_Work]:
-    """All gates, and listed ones."""
+    """All gate rows, and listed ones."""
     dtype = numpy_dtype(config.dtype_of("gate"))
     shape = (config.ffn_size, row_items(dtype, config.hidden_size))
     gate = _filled(shape, dtype, config.num_layers).reshape(-1, shape[1])
     x = np.full((1, config.hidden_size), 0.01, np.float32)
-    room, values = empty_vectors(1, *x.shape), np.zeros(len(gate), np.float32)
+    scratch, values = empty_vectors(1, *x.shape), np.zeros(len(gate), np.float32)
     chosen = np.random.default_rng(0).random(len(gate)) < _LISTED_SHARE
     chosen[0] = True
     ids, row = read_only(np.flatnonzero(chosen).astype(np.int32)), gate.strides[0]
     return [
-        (lambda: gates_of(gate, ids[:0], x, room, values), len(gate) * row),
-        (lambda: gates_of(gate, ids, x, room, values[: ids.size]), ids.size * row),
+        (lambda: gates_of(gate, ids[:0], x, scratch, values), len(gate) * row),
+        (lambda: gates_of(gate, ids, x, scratch, values[: ids.size]), ids.size * row),
     ]
 
 
@@ -105,7 +105,7 @@ def _lowrank_work(config: ModelConfig, dtype: type) -> _Work:
 
 
 def _filled(shape: tuple[int, int], dtype: np.dtype, num_layers: int) -> np.ndarray:
-    """(L, *shape) of as many layers as a token reads one after the other, if they fit."""
+    """An array (L, *shape), of as many layers as a token reads if they fit in _MAX_BYTES."""
     size = shape[0] * shape[1] * dtype.itemsize
     layers = max(1, min(num_layers, _MAX_BYTES // size))
     array = aligned_empty((layers, *shape), dtype)
@@ -114,7 +114,7 @@ def _filled(shape: tuple[int, int], dtype: np.dtype, num_layers: int) -> np.ndar
 
 
 def _prices(works: Sequence[_Work]) -> list[float]:
-    """Nanoseconds of CPU time a byte, the best of rounds in turn after one that compiles."""
+    """Nanoseconds of CPU time a byte: the least of several rounds, after one that compiles."""
     best = [float("inf")] * len(works)
     for turn in range(1 + _ROUNDS):
         for i, (work, num_bytes) in enumerate(works):

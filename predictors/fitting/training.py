@@ -1,4 +1,4 @@
-"""Makes the predictors of a model, layer by layer, from what the profiler recorded."""
+"""Fits a model's predictors, layer by layer, to recorded inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.inputs import LayerInputs
 from hotcold.predictors.fitting.layer_data import LayerData
 from hotcold.predictors.fitting.read_prices import ReadPrices
-from hotcold.predictors.predictor_file import AnyLayer, Predictors
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {
@@ -25,9 +24,9 @@ _FITS: dict[str, tuple[_Fit, ...]] = {
 
 @dataclass(frozen=True)
 class Fitted:
-    """A layer's predictor, None for none, and how good it is.
+    """A layer's predictor, None for none, and its quality.
 
-    share_of_gates: what a token pays with it, of what all gates cost
+    share_of_gates: a token's cost with it, as a share of the cost of all gate rows
     """
 
     layer: AnyLayer | None
@@ -43,10 +42,10 @@ def train_predictors(
     target_recall: float,
     measure: Callable[[], ReadPrices],
 ) -> Iterator[Fitted]:
-    """Yield each layer's predictor and how good it is on tokens that it was not fitted to.
+    """Yield each layer's predictor and its quality on tokens that it was not fitted to.
 
-    `kind` "best" takes, for each layer, what costs a token least by the prices that `measure`
-    finds: one of the kinds, or no predictor. A gate row's bytes follow its format, `config.dtype`.
+    `kind` "best" chooses for each layer what costs a token least, at the prices of `measure`: one
+    of the kinds, or no predictor. A gate row's bytes are those of `config.dtype`.
     Errors:  UsageError, CheckpointError, ArtifactError
     """
     if kind not in _FITS:
@@ -72,7 +71,7 @@ def _fitted(data: LayerData, layer: AnyLayer, quality: Quality) -> Fitted:
 
 
 def gather(made: Sequence[Fitted], inputs: LayerInputs, target_recall: float) -> Predictors:
-    """All layers together, ready to be written."""
+    """Return all layers' predictors, for `write_predictors`."""
     layers = [fitted.layer for fitted in made]
     qualities = [fitted.quality for fitted in made]
     return Predictors(layers, "ffn_input", qualities, target_recall, inputs.text_digest)

@@ -125,6 +125,6 @@ class Asking:
         return self._outcome
 
 
-def ask(driver: Driver, request: GenerateRequest) -> Asking:
+def start(driver: Driver, request: GenerateRequest) -> Asking:
     """Start a request in a thread of its own."""
     return Asking(lambda: complete(driver, request))

@@ -63,7 +63,7 @@ class ServiceWithoutGpu(ServiceActor):
 
 
 def half_on_gpu(path: Path) -> SystemConfig:
-    """A system whose GPU has room for half of the neurons."""
+    """A system whose GPU has memory for half of the neurons."""
     system, config = config_of(path, device="cuda"), read_config(path)
     sizes = cuda_fit._Sizes.of(system, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
@@ -154,15 +154,15 @@ def hot_of(system: StandInSystem) -> list[np.ndarray]:
 
 
 def when_others_wait(system: StandInSystem) -> None:
-    """Hold the next step until something else is asked of the engine's thread."""
+    """Hold the next step until another job waits for the engine's thread."""
     incoming = driver_of(system)._queue._incoming
 
     def hold(services: Sequence[int]) -> None:
         while incoming.empty():
             threading.Event().wait(0.001)
-        system.host.on_ask = lambda services: None
+        system.host.on_request = lambda services: None
 
-    system.host.on_ask = hold
+    system.host.on_request = hold
 
 
 def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[Any]]:
@@ -174,7 +174,7 @@ def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[A
         outcome = system.actor.scale(count)
     except Exception as error:
         outcome = error
-    system.host.on_ask = lambda services: None
+    system.host.on_request = lambda services: None
     with suppress(ServiceError):  # where the system has ended
         driver_of(system)._queue.between_steps(lambda: require_pages(driver_of(system)))
     return outcome, [one.end() for one in running]

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import CacheSpec, load_gpu_service
+from hotcold.actors.attention.attention_service import CacheSpec, load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
@@ -21,34 +21,32 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.step_sizes import MatmulChoice
-from hotcold.actors.setup.assignment import deal_neurons
-from hotcold.actors.setup.hot_neurons import hot_counts
-from hotcold.actors.setup.partition import require_partition
+from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, OPERATION, STOP
+from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.predictors.predictor import NeuronPredictor
 
-_MAX_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
+_MAX_POLLS = 600  # a minute of running; time that the whole process was stopped does not count
 
 
 @dataclass
 class ThreadWatch:
-    """Asks the services themselves; counts how often, for a service that hangs."""
+    """Checks the services themselves; counts how often, for a service that hangs."""
 
     services: list[Service]
-    looks: int = 0
-    max_polls: int = _MAX_LOOKS
+    num_polls: int = 0
+    max_polls: int = _MAX_POLLS
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """Raise ServiceError for a broken service, or at the last look."""
-        self.looks += 1
+        """Raise ServiceError for a broken service, or at the last poll."""
+        self.num_polls += 1
         for index in services:
             self.services[index].check([index], num_polls)
-        if self.looks > self.max_polls:
+        if self.num_polls > self.max_polls:
             raise ServiceError(f"{[self.services[index].name for index in services]} hang")
 
     def explain(self, service: int) -> str:
@@ -56,38 +54,36 @@ class ThreadWatch:
         return self.services[service].explain(service)
 
 
-class CopyingExchange:
+class CopyingExchange(Exchange):
     """The exchange over actor calls without the calls: each service has an arena of its own."""
 
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
         self.buffers = layout.buffers(layout.new_arena())
         self._services = services
-        self.request_state, self.next_number = NO_DOORBELLS, 0
 
-    def ask(self, services: Sequence[int]) -> int:
-        """See `Exchange.ask`."""
+    def request(self, services: Sequence[int]) -> int:
+        """Let each service answer a copy of its request."""
         for index in services:
-            question = pickle.dumps(ServiceRequest.read(self.buffers, index))
-            answer = pickle.dumps(self._services[index].answer(pickle.loads(question)))
-            pickle.loads(answer).write(self.buffers, index)
+            request = pickle.dumps(ServiceRequest.read(self.buffers, index))
+            reply = pickle.dumps(self._services[index].answer(pickle.loads(request)))
+            pickle.loads(reply).write(self.buffers, index)
         return 0
 
-    def resume(self, services: Sequence[int]) -> int:
-        """See `Exchange.resume`."""
-        raise NotImplementedError
 
-    def try_replace(self, service: int, cause: str) -> bool:
-        """See `Exchange.try_replace`."""
-        return False
-
-
-class AskingByPython:
-    """Another exchange, asked by Python alone: each question is a call of `ask`."""
+class PythonExchange(Exchange):
+    """Another exchange, used by Python alone: each request is a call of `request`."""
 
     def __init__(self, inner: Exchange) -> None:
-        self.buffers, self.next_number = inner.buffers, inner.next_number
-        self.request_state = NO_DOORBELLS
-        self.ask, self.resume, self.try_replace = inner.ask, inner.resume, inner.try_replace
+        self.buffers, self.inner = inner.buffers, inner
+
+    @property
+    def next_number(self) -> int:
+        """The inner exchange's."""
+        return self.inner.next_number
+
+    def request(self, services: Sequence[int]) -> int:
+        """Let the inner exchange do it."""
+        return self.inner.request(services)
 
 
 @dataclass
@@ -148,9 +144,9 @@ class InProcessSystem:
         tables = self.exchange.buffers.page_tables  # until a driver writes others
         tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
 
-    def ask_by_python(self) -> None:
-        """Let engines that are made from now on ask each question through `exchange.ask`."""
-        self.exchange = AskingByPython(self.exchange)
+    def request_by_python(self) -> None:
+        """Let engines that are made from now on send each request by `exchange.request`."""
+        self.exchange = PythonExchange(self.exchange)
 
     def num_pages(self) -> int:
         """Of the KV cache: `kv_positions`, or a whole context for every slot."""
@@ -158,7 +154,7 @@ class InProcessSystem:
 
     def _gpu(self) -> Service:
         cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
-        return load_gpu_service(
+        return load_attention_service(
             self.path,
             self.config,
             0,
@@ -211,7 +207,7 @@ class InProcessSystem:
 
     def shards(self) -> list[np.ndarray]:
         """The neurons of each CPU service, in its loading order; the same in every layer."""
-        return deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
+        return assign_neurons(self.config.ffn_size, [self.num_threads] * self.num_services)
 
     def hot_ids(self) -> list[np.ndarray] | None:
         """The GPU service's neurons of each layer; None where it has none."""
@@ -264,7 +260,7 @@ class InProcessSystem:
     def stop(self) -> None:
         """Ask all services to stop; raises unless all their threads end."""
         self.exchange.buffers.requests[:, OPERATION] = STOP
-        self.exchange.ask(range(len(self.services)))
+        self.exchange.request(range(len(self.services)))
         for service in self.services:
             if not service.join(60):
                 raise AssertionError(f"a thread of {service.name} still runs")

@@ -19,8 +19,6 @@ import torch
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import DeviceMatrix
-from hotcold.cuda_kernels.protocol import DeviceKernels
-from hotcold.model import torch_activations
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
@@ -55,7 +53,7 @@ def from_half_bits(cache: np.ndarray) -> np.ndarray:
 def activated(function, x: np.ndarray) -> np.ndarray:
     """The function of an FFN, by torch."""
     name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
-    return torch_activations.activated(name, tensor, float(function.threshold)).numpy()
+    return activations.activated(name, tensor, float(function.threshold)).numpy()
 
 
 def activated_up(function, x: np.ndarray) -> np.ndarray:
@@ -97,7 +95,7 @@ class Queue:
 
 
 class NumpyKernels:
-    """`cuda_kernels.protocol.DeviceKernels`; each call is one launch of `device`."""
+    """`cuda_kernels.kernels.CudaKernels`; each call is one launch of `device`."""
 
     def __init__(self, device: NumpyDevice) -> None:
         self._device = device
@@ -153,10 +151,10 @@ class NumpyKernels:
             first_value = num_heads + num_kv_heads
             if table.shape[0]:
                 cos, sin = (table[positions, part][:, None] for part in (0, 1))
-                transposed, half = heads[:, :first_value], table.shape[2]
-                a, b = transposed[..., :half].copy(), transposed[..., half : 2 * half].copy()
-                transposed[..., :half] = a * cos - b * sin
-                transposed[..., half : 2 * half] = b * cos + a * sin
+                rotated, half = heads[:, :first_value], table.shape[2]
+                a, b = rotated[..., :half].copy(), rotated[..., half : 2 * half].copy()
+                rotated[..., :half] = a * cos - b * sin
+                rotated[..., half : 2 * half] = b * cos + a * sin
             for t, (position, slot) in enumerate(zip(positions, slots, strict=True)):
                 page, row = tables[slot, position // 64], position % 64
                 keys[page, :, row] = half_bits(heads[t, num_heads:first_value], keys)
@@ -241,14 +239,14 @@ class NumpyDevice:
     refuses_registration: bool = False
     fails_at: Callable[[int], bool] = lambda launch: False  # of the number of the launch
     name: str = "a stand-in"
-    make_kernels: Callable[[NumpyDevice], DeviceKernels] = NumpyKernels
+    make_kernels: Callable[[NumpyDevice], Any] = NumpyKernels
     num_launches: int = 0
     num_captured: int = 0
     log: list[str] = field(default_factory=list)  # copies and graphs, as they are put there
 
     def __post_init__(self) -> None:
         self.xp: Any = np
-        self.kernels: DeviceKernels = self.make_kernels(self)
+        self.kernels = self.make_kernels(self)
         self._held: dict[int, int] = {}
         self._reserved = 0  # as a pool does it, which keeps what was given back
         self._limit = self.memory_bytes

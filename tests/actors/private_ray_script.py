@@ -16,9 +16,7 @@ import psutil
 import ray
 
 from hotcold.actors import launch
-from hotcold.actors.private_ray.session_folder import SessionFolder
-from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
-from hotcold.actors.protocol.shared_memory import is_reserved
+from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS, is_reserved
 
 
 @ray.remote(num_cpus=0)
@@ -52,7 +50,7 @@ def facts_of(processes: Iterable[psutil.Process]) -> dict[str, Any]:
 def main() -> None:
     if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
-    folders = set(SessionFolder.all())
+    folders = set(TempFolder.all())
     launch.start_local_ray(3, 0)
     echoes = [Echo.remote(), Echo.remote()]  # type: ignore[attr-defined]
     said = ray.get(echoes[0].say.remote("here"))
@@ -66,7 +64,7 @@ def main() -> None:
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
-        "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
+        "folders": [str(path) for path in sorted(set(TempFolder.all()) - folders)],
         **facts_of(processes),
     }
     print(json.dumps(told), flush=True)

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.recovery import RecoveringExchange, Replace
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.service_actor import ServiceActor
@@ -39,10 +39,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 _NODE = "this node"
 _END_NS = 60 * 10**9
-_LEFT_ALONE = {
-    "hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory",
-    "hotcold.actors.protocol.shared_memory",
-}  # fmt: skip
+_LEFT_ALONE = {"hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory"}
 
 
 class Ref(Future[Any]):
@@ -75,7 +72,7 @@ class StandInActor:
         return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
 
     def _call(self, method: str, arguments: Sequence[Any]) -> Ref:
-        """A call in a thread of its own; what a stopped or dead process was asked stays unsaid."""
+        """A call in a thread of its own; a stopped or dead process does not answer."""
         ref, service, pid = Ref(), self.service, self.pid
         if self.is_gone:
             ref.set_exception(ray.exceptions.RayActorError())
@@ -105,7 +102,7 @@ class StandInActor:
         self.is_stopped = True
 
     def kill(self, restart: bool = True) -> None:
-        """End the process. Ray puts an empty one in its place, unless told not to."""
+        """End the process. Ray puts an empty one in its place, unless `restart` is False."""
         calls, self._unanswered = self._unanswered, []
         end_threads(self.service._service)
         if restart and not self.is_gone:
@@ -123,14 +120,14 @@ def end_threads(service: Service | None) -> None:
     cells, words = service.buffers.cells, service.buffers.requests[service.index]
     bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
     before, rung = words.copy(), cells[bells].copy()
-    # STOP is 0, as words are that nobody has written: it counts where it was rung.
+    # STOP is 0, as unwritten words are: it counts where it was rung.
     is_told = rung[0] != rung[1] or (rung[1] > 0 and service._ended.is_set())
     if words[OPERATION] == STOP and is_told:
         service.join(60)  # they are ending, and would not hear another request
     if any(thread.is_alive() for thread in service._threads):
         words[OPERATION] = STOP
-        asked = np.array([service.index], np.int64)
-        assert ask_all(cells, asked, int(rung.max()) + 1, _END_NS) == 1
+        requested = np.array([service.index], np.int64)
+        assert ask_all(cells, requested, int(rung.max()) + 1, _END_NS) == 1
         assert service.join(60)
     words[:], cells[bells] = before, rung
 
@@ -173,8 +170,8 @@ class StandInRay:
         self.actors: list[StandInActor] = []
         self.pids = itertools.count(1000)
         self.new_service: Callable[[ServiceSpec], ServiceActor] = ServiceActor
-        # Called after each request of the engine's thread, with the services that were asked.
-        self.on_ask: Callable[[Sequence[int]], None] = lambda services: None
+        # Called after each request of the engine's thread, with its services.
+        self.on_request: Callable[[Sequence[int]], None] = lambda services: None
 
     def spawn(self, spec: ServiceSpec, node_id: str | None) -> StandInActor:
         """Start a service's actor."""
@@ -216,12 +213,12 @@ class StandInRay:
         """As soon as `num_returns` are there, or after `timeout` seconds."""
         arrived = threading.Condition()
 
-        def tell(ref: Any) -> None:
+        def notify(ref: Any) -> None:
             with arrived:
                 arrived.notify_all()
 
         for ref in refs:
-            ref.add_done_callback(tell)
+            ref.add_done_callback(notify)
         with arrived:
             arrived.wait_for(lambda: sum(ref.done() for ref in refs) >= num_returns, timeout)
         done = [ref for ref in refs if ref.done()][:num_returns]
@@ -251,17 +248,22 @@ def _no_relay(*arguments: Any) -> Any:
 def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
     """Put a stand-in in Ray's place in all modules of `actors`; end what was started with it."""
     host = StandInRay()
-    ask = ArenaExchange.ask
+    request, change = ArenaExchange.request, RecoveringExchange.change
 
-    def asked(exchange: ArenaExchange, services: Sequence[int]) -> int:
-        waited = ask(exchange, services)
+    def requested(exchange: ArenaExchange, services: Sequence[int]) -> int:
+        waited = request(exchange, services)
         if threading.current_thread().name == "driver":
-            host.on_ask(services)
+            host.on_request(services)
         return waited
+
+    def changed(recovering: RecoveringExchange, inner: Exchange, replace: Replace) -> None:
+        # Compiled code would ring the services by itself, and `on_request` hear of nothing.
+        change(recovering, inner, replace)
+        recovering.request_state = NO_DOORBELLS
 
     with monkeypatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            if not name.startswith("actors."):
+            if not name.startswith("hotcold.actors."):
                 continue
             for replaced, stand_in in (
                 ("ray", host),
@@ -273,11 +275,10 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
                 if replaced in vars(module) and name not in _LEFT_ALONE:
                     patch.setattr(module, replaced, stand_in)
         patch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
-        patch.setattr(ArenaExchange, "ask", asked)
-        # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
-        patch.setattr(RecoveringExchange, "request_state", NO_DOORBELLS)
+        patch.setattr(ArenaExchange, "request", requested)
+        patch.setattr(RecoveringExchange, "change", changed)
         yield host
-        host.on_ask = lambda services: None
+        host.on_request = lambda services: None
         for actor in host.alive():
             actor.kill(restart=False)
 
@@ -290,7 +291,7 @@ def stand_in_system(host: StandInRay, system: SystemConfig) -> Iterator[StandInS
     try:
         yield found
     finally:
-        host.on_ask = lambda services: None
+        host.on_request = lambda services: None
         found.actor.stop()
 
 
@@ -299,7 +300,7 @@ def lose_once(host: StandInRay, service: int) -> None:
 
     def lose(services: Sequence[int]) -> None:
         if service in services:
-            host.on_ask = lambda services: None
+            host.on_request = lambda services: None
             raise ServiceLost(service, f"service {service} died; start again")
 
-    host.on_ask = lose
+    host.on_request = lose

@@ -19,7 +19,7 @@ from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import CONTEXT, Asking, ask, batching, complete, random_request
+from tests.actors.batching import CONTEXT, Asking, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -38,7 +38,7 @@ def all_pages_are_free(driver: Driver) -> bool:
     )
 
 
-# --- the same tokens in any company ----------------------------------------------------------
+# --- the same tokens in any batch ----------------------------------------------------------
 
 
 @pytest.mark.sweep(keep=4)
@@ -67,11 +67,11 @@ def test_tokens_do_not_depend_on_company(
             running = {}
             for number in order:
                 request = replace(requests[number], request_id=names[number])
-                running[number] = ask(driver, request)
+                running[number] = start(driver, request)
                 threading.Event().wait(float(random.exponential(0.004)))
                 for other in cancelled & set(running):
                     driver.cancel(names[other])
-            results = {number: asked.end() for number, asked in running.items()}
+            results = {number: one.end() for number, one in running.items()}
             for number, result in results.items():
                 assert isinstance(result, Generation), result
                 if number in cancelled:
@@ -88,12 +88,12 @@ def test_a_result_says_how_many_tokens_its_steps_had(tiny: Tiny) -> None:
 
         def ask_two() -> None:  # both wait until this has ended
             for number in range(2):
-                running.append(ask(driver, greedy([7] * 20, 12, f"{number}")))
+                running.append(start(driver, greedy([7] * 20, 12, f"{number}")))
                 while driver.load().num_waiting <= number:
                     threading.Event().wait(0.001)
 
         driver.between_requests(ask_two)
-        second, first = sorted(asked.end().step_tokens for asked in running)
+        second, first = sorted(one.end().step_tokens for one in running)
         # The first one's first step had 8 or 20 tokens of the other's prompt, by when that was let
         # in; the second one's last step was its own.
         assert second == pytest.approx((10 * 2 + 1) / 11)
@@ -113,8 +113,8 @@ def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
     requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
     with batching(tiny(variant, dtype), context=120) as (_, driver):
         alone = [complete(driver, request).ids for request in requests]
-        running = [ask(driver, request) for request in requests]
-        assert [asked.end().ids for asked in running] == alone
+        running = [start(driver, request) for request in requests]
+        assert [one.end().ids for one in running] == alone
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank", "threshold"])
@@ -201,10 +201,10 @@ def test_those_for_whom_there_is_no_room_wait(
             patch.setattr(Scheduler, "admit", counted)
             running = []
             for request in requests:
-                running.append(ask(driver, request))
+                running.append(start(driver, request))
                 while len(starts) + driver._queue.num_waiting < len(running):
                     pass
-            results = [asked.end() for asked in running]
+            results = [one.end() for one in running]
         assert most_together == 2
         assert starts == [1, 2, 3, 4, 5]
         assert results[0].ids == alone.ids and len(alone.ids) == most - 1
@@ -225,24 +225,24 @@ def test_preempted_requests_have_the_same_tokens(
         for one in requests
     ]
     preempted: list[ActiveRequest] = []
-    replay = ActiveRequest.replay
+    recompute = ActiveRequest.recompute
 
     def recorded(request: ActiveRequest) -> None:
         preempted.append(request)
-        replay(request)
+        recompute(request)
 
-    monkeypatch.setattr(ActiveRequest, "replay", recorded)
+    monkeypatch.setattr(ActiveRequest, "recompute", recorded)
     with batching(tiny("llama-gqa"), mode, kv_positions=2 * CONTEXT) as (_, driver):
         alone = [complete(driver, request).ids for request in endless]
         assert not preempted
-        asked = [
-            ask(driver, replace(request, request_id=f"{number} beside"))
+        running = [
+            start(driver, replace(request, request_id=f"{number} beside"))
             for number, request in enumerate(endless)
         ]
         while not preempted:
             threading.Event().wait(0.001)
         driver.cancel("6 beside")
-        results = [one.end() for one in asked]
+        results = [one.end() for one in running]
         assert [result.ids for result in results[:6]] == alone[:6]
         assert results[6].ids == alone[6][: len(results[6].ids)]
         assert all_pages_are_free(driver)
@@ -269,10 +269,10 @@ def test_one_that_waits_can_be_cancelled_before_there_is_room(tiny: Tiny) -> Non
         _,
         driver,
     ):
-        running = ask(driver, greedy([1], context - 2, "runs"))
+        running = start(driver, greedy([1], context - 2, "runs"))
         while not driver.load().num_running:
             threading.Event().wait(0.001)
-        waiting = ask(driver, greedy([2], 5, "waits"))
+        waiting = start(driver, greedy([2], 5, "waits"))
         while not driver.load().num_waiting:
             threading.Event().wait(0.001)
         driver.cancel("waits")
@@ -285,15 +285,15 @@ def test_one_that_waits_can_be_cancelled_before_there_is_room(tiny: Tiny) -> Non
 
 
 def test_an_answer_ends_with_the_context(tiny: Tiny) -> None:
-    """What it gave up to there is what a larger context gives, alone and in company.
+    """What it gave up to there is what a larger context gives, alone and in a batch.
 
     So it does where nothing else ends it.
     """
     with batching(tiny("llama-gqa"), context=96) as (_, driver):
         limits = [(1, 200), (40, 200), (95, 200), (40, None)]
         requests = [greedy(list(range(3, 3 + length)), most) for length, most in limits]
-        asked = [ask(driver, request) for request in requests]
-        found = [one.end() for one in asked]
+        running = [start(driver, request) for request in requests]
+        found = [one.end() for one in running]
         assert all_pages_are_free(driver)
     assert [len(one.ids) for one in found] == [95, 56, 1, 56]
     assert {one.finish_reason for one in found} == {"length"}
@@ -308,13 +308,13 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
     with batching(checkpoint) as (_, driver):
         expected = driver.score_window(window, 5, False)
         free = driver._pool.num_free_pages
-        endless = [ask(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
+        endless = [start(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
         while len(driver._queue._scheduler._running) < 3:
             pass
         job = Asking(lambda: driver.score_window(window, 5, False))
         while driver._queue.num_waiting < 1:
             pass
-        late = ask(driver, greedy([5], 3))
+        late = start(driver, greedy([5], 3))
         while driver._queue.num_waiting < 2:
             pass
         driver.cancel("endless 1")
@@ -342,7 +342,7 @@ def test_turns_halve_the_time(layer_ns: int, step_ns: int) -> None:
         spent[is_prompts] += layer_ns if is_prompts else step_ns
         in_turn.append(is_prompts)
         assert abs(spent[True] - spent[False]) <= max(layer_ns, step_ns)
-    if layer_ns >= step_ns:  # nobody waits for more than one layer
+    if layer_ns >= step_ns:  # none waits for more than one layer
         assert (True, True) not in set(itertools.pairwise(in_turn))
 
 
@@ -389,10 +389,10 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
         driver._queue._scheduler._turns = Turns(clock)
         engine.step = noted_step  # type: ignore[method-assign]
         engine.run_layer = noted_layer  # type: ignore[method-assign]
-        first = ask(driver, greedy(short, 100))
+        first = start(driver, greedy(short, 100))
         while len(order) < 5:
             pass
-        second = ask(driver, greedy(long, 100))
+        second = start(driver, greedy(long, 100))
         assert first.end().ids == alone[0].ids
         assert second.end().ids == alone[1].ids
         layers = [at for at, what in enumerate(order) if what == "layer"]
@@ -418,11 +418,11 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
 
         driver.engine.step = noted  # type: ignore[method-assign]
         lengths = [1, 30, 3, 32, 2, 32, 32, 5]
-        running = [ask(driver, greedy([7] * length, 10)) for length in lengths]
+        running = [start(driver, greedy([7] * length, 10)) for length in lengths]
         while driver._queue.num_waiting + len(driver._queue._scheduler._running) < 8:
             pass
         gate.set()
-        assert all(len(asked.end().ids) == 10 for asked in running)
+        assert all(len(one.end().ids) == 10 for one in running)
         for slot in range(8):
             seen = [slot in slots for slots in steps]
             first, last = seen.index(True), len(seen) - seen[::-1].index(True)
@@ -455,8 +455,8 @@ def test_a_nan_ends_its_own_request(tiny: Tiny, mode: str, length: int) -> None:
         nan_id = max(set(range(VOCAB_SIZE)) - used)
         bad = greedy([5] * (length - 1) + [nan_id], 30)
         spoil(driver, nan_id)
-        running = [ask(driver, request) for request in (good[0], bad, *good[1:], bad)]
-        outcomes = [asked.end() for asked in running]
+        running = [start(driver, request) for request in (good[0], bad, *good[1:], bad)]
+        outcomes = [one.end() for one in running]
         for error in (outcomes.pop(1), outcomes.pop()):
             assert isinstance(error, NotFiniteError), error
             assert "not finite in its token embeddings" in str(error)
@@ -501,13 +501,13 @@ def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: 
         engine.run_layer = noted_layer  # type: ignore[method-assign]
         engine.place = noted_place  # type: ignore[method-assign]
         engine.chunks_at_once = at_once
-        found = [ask(driver, greedy(ids, 20)) for ids in (short, long)]
-        for result, expected in zip([asked.end() for asked in found], alone[::-1], strict=True):
+        found = [start(driver, greedy(ids, 20)) for ids in (short, long)]
+        for result, expected in zip([one.end() for one in found], alone[::-1], strict=True):
             assert result.ids == expected.ids
         layers = [layer for layer, _ in order]
         assert layers[: 2 * at_once] == at_once * [0] + at_once * [1]
-        told = [following for _, following in order[:at_once]]
-        assert told == (at_once - 1) * [0] + [1]
+        announced = [following for _, following in order[:at_once]]
+        assert announced == (at_once - 1) * [0] + [1]
         assert len(order) == 5 * engine.config.num_layers
         assert firsts == [0, 64, 128, 192, 256]
         assert all_pages_are_free(driver)
@@ -531,9 +531,9 @@ def test_cancelled_in_the_prompt(tiny: Tiny, calls_before: int) -> None:
             run_layer(layer, num_tokens, next_layer)
 
         driver.engine.run_layer = stopping  # type: ignore[method-assign]
-        long = ask(driver, greedy([1] * 300, 9, "long"))
+        long = start(driver, greedy([1] * 300, 9, "long"))
         assert reached.wait(100)
-        short = ask(driver, greedy([3], 20))
+        short = start(driver, greedy([3], 20))
         driver.cancel("long")
         go_on.set()
         result = long.end()
@@ -552,8 +552,8 @@ def test_a_failed_chunk_ends_its_own_request(tiny: Tiny, monkeypatch: pytest.Mon
             raise MemoryError("no room")
 
         monkeypatch.setattr(system.services[1]._products.get(), "combine", fail)  # type: ignore[attr-defined]
-        going = ask(driver, greedy([3], 200))
-        error = ask(driver, greedy([1] * 100, 9)).end()
+        going = start(driver, greedy([3], 200))
+        error = start(driver, greedy([1] * 100, 9)).end()
         assert isinstance(error, RequestError) and "no room" in str(error)
         assert going.end().ids == expected
         assert all_pages_are_free(driver)
@@ -569,12 +569,12 @@ def test_a_failed_step_ends_those_that_stood_in_it(tiny: Tiny) -> None:
             return step(ids, positions, slots, num_logits)
 
         driver.engine.step = failing  # type: ignore[method-assign]
-        running = [ask(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]
+        running = [start(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]
         while len(driver._queue._scheduler._running) < 2:
             pass
         fails.set()
-        for asked in running:
-            assert "the cpu0 service failed: once" in str(asked.end())
+        for one in running:
+            assert "the cpu0 service failed: once" in str(one.end())
         fails.clear()
         assert len(complete(driver, greedy([1], 5)).ids) == 5
         assert all_pages_are_free(driver)

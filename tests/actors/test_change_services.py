@@ -69,7 +69,7 @@ def test_up_and_down(copied: TinyCheckpoint, host: StandInRay, kind: str) -> Non
 def test_an_arena_that_was_left_is_let_go_of(
     copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though telemetry was asked for, and is not asked again: there may be no room for a third."""
+    """Though there was telemetry, once: there may be no memory for a third."""
     arenas: list[weakref.ref[np.ndarray]] = []
     put_arena = connection.put_arena  # the stand-in's
 
@@ -210,7 +210,7 @@ def test_what_fails_before_the_change_changes_nothing(
 def test_what_is_agreed_on_meanwhile_holds_on(
     copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How prompts are multiplied: new services are told, and so are those that replace them."""
+    """New services use the chosen matmul, and so do those that replace them."""
     with stand_in_system(host, config_of(copied.path)) as system:
         tokens(system)
         agreed = system.actor.services.system.products
@@ -219,17 +219,17 @@ def test_what_is_agreed_on_meanwhile_holds_on(
             "hotcold.actors.processes.scaling.scaled_system",
             lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
         )
-        told = []
+        chosen = []
         use_matmul = Connection.use_matmul
 
         def counted(new: Connection, products: Any, services: Any) -> None:
-            told.append((products, list(services)))
+            chosen.append((products, list(services)))
             use_matmul(new, products, services)
 
         monkeypatch.setattr(Connection, "use_matmul", counted)
         system.actor.scale(2)
         assert system.actor.services.system.products == agreed
-        assert told == [(agreed, [1, 2])]
+        assert chosen == [(agreed, [1, 2])]
 
 
 def test_without_room_for_new_services_the_old_ones_go_on(
@@ -252,22 +252,22 @@ def test_without_room_for_new_services_the_old_ones_go_on(
 def test_what_fails_half_way_ends_the_system(
     copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one line for all who ask: nobody gets tokens of a system that is not whole."""
+    """With one line for every caller: none gets tokens of a system that is not whole."""
     with stand_in_system(host, config_of(copied.path)) as system:
 
         def break_down(*arguments: Any) -> None:
             raise TypeError("a mistake")
 
-        monkeypatch.setattr("hotcold.actors.processes.scaling.move_gpu", break_down)
+        monkeypatch.setattr("hotcold.actors.processes.scaling.move_attention", break_down)
         outcome, found = scale_among_requests(system, 2)
         line = (
             "the system ended while its CPU services were changed: TypeError: a mistake; "
             "start again"
         )
         assert [str(error) for error in (outcome, *found)] == [line] * (1 + len(SIZES))
-        for ask in (lambda: complete(system, greedy(3)), system.actor.driver_load):
+        for call in (lambda: complete(system, greedy(3)), system.actor.driver_load):
             with pytest.raises(ServiceError) as caught:
-                ask()
+                call()
             assert str(caught.value) == line
 
 
@@ -286,7 +286,7 @@ def test_a_gpu_service_that_never_comes_back_ends_the_system(
 
 
 def test_a_gpu_service_that_is_lost_as_it_moves(copied: TinyCheckpoint, host: StandInRay) -> None:
-    """Killed or stopped at any call: its requests replay on the new services."""
+    """Killed or stopped at any call: its requests are recomputed on the new services."""
     with stand_in_system(host, config_of(copied.path)) as system:
         expected, count = tokens(system), 1
         for method in ("join", "attach"):

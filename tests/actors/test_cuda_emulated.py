@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hotcold.cuda_kernels.kernels import CudaKernels
-from hotcold.cuda_kernels.protocol import DeviceKernels
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
@@ -67,7 +66,7 @@ def device() -> Callable[[], NumpyDevice]:
     except FileNotFoundError as problem:
         pytest.skip(str(problem))
 
-    def kernels(device: NumpyDevice) -> DeviceKernels:
+    def kernels(device: NumpyDevice) -> CudaKernels:
         return CudaKernels(LaterLauncher(device, library))
 
     return lambda: NumpyDevice(make_kernels=kernels)

@@ -17,11 +17,11 @@ import pytest
 from hotcold.actors.attention.cuda import fit as cuda_fit
 from hotcold.actors.attention.cuda.fit import fit_system
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.attention.cuda.service import CudaService
+from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
-from hotcold.actors.setup import gpu_choice, gpu_share
-from hotcold.actors.setup.gpu_choice import choose_device
+from hotcold.actors.setup import gpu_share
+from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import service_specs
@@ -40,7 +40,7 @@ CONTEXT_BYTES = 10_000
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_PRODUCTS_BYTES"):
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
@@ -165,7 +165,7 @@ def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
 
 
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: "no NVIDIA driver on this machine")
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no NVIDIA driver on this machine")
     assert choose_device("auto", None) == choose_device("auto", 0) == "cpu"
     for device, memory in (("cuda", None), ("auto", 1 << 30)):
         with pytest.raises(UsageError, match=r"no NVIDIA driver .*leave it out"):
@@ -173,7 +173,7 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, memory in (("cpu", 1 << 30), ("cuda", 0)):
         with pytest.raises(UsageError, match="leave one of them out"):
             choose_device(device, memory)
-    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     assert choose_device("auto", None) == choose_device("cuda", 1 << 30) == "cuda"
     assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
 
@@ -182,8 +182,7 @@ def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     path = make_tiny("llama-relu", tmp_path)
     alone = prepare_system(path, SystemOptions(device="cpu"))
     assert alone[0].device == "cpu"
-    for module in (gpu_choice, gpu_share):
-        monkeypatch.setattr(module, "first_gpu", lambda: ("a GPU", 8 << 30))
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     system, config = prepare_system(path, SystemOptions())
     assert (system.device, system.requires_gpu) == ("cuda", False)
     plain, beside = system_need(*alone), system_need(system, config)
@@ -213,14 +212,14 @@ def test_less_is_tried_whoever_says_that_there_is_no_room(
     system: SystemConfig, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels, graphs and products take memory too, and say so in words of their own."""
-    try_out, failures = CudaService.try_out, [error]
+    try_out, failures = CudaAttentionService.try_out, [error]
 
-    def fail_once(service: CudaService) -> None:
+    def fail_once(service: CudaAttentionService) -> None:
         if failures:
             raise failures.pop()
         try_out(service)
 
-    monkeypatch.setattr(CudaService, "try_out", fail_once)
+    monkeypatch.setattr(CudaAttentionService, "try_out", fail_once)
     device, fitted, _ = fit(system)
     assert fitted.system.device == "cuda" and not failures and device.used_bytes() > 0
     failures.append(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))

@@ -159,7 +159,7 @@ def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     requests[:, NUM_IDS] = ALL_NEURONS
     thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
     requests[:, thresholds] = threshold_words(engine.thresholds)[0]
-    engine.exchange.ask(range(requests.shape[0]))
+    engine.exchange.request(range(requests.shape[0]))
 
 
 def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) -> None:
@@ -227,6 +227,6 @@ def test_other_errors_end_only_their_request(tiny: Tiny) -> None:
             system.engine("dense").step(ids, range(40), [0] * 39 + [1])
         system.exchange.buffers.requests[0, 0] = 99
         with pytest.raises(RequestError, match="no operation 99"):
-            system.exchange.ask([0])
+            system.exchange.request([0])
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4

@@ -11,9 +11,9 @@ import pytest
 
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
+from hotcold.actors.setup.gpu_share import UNMEASURED_TOKENS, upload_tokens
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
 from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION, SEND, STREAM
-from hotcold.placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_placement_choice import MACHINE, WITH_GPU
@@ -29,17 +29,17 @@ PLACE_BYTES = 4096  # half a dozen neurons
 
 def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
     """An engine that brings neurons for all prompts, and a record of what it asks of services."""
-    system.ask_by_python()
+    system.request_by_python()
     engine = system.engine("exact")
     asked: list[tuple[int, ...]] = []
     engine.neuron_upload_tokens = 1
-    ask = system.exchange.ask
+    ask = system.exchange.request
 
     def recorded(services: Sequence[int]) -> int:
         asked.append(tuple(system.exchange.buffers.requests[list(services), OPERATION].tolist()))
         return ask(services)
 
-    system.exchange.ask = recorded  # type: ignore[method-assign]
+    system.exchange.request = recorded  # type: ignore[method-assign]
     return engine, asked
 
 
@@ -85,15 +85,15 @@ def test_a_round_asked_again_is_added_once(tiny: Tiny) -> None:
     checkpoint = tiny("llama-relu")
     with CudaInProcess(checkpoint.path, 2, hot=a_third, bundle_bytes=PLACE_BYTES) as system:
         engine, _ = streaming(system)
-        ask = system.exchange.ask
+        ask = system.exchange.request
 
         def twice(services: Sequence[int]) -> int:
             ask(services)
             return ask(services)
 
-        system.exchange.ask = twice  # type: ignore[method-assign]
+        system.exchange.request = twice  # type: ignore[method-assign]
         found = prefill(engine, checkpoint.ids)
-        system.exchange.ask = ask  # type: ignore[method-assign]
+        system.exchange.request = ask  # type: ignore[method-assign]
         assert relative_difference(found, checkpoint.logits) < 1e-4
 
 

@@ -207,25 +207,25 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
     long = start_endless(driver, request_)
     gpu = system.services[0]
     gpu.last_error, gpu._broken = "RuntimeError: lost", True
-    ask = system.exchange.ask
+    request = system.exchange.request
 
     def fail(services: object) -> int:
         raise ServiceError(gpu.explain(0))
 
-    system.exchange.ask = fail  # type: ignore[method-assign]
+    system.exchange.request = fail  # type: ignore[method-assign]
     for run in (long, Running(driver, request_)):
         error = run.end()
         assert isinstance(error, ServiceError)
         assert str(error) == "the gpu service failed: RuntimeError: lost"
     driver.close()
-    system.exchange.ask = ask  # type: ignore[method-assign]
+    system.exchange.request = request  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("place", ["admit", "end_cancelled"])
 def test_whatever_fails_in_the_engines_thread_is_told(
     driver: Driver, request_: GenerateRequest, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who runs, who waits, who comes later, and who asks whether the driver lives."""
+    """What runs, waits, comes later, or checks whether the driver lives."""
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("no such slot\nand more")
@@ -233,14 +233,14 @@ def test_whatever_fails_in_the_engines_thread_is_told(
     driver.require_alive()
     long = start_endless(driver, request_)
     monkeypatch.setattr(driver._scheduler, place, fail)
-    told = "the driver failed: RuntimeError: no such slot; start again"
+    expected = "the driver failed: RuntimeError: no such slot; start again"
     for run in (long, Running(driver, request_)):
         error = run.end()
-        assert isinstance(error, ServiceError) and str(error) == told
+        assert isinstance(error, ServiceError) and str(error) == expected
     driver._queue._thread.join(100)
-    for ask in (driver.require_alive, driver.load, lambda: driver.between_requests(lambda: 1)):
+    for call in (driver.require_alive, driver.load, lambda: driver.between_requests(lambda: 1)):
         with pytest.raises(ServiceError, match="no such slot; start again"):
-            ask()
+            call()
     driver.close()
     driver.require_alive()  # it is closed in good order
     assert not driver._streams

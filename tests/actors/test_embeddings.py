@@ -1,4 +1,4 @@
-"""One vector for a prompt: transformers' hidden states, and the same bits in any company."""
+"""One vector for a prompt: transformers' hidden states, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import PromptTooLongError
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import CONTEXT, ask, batching, complete, random_request
+from tests.actors.batching import CONTEXT, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.test_reference import relative_difference
@@ -75,12 +75,12 @@ def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, cop
         for turn in range(2):
             running = []
             for number, ids in enumerate(prompts):
-                running.append(ask(driver, random_request(number)))
-                running.append(ask(driver, embedding_of(ids, f"embedding {number} in {turn}")))
+                running.append(start(driver, random_request(number)))
+                running.append(start(driver, embedding_of(ids, f"embedding {number} in {turn}")))
             for _ in range(10 * turn):
-                driver._queue.between_steps(driver._scheduler.replay_all)
+                driver._queue.between_steps(driver._scheduler.recompute_all)
                 threading.Event().wait(0.001)
-            results = [asked.end() for asked in running]
+            results = [one.end() for one in running]
             assert [result.embedding for result in results[1::2]] == alone
             assert [result.embedding for result in results[::2]] == [None] * len(prompts)
 

@@ -44,7 +44,7 @@ def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> b
 def forget_failures(host: Any) -> None:
     """As if a minute had passed for the driver."""
     host.services.policy._failures.clear()
-    host.services.policy._distrusted_s.clear()
+    host.services.policy._blamed_s.clear()
 
 
 SIZES = (1, 10, 33, 64, 100, 200, 300, 300)
@@ -98,7 +98,7 @@ class Eight:
                 if ray.get(handle.__ray_call__.remote(call_where_loaded, pid, function)):
                     return
             threading.Event().wait(0.1)
-        raise AssertionError("the service does not come back")
+        raise AssertionError("the service is not restarted")
 
     def next_pid(self, service: int, old: int) -> int:
         """The process that takes the place of `old`, as soon as it answers."""
@@ -252,7 +252,7 @@ def neuron_ids(system: System) -> list[np.ndarray]:
 
 
 def test_actor_calls_recover_too(kept: KeptSystem) -> None:
-    """A system that is asked by calls, from the start to the death of its driver."""
+    """A system over actor calls, from the start to the death of its driver."""
     with System.start(config_of(kept.checkpoint, 1, "calls")) as system:
         eight = Eight(system, 12, (1, 10, 33, 100))  # in a process of its own each call costs more
         assert system.complete(greedy(kept.checkpoint)).ids == kept.checkpoint.greedy_ids

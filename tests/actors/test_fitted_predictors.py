@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hotcold.actors.setup.auto_mode import trial_key
 
 from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.setup.auto_mode import trial_key
-from hotcold.actors.telemetry.kept_trial import kept_trial
-from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
@@ -24,8 +23,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData
-from hotcold.predictors.predictor_file import AnyLayer, Predictors, write_predictors
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality, write_predictors
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -95,7 +93,7 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("hotcold.actors.telemetry.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("hotcold.actors.driver.mode_trial._SECONDS", 0.0)
     monkeypatch.setattr(
         "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
     )
@@ -124,7 +122,7 @@ def test_the_faster_mode_is_taken(
 
             monkeypatch.setattr("hotcold.actors.driver.driver.compare_modes", trial)
             driver = Driver(settings, system.exchange, shards)
-            assert driver.settle_mode().fastest == faster
+            assert driver.choose_mode().fastest == faster
             *_, last = driver.generate(request)
             assert driver.telemetry().mode == faster
             assert last.result is not None and expected.result is not None
@@ -229,7 +227,7 @@ def test_a_driver_keeps_its_trial(
         )  # fmt: skip
         for is_kept in (False, True):
             driver = Driver(settings, system.exchange, shards)
-            trial = driver.settle_mode()
+            trial = driver.choose_mode()
             assert (trial.fastest, trial.is_kept) == ("exact", is_kept)
             assert driver.telemetry().mode == "exact"
             driver.close()
@@ -241,7 +239,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
     class Chooser:
         """A driver that finds exact faster."""
 
-        def settle_mode(self) -> ModeTrial:
+        def choose_mode(self) -> ModeTrial:
             return ModeTrial({"sign": 5.0, "exact": 6.25})
 
     for tried, mode, said in (
@@ -251,7 +249,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
         services: Any = object.__new__(SystemServices)
         services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
         services.notes = ("before",)
-        services._settle_mode(Chooser())
+        services._choose_mode(Chooser())
         assert services.system.mode == mode
         assert services.notes[0] == "before" and services.notes[1].startswith(said)
 

@@ -33,7 +33,7 @@ IMPATIENT = f"""
 import sys
 sys.path.insert(0, {str(Path(forked_worker.__file__).parent)!r})
 import forked_worker
-forked_worker._PATIENCE_S = 0.1
+forked_worker._TIMEOUT_S = 0.1
 forked_worker.main()
 """
 

@@ -13,13 +13,12 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import AuditedEngine
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup import placement_choice
-from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.assignment import hot_counts, hottest_neurons
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
-from hotcold.placement.hottest import hottest_neurons
 from hotcold.placement.plan import plan_path, write_plan
 from hotcold.placement.planner import make_plan
 from tests.actors.batching import complete

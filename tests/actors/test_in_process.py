@@ -88,19 +88,19 @@ def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> No
     checkpoint = tiny(variant)
     ids = checkpoint.ids.tolist()
     with InProcessSystem(checkpoint.path, 2, 2) as system:
-        system.ask_by_python()
+        system.request_by_python()
         engine = system.engine("exact")
         for first, last in ((0, 34), (34, 39), (39, 40)):
-            step, ask = range(first, last), system.exchange.ask
+            step, request = range(first, last), system.exchange.request
             plain = engine.step(ids[first:last], step, [0] * len(step)).copy()
 
-            def twice(services, ask=ask):
-                ask(services)
-                return ask(services)
+            def twice(services, request=request):
+                request(services)
+                return request(services)
 
-            system.exchange.ask = twice  # type: ignore[method-assign]
+            system.exchange.request = twice  # type: ignore[method-assign]
             again = engine.step(ids[first:last], step, [0] * len(step)).copy()
-            system.exchange.ask = ask  # type: ignore[method-assign]
+            system.exchange.request = request  # type: ignore[method-assign]
             np.testing.assert_array_equal(again, plain)
 
 
@@ -274,7 +274,7 @@ def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
         old = system.services[2]
         successor = system._cpus()[1]
         old.buffers.requests[2, 0] = 0  # STOP
-        system.exchange.ask([2])
+        system.exchange.request([2])
         assert old.join(60)
         successor.attach(system.layout, system.arena)
         system.services[2] = successor
@@ -288,7 +288,7 @@ def test_an_unknown_operation_is_named_and_survived(tiny: Tiny, index: int, name
         buffers = system.exchange.buffers
         buffers.requests[index, 0] = 99
         with pytest.raises(RequestError, match=rf"the {name} service failed: .*no operation 99"):
-            system.exchange.ask([index])
+            system.exchange.request([index])
         assert buffers.replies[index, STATUS] == FAILED
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from hotcold.actors import launch
-from hotcold.actors.private_ray import session_folder, start
+from hotcold.actors.private_ray import start, temp_folder
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
@@ -54,7 +54,7 @@ class NoServer:
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_folder, "base_folder", lambda: tmp_path)
+    monkeypatch.setattr(temp_folder, "base_folder", lambda: tmp_path)
     monkeypatch.setattr(start, "ForkServer", NoServer)
 
 
@@ -95,7 +95,7 @@ def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("_MIN_ROOM_BYTES", 1 << 60, "where Ray writes its logs, has .* set RAY_TMPDIR"),
+        ("_MIN_FREE_BYTES", 1 << 60, "where Ray writes its logs, has .* set RAY_TMPDIR"),
         ("_LOOPBACK", "192.0.2.1", r"at 192.0.2.1 \(Cannot assign .*ip link set lo up"),
     ],
 )

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.rope_cache import cache_path, inv_freq
+from hotcold.actors.attention.arrays import inv_freq, rope_cache_path
 from hotcold.actors.cpu import matmul, matmul_choice
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.driver.driver import Driver
@@ -75,13 +75,13 @@ def test_kept_angles_are_torchs_bits(
 def test_damaged_angles_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rope = ROPES[0]
-    expected, path = inv_freq(rope, 16), cache_path(rope, 16)
+    expected, path = inv_freq(rope, 16), rope_cache_path(rope, 16)
     whole = path.read_bytes()
     for content in (b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"0000"):
         path.write_bytes(content)
         np.testing.assert_array_equal(inv_freq(rope, 16), expected)
         assert path.read_bytes() == whole
-    others = [cache_path(replace(rope, theta=9999.0), 16), cache_path(rope, 18)]
+    others = [rope_cache_path(replace(rope, theta=9999.0), 16), rope_cache_path(rope, 18)]
     assert len({path, *others}) == 3
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     np.testing.assert_array_equal(inv_freq(rope, 16), expected)

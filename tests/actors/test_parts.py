@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
-from hotcold.actors.driver.stop_strings import StopStrings
+from hotcold.actors.driver.outputs import StopStrings
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
-from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
@@ -33,7 +33,7 @@ _STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 
 def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """The text up to the first stop string, looked for in all the text after every piece."""
+    """The text up to the first stop string, searched in all the text after every piece."""
     text = ""
     for piece in pieces:
         text += piece
@@ -95,8 +95,10 @@ def test_no_stop_strings_hold_nothing_back() -> None:
 
 
 @given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6))
-def test_each_neuron_is_dealt_once(num_neurons: int, num_services: int, num_threads: int) -> None:
-    shards = deal_neurons(num_neurons, num_services, num_threads)
+def test_each_neuron_is_assigned_once(
+    num_neurons: int, num_services: int, num_threads: int
+) -> None:
+    shards = assign_neurons(num_neurons, [num_threads] * num_services)
     assert len(shards) == num_services
     assert all(shard.dtype == np.int32 for shard in shards)
     assert np.sort(np.concatenate(shards)).tolist() == list(range(num_neurons))
@@ -105,9 +107,11 @@ def test_each_neuron_is_dealt_once(num_neurons: int, num_services: int, num_thre
 
 
 @given(st.integers(8, 300), st.integers(1, 4), st.integers(2, 4))
-def test_neighbours_are_dealt_apart(num_neurons: int, num_services: int, num_threads: int) -> None:
+def test_neighbours_are_assigned_apart(
+    num_neurons: int, num_services: int, num_threads: int
+) -> None:
     """No thread's run of a shard holds two neurons that stand side by side in the checkpoint."""
-    for shard in deal_neurons(num_neurons, num_services, num_threads):
+    for shard in assign_neurons(num_neurons, [num_threads] * num_services):
         falls = np.flatnonzero(np.diff(shard) < 0)
         assert falls.size <= num_threads - 1
         assert (np.diff(shard) != 1).all() or num_neurons < 2 * num_services * num_threads
@@ -149,7 +153,7 @@ def test_a_thread_that_fails_is_named(
     copying: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where a kernel cannot be compiled: nobody answers, yet the driver must not wait on."""
+    """As where a kernel cannot be compiled: no thread answers, and the driver must not wait on."""
 
     def fail(self: Service, thread: int, seen: int) -> int:
         raise RuntimeError("no such instruction")
@@ -159,11 +163,11 @@ def test_a_thread_that_fails_is_named(
     name = "gpu" if service is AttentionService else "cpu0"
     with pytest.raises(ServiceError, match=rf"the {name} service failed: .*no such instruction"):
         system.logits("exact", tiny("llama-relu").ids, [1])
-    assert system.watch.looks < 5
+    assert system.watch.num_polls < 5
     monkeypatch.undo()
     if service is CpuService:  # the other one can still be stopped
         system.exchange.buffers.requests[0, OPERATION] = STOP
-        system.exchange.ask([0])
+        system.exchange.request([0])
         assert system.services[0].join(60)
 
 
@@ -180,7 +184,7 @@ def test_a_service_that_cannot_release_still_ends(
     assert all(service.join(60) for service in system.services)
 
 
-def test_a_pulse_counts_unanswered_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulse_counts_unanswered_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[str]] = [[], [], ["a"], [], [], [], []]
     answered: list[str] = []
     calls: list[str] = []
@@ -201,14 +205,14 @@ def test_a_pulse_counts_unanswered_looks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
     pulse = Pulse("driver", call)
-    assert [pulse.look(3) for _ in range(6)] == [None, None, "answer to a", None, None, None]
+    assert [pulse.poll(3) for _ in range(6)] == [None, None, "answer to a", None, None, None]
     with pytest.raises(ServiceError, match="the driver does not answer"):
-        pulse.look(3)
+        pulse.poll(3)
     assert calls == ["a", "b"]
 
 
 def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour passes between two looks; the service answers after the third."""
+    """An hour passes between two polls; the service answers after the third."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
     buffers = layout.buffers(layout.new_arena())
     hours = iter(range(0, 10**6, 3600))
@@ -217,39 +221,41 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "monotonic_ns", lambda: next(hours) * 10**9)
     watch = ActorWatch(["gpu"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
     exchange = ArenaExchange(buffers, watch)
-    number, looks = exchange.next_number, []
+    number, polls = exchange.next_number, []
 
-    def look(self: Pulse, timeout: int, **options: bool) -> int:
-        looks.append(timeout)
-        if len(looks) == 3:
+    def poll(self: Pulse, max_polls: int, **options: bool) -> int:
+        polls.append(max_polls)
+        if len(polls) == 3:
             buffers.cells[cell(0, DONE) * INTS_A_CELL] = number
         return 1
 
-    monkeypatch.setattr(Pulse, "look", look)
-    exchange.ask([0])
-    assert len(looks) == 3
+    monkeypatch.setattr(Pulse, "poll", poll)
+    exchange.request([0])
+    assert len(polls) == 3
     with pytest.raises(ServiceLost, match=r"the gpu service has not answered for [0-9]+ s; start"):
-        exchange.ask([0])  # it answers pings, and never this
-    assert 400 < len(looks) < 2000
+        exchange.request([0])  # it answers pings, and never this
+    assert 400 < len(polls) < 2000
 
 
 @pytest.mark.timeout(60)
-def test_the_keeper_does_not_sleep_through_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """STOP is rung between the keeper's look at the end and its look at the bell."""
+def test_the_affinity_thread_sees_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """STOP is rung between its reading of the end and its reading of the bell."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
     buffers, waits = layout.buffers(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
-    keeper = SimpleNamespace(watch=lambda await_work, delays: waits.put(await_work))
+    affinity = SimpleNamespace(watch=lambda await_work, delays: waits.put(await_work))
     service = CpuService.__new__(CpuService)
     service.index, service.buffers = 0, buffers
-    service._keep(keeper)  # type: ignore[arg-type]
+    service._watch_affinity(affinity)  # type: ignore[arg-type]
     await_work, slept = waits.get(), []
     monkeypatch.setattr(
         "hotcold.actors.exchange.service.sleep_change",
         lambda *arguments: slept.append(arguments[2]),
     )
-    assert await_work() and slept == [0]  # nothing is asked
+    assert await_work() and slept == [0]  # no request
     bells = [cell(0, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
-    buffers.cells[bells[0]] = 5  # STOP, which is not answered yet
+    buffers.cells[bells[0]] = 5  # STOP, which has no reply yet
     assert await_work() and slept == [0]
     service._ended.set()
     buffers.cells[bells[1]] = 5

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.penalties import Penalties
+from hotcold.actors.driver.logits_processors import Penalties
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.reference import reference_logits
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import ask, batching, complete, random_request
+from tests.actors.batching import batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -81,8 +81,8 @@ def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
             sampling, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
             logit_bias=(),
         ))).ids  # fmt: skip
-        others = [ask(driver, random_request(seed)) for seed in range(4)]
-        again = ask(driver, replace(request, request_id="in company")).end()
+        others = [start(driver, random_request(seed)) for seed in range(4)]
+        again = start(driver, replace(request, request_id="in a batch")).end()
         assert again.ids == found
         assert not any(isinstance(other.end(), Exception) for other in others)
     for place, token in enumerate(found):

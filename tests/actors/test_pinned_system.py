@@ -23,7 +23,7 @@ from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.limits import parse_core_list
 from hotcold.model.sampling import SamplingParams
-from hotcold.placement.machine.locality import running_services
+from hotcold.placement.machine.memory_pages import running_services
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.numa_trees import write_tree
 

@@ -1,4 +1,4 @@
-"""Services of several hosts that fail, without Ray: who is told of it, and what is asked again."""
+"""Services of several hosts that fail, without Ray: which failure is raised, what is sent again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from hotcold.actors.exchange.call_exchange import ServiceReply
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange
-from hotcold.actors.exchange.places import OwnPlace
+from hotcold.actors.exchange.replacement import OwnPlace
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.protocol.arena import ArenaLayout
@@ -38,7 +38,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
 
 
-def new_wires() -> SharedBuffers:
+def new_buffers() -> SharedBuffers:
     return LAYOUT.buffers(LAYOUT.new_arena())
 
 
@@ -46,12 +46,12 @@ class Local:
     """Stands in for the arena's exchange."""
 
     def __init__(self, failure: HotcoldError | None) -> None:
-        self.buffers, self.next_number = new_wires(), 1
+        self.buffers, self.next_number = new_buffers(), 1
         self.failure = failure
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
-    def ask(self, services: Sequence[int]) -> int:
-        self.asked += services
+    def request(self, services: Sequence[int]) -> int:
+        self.requested += services
         if self.failure is not None:
             raise self.failure
         return 1
@@ -59,33 +59,33 @@ class Local:
 
 @dataclass
 class Far:
-    """Stands in for a relay: answers BUSY_NS 7, or fails, when its result is fetched."""
+    """Stands in for a relay: replies BUSY_NS 7, or fails, when its result is fetched."""
 
     services: tuple[int, ...]
     failure: HotcoldError | None = None
     fetched: list[Any] = field(default_factory=list)
 
-    def begin(self, method: str, questions: dict[int, Any]) -> dict[int, Any]:
-        return questions
+    def begin(self, method: str, requests: dict[int, Any]) -> dict[int, Any]:
+        return requests
 
-    def result(self, questions: dict[int, Any]) -> dict[int, ServiceReply]:
-        self.fetched += questions
+    def result(self, requests: dict[int, Any]) -> dict[int, ServiceReply]:
+        self.fetched += requests
         if self.failure is not None:
             raise pickle.loads(pickle.dumps(self.failure))  # as it comes from another process
-        return {service: ServiceReply(np.full(NUM_REPLY_WORDS, 7), {}) for service in questions}
+        return {service: ServiceReply(np.full(NUM_REPLY_WORDS, 7), {}) for service in requests}
 
 
-def ask_all(local: Local, *relays: Far) -> HostsExchange:
+def request_all(local: Local, *relays: Far) -> HostsExchange:
     exchange = HostsExchange(local, relays)  # type: ignore[arg-type]
     exchange.buffers.requests[:, OPERATION] = PING
-    exchange.ask([1, 2, 3])
+    exchange.request([1, 2, 3])
     return exchange
 
 
-def test_answers_of_all_hosts_are_fetched() -> None:
+def test_replies_of_all_hosts_are_fetched() -> None:
     local = Local(None)
-    exchange = ask_all(local, Far((2,)), Far((3,)))
-    assert local.asked == [1]
+    exchange = request_all(local, Far((2,)), Far((3,)))
+    assert local.requested == [1]
     assert exchange.buffers.replies[:, 1].tolist() == [0, 0, 7, 7]
 
 
@@ -94,7 +94,7 @@ FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
 
 
 @pytest.mark.parametrize(
-    ("near", "far", "farthest", "told"),
+    ("near", "far", "farthest", "raised"),
     [
         (ServiceLost(1, "x"), None, None, (ServiceLost, 1)),
         (None, LOST, None, (ServiceLost, 2)),
@@ -105,24 +105,24 @@ FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
         (None, None, FAILED, (AnswerFailed, 3)),
     ],
 )
-def test_the_lost_service_is_told_when_nobody_works_any_more(
+def test_the_lost_service_is_raised_when_no_service_works_any_more(
     near: HotcoldError | None,
     far: HotcoldError | None,
     farthest: HotcoldError | None,
-    told: tuple[type[Any], int],
+    raised: tuple[type[Any], int],
 ) -> None:
     relays = Far((2,), far), Far((3,), farthest)
     with pytest.raises((RequestError, ServiceLost)) as caught:
-        ask_all(Local(near), *relays)
+        request_all(Local(near), *relays)
     error: Any = caught.value
-    assert (type(error), error.service) == told
+    assert (type(error), error.service) == raised
     assert [relay.fetched for relay in relays] == [[2], [3]]
 
 
 def test_a_lost_relay_names_no_service() -> None:
     """Nobody could be put in its place: what is raised is not a ServiceLost."""
     with pytest.raises(ServiceError, match="the relay on x died") as caught:
-        ask_all(Local(None), Far((2, 3), ServiceError("the relay on x died")))
+        request_all(Local(None), Far((2, 3), ServiceError("the relay on x died")))
     assert not isinstance(caught.value, ServiceLost)
 
 
@@ -145,7 +145,7 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_place_ends_the_old_process_and_withdraws_its_request(
     is_far: bool, stopped: subprocess.Popen[bytes]
 ) -> None:
-    buffers = new_wires()
+    buffers = new_buffers()
     for service in (1, 2):
         buffers.cells[cell(service, REQUEST) * INTS_A_CELL] = 5
         buffers.cells[cell(service, DONE) * INTS_A_CELL] = 4

@@ -29,7 +29,7 @@ import ray
 from hotcold.actors import launch
 from hotcold.actors.private_ray import closed_ray, fork_server, start
 from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
-from hotcold.actors.private_ray.session_folder import PREFIX, SessionFolder
+from hotcold.actors.private_ray.temp_folder import PREFIX, TempFolder
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import _start_ray
 from hotcold.model.errors import ServiceError
@@ -107,7 +107,7 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
     # A worker takes its name once it has begun to work; until then it has its server's.
     servers = of_kind(told, "fork_server")
     forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}
-    kinds = ("gcs_server", "raylet", "stand_in_agent")
+    kinds = ("gcs_server", "raylet", "stub_agent")
     assert [len(of_kind(told, kind)) for kind in kinds] == [1, 1, 2]
     assert len(forked) == 3
     assert len(told["processes"]) == 8  # the fork server is one of them
@@ -147,18 +147,18 @@ def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
         assert ended([int(pid) for pid in told_by_living["processes"]])
     left_over = ["elsewhere", f"{PREFIX}file", f"{PREFIX}link"]
     assert sorted(path.name for path in base.iterdir()) == left_over
-    SessionFolder.remove_dead()
+    TempFolder.remove_dead()
     assert sorted(path.name for path in base.iterdir()) == left_over
     assert foreign.exists() and (elsewhere / "kept").exists()
 
 
 def test_a_stand_in_ends_with_its_raylet() -> None:
-    """A process that sleeps plays the raylet; the stand-in says when it begins to wait."""
+    """A process that sleeps plays the raylet; the stub says when it begins to wait."""
     stand_in = f"""
 import runpy, signal
 pause = signal.pause
 signal.pause = lambda: (print("waits", flush=True), pause())
-runpy.run_path({str(start._STAND_IN)!r}, run_name="__main__")
+runpy.run_path({str(start._STUB_AGENT)!r}, run_name="__main__")
 """
     code = f"""
 import os, subprocess, sys, time
@@ -176,7 +176,7 @@ time.sleep(1000)
 
 
 def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
-    command = [sys.executable, "-I", "-S", str(start._STAND_IN)]
+    command = [sys.executable, "-I", "-S", str(start._STUB_AGENT)]
     environment = os.environ | {"RAY_RAYLET_PID": "1000000000"}
     assert subprocess.run(command, env=environment, timeout=60).returncode == 0
 
@@ -244,7 +244,7 @@ def start_with_renamed_parts(base: Path) -> None:
     assert line.startswith("Ray's workers start in its own way, which takes longer: ")
     assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
     told = facts_of(psutil.Process().children(recursive=True))
-    assert len(of_kind(told, "stand_in_agent")) == 2  # it is a private one still
+    assert len(of_kind(told, "stub_agent")) == 2  # it is a private one still
     kinds = ("fork_server", "log_monitor", "dashboard", "monitor")
     assert not any(of_kind(told, kind) for kind in kinds)
     ray.shutdown()
@@ -265,7 +265,7 @@ def start_an_open_ray(base: Path) -> None:
     asks_for_none = replaced(closed_ray, "_MODE", "A_VARIABLE_OF_ANOTHER_VERSION")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     system = SystemConfig(str(DEMO_DIRECTORY))
-    said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ to whoever"
+    said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ without a token"
     with asks_for_none, pytest.raises(ServiceError, match=said):
         _start_ray([system])
     assert not ray.is_initialized()
@@ -334,7 +334,7 @@ def test_every_private_ray_has_a_token_of_its_own_and_leaves_none_behind(
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     tokens = []
     for _ in range(2):
-        folder = SessionFolder()
+        folder = TempFolder()
         with closed_to_others(folder.path):
             assert "RAY_AUTH_TOKEN" not in os.environ
             assert os.environ["RAY_AUTH_MODE"] == "token"

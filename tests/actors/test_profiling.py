@@ -47,7 +47,7 @@ def fired(services: list[Service]) -> list[np.ndarray]:
 
 @contextmanager
 def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callable[[], Any]]]:
-    """A driver on two services of two threads each, and what asks for their counts."""
+    """A driver on two services of two threads each, and what gathers their counts."""
     settings: dict[str, Any] = {"num_positions": POSITIONS, "max_tokens": STEP, "copying": copying}
     with InProcessSystem(path, num_services=2, num_threads=2, **settings) as system:
         config = SystemConfig(

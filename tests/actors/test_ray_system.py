@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hotcold.actors.processes.load_progress import LOADING_KERNELS
+from hotcold.actors.processes.reports import LOADING_KERNELS
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.system import System
 from hotcold.model.errors import PromptError, ServiceError

@@ -1,4 +1,4 @@
-"""Readers that stop, die or give up: what they asked for ends, and nothing of others is lost."""
+"""Readers that stop, die or give up: their requests end, and nothing of others is lost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import pytest
 
 from hotcold.actors import system as system_file
 from hotcold.actors.client import AsyncClient
-from hotcold.actors.driver.active_request import Stream
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.readers import TIMEOUT_POLLS, Reader, Readers
+from hotcold.actors.driver.streams import (
+    TIMEOUT_POLLS,
+    Reader,
+    Readers,
+    Stream,
+)
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System
@@ -60,8 +64,7 @@ def await_idle(driver: Driver) -> None:
 
 def test_events_are_handed_out_until_they_have_come() -> None:
     reader = Reader()
-    stream = reader.events.stream("a", reader.remove)
-    reader.add(stream)
+    stream = reader.open("a", lambda stream: None)
     assert reader.take(0, 0.0) == (0, [])
     stream.put(TokenEvent("one"))
     first = reader.take(0, 0.0)
@@ -73,8 +76,8 @@ def test_events_are_handed_out_until_they_have_come() -> None:
     assert Reader().take(7, 0.0) == (7, [])  # of a driver that has forgotten this reader
 
 
-def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that nobody waits for any more takes nothing from the other; both end."""
+def test_two_calls_at_once_get_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abandoned call takes nothing from the other; both end."""
     reader = Reader()
     others: list[Asking] = []
     inside = threading.Semaphore(0)
@@ -87,50 +90,49 @@ def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPat
             assert not inside.acquire(timeout=0.3)
         return [("a", TokenEvent("one"))]
 
-    monkeypatch.setattr(reader.events, "take", take)
+    monkeypatch.setattr(reader, "next_events", take)
     first = reader.take(0, 0.0)
     assert first == (1, [("a", TokenEvent("one"))]) == others[0].end()
 
 
+def open_stream(reader: Reader) -> Stream:
+    return reader.open("a", lambda stream: None)
+
+
 def test_a_new_epoch_ends_the_earlier_one() -> None:
-    readers, stream = Readers(), Stream("a")
-    readers.hear(READER).add(stream)
-    readers.hear(ReaderEpoch("another", 5))
+    readers = Readers()
+    stream = open_stream(readers.touch(READER))
+    readers.touch(ReaderEpoch("another", 5))
     later = ReaderEpoch(READER.name, 1)
     assert not stream.cancelled.is_set()
-    reader = readers.hear(later)
+    reader = readers.touch(later)
     assert stream.cancelled.is_set() and not reader.has_ended
     with pytest.raises(RequestError, match="ask again"):
-        readers.hear(READER)
-    readers.attend(READER)  # late, and nobody waits for an answer
-    assert readers.hear(later) is reader
+        readers.touch(READER)
+    readers.attend(READER)  # late, and without an answer
+    assert readers.touch(later) is reader
 
 
-def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
-    readers, streams = Readers(), [Stream("a"), Stream("b")]
-    for name, stream in zip(("silent", "heard"), streams, strict=True):
-        reader = readers.hear(ReaderEpoch(name))
-        reader.events.stream(name, lambda stream: None)
-        reader.add(stream)
-    idle = readers.hear(ReaderEpoch("idle"))
+def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
+    readers = Readers()
+    streams = [open_stream(readers.touch(ReaderEpoch(name))) for name in ("silent", "heard")]
+    idle = readers.touch(ReaderEpoch("idle"))
     for _ in range(TIMEOUT_POLLS):
         assert not streams[0].cancelled.is_set()
-        readers.hear(ReaderEpoch("heard"))
-        readers.look()
+        readers.touch(ReaderEpoch("heard"))
+        readers.poll()
     assert [stream.cancelled.is_set() for stream in streams] == [True, False]
-    assert readers.hear(ReaderEpoch("idle")) is not idle
-    with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and goes on
-        readers.hear(ReaderEpoch("silent"))
-    late = Stream("c")
-    reader = readers.hear(ReaderEpoch("silent", 1))
+    assert readers.touch(ReaderEpoch("idle")) is not idle
+    with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and runs on
+        readers.touch(ReaderEpoch("silent"))
+    reader = readers.touch(ReaderEpoch("silent", 1))
     reader.end()
-    reader.add(late)
-    assert late.cancelled.is_set()
+    assert open_stream(reader).cancelled.is_set()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool) -> None:
-    """As `kill -9` leaves it: it asks for nothing more, and closes nothing."""
+    """As `kill -9` leaves it: it calls no more, and closes nothing."""
     name = f"endless {is_stream}"
     request = request_of(CONTEXT - 10, name)
     if is_stream:
@@ -139,7 +141,7 @@ def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool)
         driver.submit(ReaderEpoch(name), request)
     await_running(driver)
     for _ in range(TIMEOUT_POLLS):
-        driver.readers.look()
+        driver.readers.poll()
     await_idle(driver)
     if is_stream:  # what ran for it ends too
         result = stream.end()[-1].result

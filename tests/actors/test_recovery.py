@@ -1,4 +1,4 @@
-"""Recovery in one process: services that fail at some asks, and the tokens that come of it."""
+"""Recovery in one process: services that fail at some requests, and the tokens that follow."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from hotcold.actors.exchange.places import withdraw_request
-from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
-from hotcold.actors.exchange.recovery import MAX_FAILURES, WINDOW_S, RecoveryPolicy
-from hotcold.actors.exchange.replacement import ServiceReplacer
+from hotcold.actors.exchange.recovery import (
+    MAX_FAILURES,
+    WINDOW_S,
+    RecoveringExchange,
+    RecoveryPolicy,
+)
+from hotcold.actors.exchange.replacement import ServiceReplacer, withdraw_request
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import (
@@ -38,16 +41,15 @@ from hotcold.numba_kernels.serve.mailbox import (
     STOP,
     TIMEOUT_NS,
     WATCHED,
-    SharedBuffers,
     cell,
 )
 from tests.actors.batching import (
     CONTEXT,
-    ask,
     complete,
     random_predictor,
     random_request,
     some_thresholds,
+    start,
 )
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -55,34 +57,30 @@ from tests.conftest import TinyCheckpoint
 Tiny = Callable[..., TinyCheckpoint]
 
 
-class Faulty:
-    """An exchange that, every so many asks, loses a service or lets one answer NaN, in turn."""
+class Faulty(Exchange):
+    """Every so many requests it loses a service or lets one reply NaN, in turn."""
 
     def __init__(self, inner: Exchange, rings: bool) -> None:
-        self.inner = inner
+        self.inner, self.buffers = inner, inner.buffers
         self.request_state = inner.request_state if rings else NO_DOORBELLS
         self.random = np.random.default_rng(5)
-        self.every = 0  # asks; never
+        self.every = 0  # requests; never
         self.only_nan = False
-        self.num_asks = self.num_faults = 0
-
-    @property
-    def buffers(self) -> SharedBuffers:
-        return self.inner.buffers
+        self.num_requests = self.num_faults = 0
 
     @property
     def next_number(self) -> int:
         return self.inner.next_number
 
-    def ask(self, services: Sequence[int]) -> int:
-        return self._answered(services, self.inner.ask(services))
+    def request(self, services: Sequence[int]) -> int:
+        return self._replied(services, self.inner.request(services))
 
-    def resume(self, services: Sequence[int]) -> int:
-        return self._answered(services, self.inner.resume(services))
+    def await_replies(self, services: Sequence[int]) -> int:
+        return self._replied(services, self.inner.await_replies(services))
 
-    def _answered(self, services: Sequence[int], waited: int) -> int:
-        self.num_asks += 1
-        if self.every and self.num_asks % self.every == 0:
+    def _replied(self, services: Sequence[int], waited: int) -> int:
+        self.num_requests += 1
+        if self.every and self.num_requests % self.every == 0:
             service = int(self.random.choice(services))
             self.num_faults += 1
             self._spoil(service)
@@ -98,12 +96,9 @@ class Faulty:
             self.buffers.mixed[:], self.buffers.ffn_input[:] = np.nan, np.inf
             self.buffers.logits[:] = np.nan
 
-    def try_replace(self, service: int, cause: str) -> bool:
-        return False
-
 
 class Emptying:
-    """Stands in for a fresh process: the GPU service's KV cache is empty then."""
+    """Stands in for a new process: the GPU service's KV cache is empty then."""
 
     def __init__(self, system: InProcessSystem) -> None:
         self._system = system
@@ -119,7 +114,7 @@ class Emptying:
 class Forgiving(RecoveryPolicy):
     """Blames the process each time."""
 
-    def doubts(self, service: int) -> bool:
+    def blames(self, service: int) -> bool:
         return True
 
 
@@ -127,7 +122,7 @@ class Forgiving(RecoveryPolicy):
 def recovering(
     checkpoint: TinyCheckpoint, mode: str, policy: RecoveryPolicy, rings: bool = False
 ) -> Iterator[tuple[Driver, Faulty, Emptying]]:
-    """`rings`: compiled code asks, and comes back to Python at once where it has to wait."""
+    """`rings`: compiled code sends requests, and yields to Python at once where it has to wait."""
     with InProcessSystem(
         checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT,
         has_down_norms=mode == THRESHOLD,
@@ -135,7 +130,7 @@ def recovering(
         system.exchange.request_state[TIMEOUT_NS] = 0
         system.watch.max_polls = 10**9
         faulty, emptying = Faulty(system.exchange, rings), Emptying(system)
-        exchange = RecoveringExchange(faulty, emptying, policy)
+        exchange = RecoveringExchange(faulty, emptying.replace, policy)
         plain = {"sign": "exact", THRESHOLD: "dense"}.get(mode, mode)
         config = SystemConfig(
             str(checkpoint.path), plain, context_length=CONTEXT, kv_positions=8 * CONTEXT
@@ -153,8 +148,8 @@ def recovering(
             driver.close()
 
 
-# Every so many questions that Python asks or goes on with. Where compiled code asks, those are the
-# heads', and of the others whichever had to be waited for.
+# Every so many requests that Python sends or waits for. Where compiled code sends them, those are
+# the heads', and of the others whichever had to be waited for.
 @pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),
@@ -168,8 +163,8 @@ def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str, every: int, rings
         undisturbed = [complete(driver, request).ids for request in requests]
         assert not emptying.causes
         faulty.every = every
-        running = [ask(driver, request) for request in requests]
-        results = [asked.end() for asked in running]
+        running = [start(driver, request) for request in requests]
+        results = [one.end() for one in running]
         for result, ids in zip(results, undisturbed, strict=True):
             assert isinstance(result, Generation), result
             assert result.ids == ids
@@ -194,7 +189,7 @@ def test_a_nan_that_comes_again_ends_the_request(tiny: Tiny) -> None:
     """A service is replaced once; then the weights or the prompt are the cause."""
     with recovering(tiny("llama-gqa"), "exact", RecoveryPolicy()) as (driver, faulty, emptying):
         faulty.every, faulty.only_nan = 1, True
-        error = ask(driver, random_request(1)).end()
+        error = start(driver, random_request(1)).end()
         assert isinstance(error, NotFiniteError), error
         assert "\n" not in str(error) and "--kv-dtype" in str(error)
         assert 1 <= len(emptying.causes) <= 3
@@ -202,24 +197,17 @@ def test_a_nan_that_comes_again_ends_the_request(tiny: Tiny) -> None:
         assert complete(driver, random_request(1)).ids
 
 
-class Fails:
-    """An exchange that fails as told, then answers."""
+class Fails(Exchange):
+    """Fails as told, then replies."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.buffers: Any = type("SharedBuffers", (), {"requests": np.zeros((3, 8), np.int64)})()
-        self.request_state, self.next_number = NO_DOORBELLS, 0
 
-    def ask(self, services: Sequence[int]) -> int:
+    def request(self, services: Sequence[int]) -> int:
         if self.errors:
             raise self.errors.pop(0)
         return 1
-
-    def resume(self, services: Sequence[int]) -> int:
-        return self.ask(services)
-
-    def try_replace(self, service: int, cause: str) -> bool:
-        return False
 
 
 class Counting:
@@ -233,7 +221,7 @@ class Counting:
 
 
 def test_who_watches_meanwhile_is_not_forgotten() -> None:
-    """Asked to count, or not to, while a service is replaced, the services keep to that."""
+    """Told to count, or not to, while a service is replaced, the services keep to that."""
     exchange = Fails(ServiceLost(2, "died"))
     requests = exchange.buffers.requests
     requests[:, OPERATION], requests[1, WATCHED] = FFN, 1
@@ -244,9 +232,9 @@ def test_who_watches_meanwhile_is_not_forgotten() -> None:
             requests[service, OPERATION] = PING  # it is tried out
             requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
 
-    recovering = RecoveringExchange(exchange, Watched())
+    recovering = RecoveringExchange(exchange, Watched().replace)
     recovering.start()
-    recovering.ask([1, 2])
+    recovering.request([1, 2])
     np.testing.assert_array_equal(requests, expected)
 
 
@@ -260,12 +248,12 @@ def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
     service.try_out()
     assert row.tolist() == [PING, *range(11, 10 + row.size)]
     row[OPERATION] = STOP
-    system.exchange.ask([1])
+    system.exchange.request([1])
     assert service.join(60)
 
 
-def test_no_answer_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was tried out and then lost, before anything was asked of it."""
+def test_no_reply_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was tried out and then lost, before any request."""
     monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 1_000_000)
     layout = ArenaLayout(2, 1, 4, 4, 4, 1, 1, 1)
     buffers = layout.buffers(layout.new_arena())
@@ -283,29 +271,29 @@ def test_no_answer_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch)
 
     withdraw_request(buffers, 1)
     with pytest.raises(ServiceLost, match="nobody serves"):
-        ArenaExchange(buffers, Dead(), OWN_NUMBER).ask([1])
+        ArenaExchange(buffers, Dead(), OWN_NUMBER).request([1])
 
 
 def test_what_is_replaced_and_what_is_told() -> None:
     no_memory = AnswerFailed(1, "the cpu0 service failed: MemoryError: no room")
     replacer = Counting()
-    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer)
+    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer.replace)
     with pytest.raises(ServiceLost):  # while it starts
-        exchange.ask([1, 2])
-    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer)
+        exchange.request([1, 2])
+    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer.replace)
     exchange.start()
-    assert exchange.ask([1, 2]) > 0
+    assert exchange.request([1, 2]) > 0
     assert replacer.replaced == [2, 1]
     for errors in ([no_memory, no_memory], [AnswerFailed(1, "ValueError: no such operation")]):
-        exchange = RecoveringExchange(Fails(*errors), replacer)
+        exchange = RecoveringExchange(Fails(*errors), replacer.replace)
         exchange.start()
         with pytest.raises(AnswerFailed):
-            exchange.ask([1])
+            exchange.request([1])
     assert replacer.replaced == [2, 1, 1]
-    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer)
+    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer.replace)
     exchange.start()
     with pytest.raises(CacheLost):
-        exchange.ask([0])
+        exchange.request([0])
 
 
 def test_ten_failures_in_a_minute_are_enough() -> None:
@@ -352,15 +340,15 @@ def test_a_service_that_memory_is_taken_from_is_replaced_once() -> None:
         policy.count("cpu0", cause)
 
 
-def test_a_service_is_doubted_once_a_minute() -> None:
+def test_a_service_is_blamed_once_a_minute() -> None:
     now = [0.0]
     policy = RecoveryPolicy(lambda: now[0])
-    assert policy.doubts(1) and not policy.doubts(1)
-    assert policy.doubts(0)
+    assert policy.blames(1) and not policy.blames(1)
+    assert policy.blames(0)
     now[0] += WINDOW_S / 2
-    assert not policy.doubts(1)  # asking does not put off the next time
+    assert not policy.blames(1)  # a refusal does not put off the next time
     now[0] += WINDOW_S / 2 + 1
-    assert policy.doubts(1)
+    assert policy.blames(1)
 
 
 def test_replacing_takes_no_time_of_the_policys() -> None:
@@ -374,12 +362,12 @@ def test_replacing_takes_no_time_of_the_policys() -> None:
             now[0] += 5 * WINDOW_S  # large weights
         policy.recovered()
 
-    assert policy.doubts(0)
+    assert policy.blames(0)
     replace(num_attempts=2)
     now[0] += 1
-    assert not policy.doubts(0)
+    assert not policy.blames(0)
     now[0] += WINDOW_S
-    assert policy.doubts(0)
+    assert policy.blames(0)
     with pytest.raises(ServiceError, match="10 failures in a minute"):
         for _ in range(MAX_FAILURES + 1):
             replace()
@@ -387,7 +375,7 @@ def test_replacing_takes_no_time_of_the_policys() -> None:
 
 
 def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
-    """Its KV cache is lost with it, so the request is asked again from its beginning."""
+    """Its KV cache is lost with it, so the request begins again."""
 
     now, no_memory = [0.0], AnswerFailed(0, "the gpu service failed: MemoryError: no room")
     policy = RecoveryPolicy(lambda: now[0])
@@ -400,13 +388,13 @@ def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
             policy.recovered()
 
     replacer = Slow()
-    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer, policy)
+    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer.replace, policy)
     exchange.start()
     with pytest.raises(CacheLost):
-        exchange.ask([0])
+        exchange.request([0])
     now[0] += 1
     with pytest.raises(AnswerFailed):
-        exchange.ask([0])
+        exchange.request([0])
     assert replacer.replaced == [0]
 
 
@@ -435,7 +423,8 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
     spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]
-    replacer._places, replacer._processes = [NoPlace()], {0: ServiceProcess(1, True)}
+    replacer._places = [NoPlace()]  # type: ignore[list-item]
+    replacer._processes = {0: ServiceProcess(1, True)}
     with pytest.raises(ServiceError, match="Ray has not restarted the cpu0 service") as found:
         replacer.replace(0, "killed")
     assert waits and not isinstance(found.value, ServiceLost)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.driver.active_request import Stream
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.request_events import EventQueue, joined
-from hotcold.actors.driver.token_logprobs import AnswerLogprobs, token_logprob
+from hotcold.actors.driver.outputs import AnswerLogprobs, token_logprob
+from hotcold.actors.driver.streams import Reader, Stream, joined
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
@@ -52,7 +51,7 @@ def take_all(driver: Driver, count: int) -> dict[str, TokenEvent]:
     return found
 
 
-def test_prompts_and_answers_are_scored_in_company(tiny: Tiny) -> None:
+def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
     checkpoint = tiny("llama-relu")
     random = np.random.default_rng(3)
     prompts = [random.integers(0, 99, size).tolist() for size in (1, 5, 70, 33)]
@@ -70,6 +69,7 @@ def test_prompts_and_answers_are_scored_in_company(tiny: Tiny) -> None:
         found = take_all(driver, 5)
         assert found["plain"].logprobs == found["plain"].prompt_logprobs == ()
         assert not driver._streams
+        driver.between_requests(lambda: None)  # once the last one has left
         load = driver.load()
         assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0.0)
     for number, ids in enumerate(prompts):
@@ -95,7 +95,7 @@ def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
         grammar = Grammar("lark", 'start: "a"')
         with pytest.raises(UsageError, match="no tokenizer"):
             driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
-        assert not driver._streams and driver.readers.hear(READER).events.is_idle
+        assert not driver._streams and driver.readers.touch(READER).is_idle
         assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
@@ -109,17 +109,17 @@ def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
 
 
 def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.actors.driver.request_events.PACE_S", 1e9)
-    events = EventQueue()
+    monkeypatch.setattr("hotcold.actors.driver.streams.PACE_S", 1e9)
+    reader = Reader()
     ended: list[Stream] = []
-    stream = events.stream("a", ended.append)
-    assert events.take(0.0) == []
+    stream = reader.open("a", ended.append)
+    assert reader.next_events(0.0) == []
     stream.put(TokenEvent("one"))
-    assert events.take() == [("a", TokenEvent("one"))]
+    assert reader.next_events() == [("a", TokenEvent("one"))]
     stream.put(TokenEvent("two"))
     error = ValueError("no")
     stream.put(error)
-    assert events.take() == [("a", TokenEvent("two")), ("a", error)]
+    assert reader.next_events() == [("a", TokenEvent("two")), ("a", error)]
     assert ended == [stream]
 
 

@@ -18,7 +18,7 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -176,7 +176,7 @@ class HookedRelu(torch.nn.Module):
 
 def predicting_engine(system: InProcessSystem) -> Engine:
     config = system.config
-    shards = deal_neurons(config.ffn_size, NUM_SERVICES, NUM_THREADS)
+    shards = assign_neurons(config.ffn_size, [NUM_THREADS] * NUM_SERVICES)
     order = np.concatenate(shards)
     layers = [
         None if layer == ALL_LAYER else Chooser(layer, order) for layer in range(config.num_layers)
@@ -301,18 +301,18 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
         driver.score_window([1] * (SIZE + 1), FIRST, True)
     with pytest.raises(RequestError, match="none to score"):
         driver.score_window(WINDOWS[0], SIZE - 1, True)
-    ask, buffers = llama.exchange.ask, llama.exchange.buffers
+    request, buffers = llama.exchange.request, llama.exchange.buffers
 
     def spoil(services: Sequence[int]) -> int:
-        waited = ask(services)
+        waited = request(services)
         if list(services) == [0] and buffers.requests[0, OPERATION] == HEAD:
             buffers.logits[0, 3] = np.nan
         return waited
 
-    llama.exchange.ask = spoil  # type: ignore[method-assign]
+    llama.exchange.request = spoil  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="not finite in its logits"):
         driver.score_window(WINDOWS[0], FIRST, False)
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = request  # type: ignore[method-assign]
     again = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(again.nll, expected.nll)
     driver.close()
@@ -320,16 +320,16 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
 
 def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, ask = Driver(config, llama.exchange), llama.exchange.ask
-    asked, closing = threading.Event(), threading.Event()
+    driver, request = Driver(config, llama.exchange), llama.exchange.request
+    requested, closing = threading.Event(), threading.Event()
     num_asked, outcome = 0, []
 
     def wait(services: Sequence[int]) -> int:
         nonlocal num_asked
         num_asked += 1
-        asked.set()
+        requested.set()
         assert closing.wait(100)
-        return ask(services)
+        return request(services)
 
     def run() -> None:
         try:
@@ -337,16 +337,16 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
         except ServiceError as error:
             outcome.append(str(error))
 
-    llama.exchange.ask = wait  # type: ignore[method-assign]
+    llama.exchange.request = wait  # type: ignore[method-assign]
     threads = [threading.Thread(target=run), threading.Thread(target=driver.close)]
     threads[0].start()
-    assert asked.wait(100)
+    assert requested.wait(100)
     threads[1].start()
-    while driver._queue._broken is None:
+    while driver._queue._ended_by is None:
         pass
     closing.set()
     for thread in threads:
         thread.join(100)
     assert outcome == ["the system is being stopped"]
     assert num_asked <= 2 * llama.config.num_layers + 1  # layers and head: the first step's
-    llama.exchange.ask = ask  # type: ignore[method-assign]
+    llama.exchange.request = request  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.setup.partition import require_partition
+from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
 from tests.actors.changing_services import config_of, hot_of, require_whole, tokens
@@ -50,8 +50,8 @@ def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.Monk
     monkeypatch.setattr(service, "join", let_it_end)
     monkeypatch.setattr("tests.actors.stand_in_ray._END_NS", 10**9)
     service.buffers.requests[service.index, OPERATION] = STOP
-    asked = np.array([service.index], np.int64)
-    assert ask_all(service.buffers.cells, asked, 1, 0) == 0  # rung, and not answered yet
+    requested = np.array([service.index], np.int64)
+    assert ask_all(service.buffers.cells, requested, 1, 0) == 0  # rung, and no reply yet
     assert heard.wait(60)
     for each in (service, other):
         end_threads(each)
@@ -138,7 +138,7 @@ def test_a_partition(num_neurons: int, num_services: int, data: st.DataObject) -
 
 
 class Forgetful(ServiceActor):
-    """A CPU service of which one neuron is lost on the way; at first it is only told so."""
+    """A CPU service of which one neuron is lost on the way; at first it is only said to be."""
 
     loses = True
 

@@ -18,12 +18,12 @@ from hotcold.actors.attention.cuda import fit as cuda_fit
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup import gpu_choice, gpu_share, memory_needs, storage, storage_shares
+from hotcold.actors.setup import gpu_share, memory_needs, storage, storage_shares
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
-from hotcold.jobs.support.stored_model import offload_plans, offload_text
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
@@ -121,13 +121,12 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
     What is counted beside a model's parts would be larger than all of this one.
     """
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
-    for module in (gpu_choice, gpu_share):
-        monkeypatch.setattr(module, "first_gpu", lambda: ("a GPU", 8 << 30))
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     monkeypatch.setattr(gpu_share, "_ASIDE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
     for module in (storage, memory_needs):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
-        monkeypatch.setattr(module, "stored_bytes", kept_bytes)
+        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
     alone, config = prepare_system(path, SystemOptions(device="cpu"))
     need = system_need(alone, config)
     budget = 1000 + need.attention_bytes + need.kv_cache_bytes + need.head_bytes

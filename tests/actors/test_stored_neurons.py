@@ -50,7 +50,7 @@ from hotcold.numba_kernels.serve.predict_team import bit_rows
 from hotcold.numba_kernels.storage import io_ring
 from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
 from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
-from hotcold.numba_kernels.storage.read_queue import NOW, num_left
+from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors, write_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
@@ -316,7 +316,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
         found = pool.submit(stored.logits, "exact", IDS[:2], [1])
         service = stored.services[1]
         assert isinstance(service, OffloadedCpuService)
-        while not num_left(service.store.stored.queue, NOW):
+        while not num_pending(service.store.stored.queue, NOW):
             time.sleep(0.001)
         assert not found.done()
         begin[0]()
@@ -371,7 +371,7 @@ def ffn_of(system: InProcessSystem, layer: int, x: np.ndarray) -> np.ndarray:
     buffers.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
     buffers.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
     buffers.requests[1, NEXT_LAYER] = layer + 2 if layer < 2 else 0  # of a prompt
-    system.exchange.ask([1])
+    system.exchange.request([1])
     return buffers.partials[1, : len(x)].copy()
 
 

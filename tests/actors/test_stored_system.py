@@ -28,7 +28,7 @@ from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
-from hotcold.jobs.support.stored_model import offload_plans, offload_text
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -84,7 +84,7 @@ def _neuron_bytes(config: ModelConfig) -> int:
 
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (storage, storage_shares):
-        monkeypatch.setattr(module, "stored_bytes", kept_bytes)
+        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
     monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
@@ -159,7 +159,7 @@ def test_bits_of_predictors_are_in_memory_once(
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
     for module in (memory_needs, storage, storage_shares):
-        monkeypatch.setattr(module, "stored_bytes", kept_bytes)
+        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
     for module in (memory_needs, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
@@ -210,11 +210,11 @@ def test_a_host_makes_the_file_that_it_lacks_once(
     path = tmp_path / "m"
     shutil.copytree(tiny("llama-relu").path, path, ignore=shutil.ignore_patterns("hotcold"))
     config = read_model(path)
-    rehearsed: list[SystemConfig] = []
+    precompiled: list[SystemConfig] = []
     file, geometry = bundle_path(path, BundleGeometry.of(config)), BundleGeometry.of(config)
     kept = NeuronStorage(str(file), 1, 1, predictors=str(tmp_path / "none"))
     system = SystemConfig(str(path), mode="sign", num_cpu_actors=4, hosts=("a", "b"), storage=kept)
-    monkeypatch.setattr(host_setup, "rehearse_once", rehearsed.append)
+    monkeypatch.setattr(host_setup, "precompile_once", precompiled.append)
     file.parent.write_text("in the way")
     with pytest.raises(ArtifactError, match=r"was not made: .*cannot be written") as caught:
         HostSetup().run(system, is_home=False)
@@ -236,8 +236,8 @@ def test_a_host_makes_the_file_that_it_lacks_once(
     made = file.stat().st_mtime_ns
     HostSetup().run(system, is_home=True)
     assert file.stat().st_mtime_ns == made
-    assert {part.mode for part in rehearsed} == {"sign", "exact"}
-    assert {(part.num_cpu_actors, part.hosts) for part in rehearsed} == {(2, ())}
+    assert {part.mode for part in precompiled} == {"sign", "exact"}
+    assert {(part.num_cpu_actors, part.hosts) for part in precompiled} == {(2, ())}
 
 
 def test_a_host_without_predictors_reads_nothing_ahead(tmp_path: Path) -> None:

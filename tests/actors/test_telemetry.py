@@ -12,8 +12,8 @@ import ray
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.hosts_exchange import Relay
-from hotcold.actors.exchange.places import OwnPlace
 from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.replacement import OwnPlace
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.setup.connection import Connection
@@ -116,15 +116,15 @@ def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
         request = buffers.requests[1]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = FFN, 1, 1
         request[NUM_IDS] = rows.size
-        system.exchange.ask([1])
+        system.exchange.request([1])
         found = watch.read()
         request[NUM_IDS] = 0
-        system.exchange.ask([1])
-        nobody = watch.read()
+        system.exchange.request([1])
+        unwatched = watch.read()
     np.testing.assert_array_equal(found.last_gates[1], buckets_of(order[rows], size))
     assert (found.last_computed <= found.last_gates).all()
-    assert not nobody.last_gates[1].any()
-    np.testing.assert_allclose(nobody.mean_gates[1], found.last_gates[1] / 2)
+    assert not unwatched.last_gates[1].any()
+    np.testing.assert_allclose(unwatched.mean_gates[1], found.last_gates[1] / 2)
 
 
 def test_counting_ends_when_nobody_asks(tiny: Tiny) -> None:
@@ -162,16 +162,16 @@ def test_a_fresh_process_that_shares_no_memory_begins_anew(tiny: Tiny) -> None:
         watch, buffers = watch_of(system), system.exchange.buffers
         layers, size = system.config.num_layers, system.config.ffn_size
 
-        def told(steps: int, a_step: int) -> tuple[np.ndarray, np.ndarray]:
+        def counts(steps: int, a_step: int) -> tuple[np.ndarray, np.ndarray]:
             counts = np.full_like(buffers.neuron_counts[1], steps * a_step)
             return counts, np.full(layers, steps, np.uint32)
 
-        watch.write(1, *told(900, 2))
+        watch.write(1, *counts(900, 2))
         watch.watch(60)
-        watch.write(1, *told(910, 2))
+        watch.write(1, *counts(910, 2))
         assert watch.read().num_steps == 10
         np.testing.assert_array_equal(watch.read().mean_gates, 2)
-        watch.write(1, *told(4, 3))
+        watch.write(1, *counts(4, 3))
         found = watch.read()
     assert found.num_steps == 4 and found.num_neurons.sum() == layers * size
     np.testing.assert_array_equal(found.mean_gates, 3)
@@ -207,9 +207,9 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
         )
         connection.attach(connection.services)
         system.exchange.buffers.counted_steps[:] = 7
-        told = [actor.vitals() for actor in actors]
-    assert [vitals.steps is not None for vitals in told] == [False, False, True]
-    assert np.all(told[2].steps == 7)
+        found = [actor.vitals() for actor in actors]
+    assert [vitals.steps is not None for vitals in found] == [False, False, True]
+    assert np.all(found[2].steps == 7)
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])
@@ -227,19 +227,19 @@ def test_a_driver_tells_what_its_steps_computed(
             assert driver.telemetry(600).speed.tokens_per_s == 0
             sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
             list(driver.generate(GenerateRequest(sampling, prompt_ids=[5, 6, 7])))
-            told, steps = driver.telemetry(), list(driver._scheduler.recent)
+            shown, steps = driver.telemetry(), list(driver._scheduler.recent)
         finally:
             driver.close()
-    neurons = told.neurons
+    neurons = shown.neurons
     assert neurons.num_steps == len(steps) == 20  # the first holds the whole prompt
     computed = sum(step.times.num_neurons for step in steps)
     assert neurons.mean_computed.sum() * len(steps) == pytest.approx(computed)
     assert neurons.last_computed.sum() == steps[-1].times.num_neurons
     share = computed / neurons.num_neurons.sum() / len(steps)
-    assert told.speed.neurons_computed == pytest.approx(share)
-    assert told.speed.tokens_per_s > 0
-    assert (told.num_running, told.num_waiting, told.kv_pages_used) == (0, 0, 0)
-    assert told.mode == mode
+    assert shown.speed.neurons_computed == pytest.approx(share)
+    assert shown.speed.tokens_per_s > 0
+    assert (shown.num_running, shown.num_waiting, shown.kv_pages_used) == (0, 0, 0)
+    assert shown.mode == mode
 
 
 def test_neurons_that_no_cpu_service_holds_are_hot(tiny: Tiny) -> None:

@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import ThresholdTrials, score_window
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
-from hotcold.actors.setup.threshold_mode import ffn_share
+from hotcold.actors.setup.modes import ffn_share
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model import reference
 from hotcold.model.files.artifact import ModelIdentity
@@ -29,7 +29,7 @@ from hotcold.predictors.magnitude_thresholds import (
     thresholds_path,
     write_thresholds,
 )
-from tests.actors.batching import ask, complete, random_request
+from tests.actors.batching import complete, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -181,8 +181,8 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
         )  # fmt: skip
         driver = Driver(config, system.exchange)
         alone = [complete(driver, request).ids for request in requests]
-        running = [ask(driver, request) for request in requests]
-        assert [asked.end().ids for asked in running] == alone
+        running = [start(driver, request) for request in requests]
+        assert [one.end().ids for one in running] == alone
         driver.close()
         dense = Driver(
             SystemConfig(str(path), "dense", context_length=120, kv_positions=8 * 120),

@@ -16,7 +16,7 @@ from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.protocol.failures import ServiceLost, is_killed_for_memory
 
-LOOKS = 500  # ten times what a silent service is given
+POLLS = 500  # ten times those of a silent service
 
 
 @pytest.fixture
@@ -46,29 +46,29 @@ Stat = Callable[[int], tuple[str, int]]
 
 
 def stat_of(*states: tuple[str, int]) -> Stat:
-    """What the system says of a process, look after look; the last for ever."""
-    told = list(states)
-    return lambda pid: told.pop(0) if len(told) > 1 else told[0]
+    """A process's states, poll after poll; the last for ever."""
+    left = list(states)
+    return lambda pid: left.pop(0) if len(left) > 1 else left[0]
 
 
 def test_a_service_that_swaps_is_slow_not_lost(
     watch: ActorWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading = [("S", n) for n in range(LOOKS)]
-    waiting = [("D", LOOKS)] * LOOKS
-    told = stat_of(*reading, *waiting, ("S", LOOKS))
-    monkeypatch.setattr(service_process, "_state_and_major_faults", told)
-    for _ in range(2 * LOOKS):
+    reading = [("S", n) for n in range(POLLS)]
+    waiting = [("D", POLLS)] * POLLS
+    stat = stat_of(*reading, *waiting, ("S", POLLS))
+    monkeypatch.setattr(service_process, "_state_and_major_faults", stat)
+    for _ in range(2 * POLLS):
         watch.check([0], 0)
     with pytest.raises(ServiceLost, match="the cpu0 service does not answer"):
-        for _ in range(LOOKS):
+        for _ in range(POLLS):
             watch.check([0], 0)
 
 
 def test_a_watch_of_another_wait_knows_the_same_processes(
     watch: ActorWatch, child: psutil.Process
 ) -> None:
-    """One that is gone is lost at the first look, long before its silence tells."""
+    """One that is gone is lost at the first poll, long before its silence shows."""
     apart = watch.apart()
     apart.check([0], 0)
     child.kill()

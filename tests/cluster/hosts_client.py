@@ -22,7 +22,6 @@ import ray
 
 from hotcold.actors.processes.cluster import connect
 from hotcold.actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
-from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import SamplingParams
@@ -54,7 +53,7 @@ class Client:
 
     def start(self, system: SystemConfig, name: str) -> dict[str, Any]:
         """Start a system, in the place of the last: its processes, stages and notes."""
-        return self.tell(system=json.loads(system_as_json(system)), name=name)
+        return self.tell(system=json.loads(system.as_json()), name=name)
 
     def end(self) -> None:
         """Let it stop its system and end."""
@@ -75,7 +74,7 @@ def main() -> None:
                     running = None
                 told: list[LoadProgress] = []
                 running = System.start(
-                    system_of_json(json.dumps(command["system"]).encode()),
+                    SystemConfig.from_json(json.dumps(command["system"]).encode()),
                     name=command.get("name"),
                     on_progress=told.append,
                 )

@@ -19,8 +19,8 @@ import ray
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import host_files
+from hotcold.actors.setup.connection import node_ids, service_nodes
 from hotcold.actors.setup.host_files import require_same_model, weight_bytes
-from hotcold.actors.setup.hosts import node_ids, service_nodes
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, MemoryBudgetError, UsageError
@@ -88,7 +88,7 @@ def test_the_same_tokens_when_services_are_lost(
     assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
 
 
-def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_are_assigned_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         {"NodeManagerAddress": f"10.0.0.{i}", "NodeID": f"id{i}", "Alive": i < 4} for i in range(5)
     ]

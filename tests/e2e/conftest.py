@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.browser import chromium, find_chromium
-from tests.e2e.page_visit import PATIENCE_MS
+from tests.e2e.page_visit import TIMEOUT_MS
 from tests.e2e.server import Server, serving
 from tests.e2e.stand_in import StandIn
 
@@ -80,7 +80,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         context.on("requestfailed", note)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(address)
         page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")

@@ -9,7 +9,7 @@ from typing import Any
 
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
-PATIENCE_MS = 90_000
+TIMEOUT_MS = 90_000
 
 
 def ask(page: Any, question: str) -> None:
@@ -97,7 +97,7 @@ def plain(text: str) -> str:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something outside the browser."""
-    deadline = time.monotonic() + PATIENCE_MS / 1000
+    deadline = time.monotonic() + TIMEOUT_MS / 1000
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

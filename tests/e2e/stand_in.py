@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from hotcold.model.config.build import read_config
@@ -72,7 +72,7 @@ class StandIn:
         )  # fmt: skip
 
     def neuron_owners(self) -> Any:
-        """See `actors.setup.partition`."""
+        """See `actors.setup.assignment`."""
         config = read_config(DEMO_DIRECTORY)
         return neuron_owners(config, service_specs(self.describe(), config))
 
@@ -87,7 +87,7 @@ class StandIn:
         times = {"attention": 0.6, "ffn": 1.1, "head": 0.4, "exchange": 0.2, "python": 0.1}
         speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0)
         actors = tuple(
-            ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu", 0.1)
+            ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu")
             for i, name in enumerate(("driver", "gpu", "cpu0", "cpu1"))
         )
         running = self._num_running

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hotcold.jobs.cli import main
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import make_word_model

@@ -16,7 +16,7 @@ from tests.e2e.page_server import served, served_page
 pytestmark = pytest.mark.timeout(300)
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 KEY = "a-key-of-more-than-enough-letters"
-PATIENCE_MS = 120_000
+TIMEOUT_MS = 120_000
 
 
 def proxy_to(address: str) -> Any:
@@ -81,7 +81,7 @@ def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
         ignore_https_errors=True, http_credentials={"username": "any", "password": KEY}
     )
     page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
+    page.set_default_timeout(TIMEOUT_MS)
     page.on("request", lambda request: told.append(request.url))
     page.on("pageerror", lambda error: told.append(f"error: {error}"))
     page.goto(address)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hotcold.ui.page import asset
 from hotcold.ui.page.conversation_list import listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.files import asset
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,8 +17,8 @@ from hotcold.model.sampling import SamplingParams
 from tests.documents import ROOT
 from tests.e2e.page_visit import (
     OTHER,
-    PATIENCE_MS,
     QUESTION,
+    TIMEOUT_MS,
     ask,
     click_in_row,
     keep_notes,
@@ -173,7 +173,7 @@ def test_a_server_that_is_killed_is_not_shown_as_answering(browser) -> None:
     line = [sys.executable, "-m", "tests.e2e.stand_in", "--tokens", "100000", "--rate", "20"]
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         page = browser.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         try:
             assert server.stdout is not None
             page.goto(server.stdout.readline().strip())

@@ -23,7 +23,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.hot_share import hot_share
+from hotcold.model.sparsity import hot_share
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
 from hotcold.predictors.fitting.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
@@ -134,7 +134,8 @@ def test_a_disk_that_is_full_for_the_figure(
         assert main(["profile", *map(str, line)]) == 1
     told = capsys.readouterr()
     *others, last = told.err.splitlines()
-    assert last == f"hotcold: error: {plot}: cannot be written (File too large)"
+    problem = "cannot be written (File too large); give another place with --plot"
+    assert last == f"hotcold: error: {plot}: {problem}"
     assert all("so kernels are compiled at every start" in line for line in others)
     assert out.exists() and told.out == ""
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [out]

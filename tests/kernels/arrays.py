@@ -1,4 +1,4 @@
-"""Random arrays in the forms in which kernels meet them."""
+"""Random arrays in the forms that kernels get."""
 
 from __future__ import annotations
 

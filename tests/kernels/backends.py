@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 
 from hotcold.cuda_kernels.device import list_gpus
-from hotcold.cuda_kernels.kernels import CudaKernels, DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import cupy_copies
-from hotcold.numba_kernels.decode.attention import decode_attention, rope, rope_table
-from hotcold.numba_kernels.decode.norm import layer_norm, rms_norm
+from hotcold.numba_kernels.decode.attention import rope_table
 from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.decode.sampling import sample
 from hotcold.numba_kernels.load.convert import to_bfloat16
-from hotcold.numba_kernels.serve.layer_ffn import sparse_ffn
+from tests.kernels import numba_calls
 from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
@@ -28,16 +27,16 @@ _SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "gemv", "sparse
 
 
 def numba_backend() -> SimpleNamespace:
-    """Every wrapper of numba_kernels that has a reference."""
+    """Every function of numba_kernels that has a reference."""
     return SimpleNamespace(
-        decode_attention=decode_attention,
-        layer_norm=layer_norm,
-        rms_norm=rms_norm,
-        rope=rope,
+        decode_attention=numba_calls.decode_attention,
+        layer_norm=numba_calls.layer_norm,
+        rms_norm=numba_calls.rms_norm,
+        rope=numba_calls.rope,
         rope_table=rope_table,
         gemv=gemv,
         sample=sample,
-        sparse_ffn=sparse_ffn,
+        sparse_ffn=numba_calls.sparse_ffn,
         to_bfloat16=to_bfloat16,
     )
 
@@ -62,7 +61,7 @@ def emulated_library() -> Path:
 
 def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
     """CUDA's kernels on the CPU."""
-    kernels: DeviceKernels = CudaKernels(EmulatedLauncher(library, is_reversed))
+    kernels = CudaKernels(EmulatedLauncher(library, is_reversed))
     return DeviceCalls(kernels, aligned, np.array)
 
 

@@ -1,6 +1,6 @@
-"""A device's kernels as functions of NumPy arrays: names and arguments of numba_kernels' wrappers.
+"""A device's kernels as functions of NumPy arrays, with the names and arguments of `reference`.
 
-Arguments are checked as there, copied to the device, computed, and what comes out is copied back.
+Arguments are copied to the device, results back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.sizes import FfnLayout
-from hotcold.numba_kernels.checks import float_array, optional_floats, require, row_ids, weight_rows
+from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
     ALL_FIRE,
     Activation,
@@ -23,6 +23,7 @@ from hotcold.numba_kernels.decode.activations import (
     not_zero,
 )
 from hotcold.numba_kernels.formats import is_quantized, row_width
+from tests.kernels.numba_calls import floats
 from tests.kernels.quantized_rows import KINDS
 
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
@@ -30,38 +31,30 @@ _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 
 @dataclass(frozen=True)
 class DeviceCalls:
-    """The wrappers over one device: how arrays get there and back, and its kernels."""
+    """One device's kernels, and copies to it and back."""
 
-    kernels: Any  # DeviceKernels whose hot_ffn takes `token_masks` too
+    kernels: Any  # CudaKernels
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-        x = float_array("x", x, (x.size,))
-        return self._norm(RMS_NORM, x, float_array("weight", weight, x.shape), None, epsilon)
+        return self._norm(RMS_NORM, x, weight, None, epsilon)
 
     def layer_norm(
         self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
     ) -> np.ndarray:
-        x = float_array("x", x, (x.size,))
-        return self._norm(LAYER_NORM, x, float_array("weight", weight, x.shape), bias, epsilon)
+        return self._norm(LAYER_NORM, x, weight, bias, epsilon)
 
     def _norm(
         self, kind: int, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
     ) -> np.ndarray:
-        shift = self.to_device(optional_floats("bias", bias, x.size))
+        shift = self.to_device(floats(bias))
         out = self.to_device(x[None])  # and in place
         self.kernels.norm(kind, out, self.to_device(weight), shift, epsilon, out)
         return self.to_host(out)[0]
 
     def rope(self, heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
         """As queries of a token that has one key and one value besides, at position 1."""
-        require(heads.ndim == 2, "heads must have 2 dimensions")
-        require(heads.shape[1] % 2 == 0, "head_dim must be even")
-        heads = float_array("heads", heads, heads.shape)
-        half = cos_sin.shape[-1] if cos_sin.ndim else 0
-        require(2 * half <= heads.shape[1], "more pairs than a head has")
-        cos_sin = float_array("cos_sin", cos_sin, (2, half))
         table = np.stack([np.full_like(cos_sin, np.nan), cos_sin])
         qkv = self.to_device(np.concatenate([heads, heads[:2]]).reshape(1, -1))
         cache = np.zeros((2, 1, 1, 64, heads.shape[1]), np.float32)
@@ -105,36 +98,17 @@ class DeviceCalls:
     ) -> tuple[np.ndarray, np.ndarray]:
         if thresholds is None:
             thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
-        gate = weight_rows("gate", gate)
-        num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
-        up = None if up is None else weight_rows("up", up, width)
-        down = weight_rows("down", down, width)
-        require(up is None or len(up) == num_neurons, f"up must have {num_neurons} rows")
-        require(len(down) == num_neurons, f"down must have {num_neurons} rows")
-        require(up is None or gate.dtype == up.dtype, "gate and up must have one dtype")
-        x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-        require(len(x) <= MAX_TOKENS, f"x has {len(x)} rows, more tokens than {MAX_TOKENS}")
-        biases = [
-            optional_floats("gate_bias", gate_bias, num_neurons),
-            optional_floats("up_bias", up_bias, 0 if up is None else num_neurons),
-            optional_floats("down_norms", down_norms, num_neurons),
-        ]
+        num_neurons = gate.shape[0]
+        biases = [floats(gate_bias), floats(up_bias), floats(down_norms)]
         function = activation(activation_fn, threshold)
-        own = np.arange(num_neurons, dtype=np.int32)
-        if ids is not None:
-            own = row_ids("ids", ids, num_neurons)
-        if token_masks is not None:
-            require(token_masks.dtype == np.uint32, "token_masks must be uint32")
-            require(ids is not None and token_masks.shape == own.shape, "token_masks go with ids")
-        if not len(x) or not own.size:
-            return np.zeros((len(x), width), np.float32), own[:0]
-        wanted = None
-        if (
-            ids is not None
-        ):  # a device computes all neurons: those that are not listed, for no token
-            wanted = np.zeros(num_neurons, np.uint32)
-            wanted[own] = 0xFFFFFFFF if token_masks is None else token_masks
-        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, function, thresholds)
+        own = np.arange(num_neurons, dtype=np.int32) if ids is None else ids
+        if not own.size:
+            return np.zeros_like(x), own
+        masks = None
+        if ids is not None:  # a device computes all neurons, those not listed for no token
+            masks = np.zeros(num_neurons, np.uint32)
+            masks[own] = 0xFFFFFFFF if token_masks is None else token_masks
+        out, is_fired = self._ffn((gate, up, down), biases, x, masks, function, thresholds)
         return out, own if thresholds == ALL_FIRE else own[is_fired[own]]
 
     def _ffn(
@@ -142,7 +116,7 @@ class DeviceCalls:
         matrices: tuple[np.ndarray, np.ndarray | None, np.ndarray],
         biases: list[np.ndarray],
         x: np.ndarray,
-        wanted: np.ndarray | None,
+        masks: np.ndarray | None,
         function: Activation,
         thresholds: Thresholds,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +128,7 @@ class DeviceCalls:
         self.kernels.hot_ffn(
             gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
             self.to_device(x), function, thresholds, self.to_device(biases[2]), scratch, out, count,
-            None if wanted is None else self.to_device(wanted),
+            None if masks is None else self.to_device(masks),
         )  # fmt: skip
         first = layout.offsets[1]
         flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)
@@ -174,21 +148,9 @@ class DeviceCalls:
         softcap: float = 0.0,
         scale: float | None = None,
     ) -> np.ndarray:
-        require(keys.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
-        require(keys.shape == values.shape, "keys and values must have one shape")
-        require(keys.dtype == values.dtype, "keys and values must have one dtype")
         if pages is None:
-            require(keys.ndim == 3, "without pages keys must be (G, P, hd)")
             keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
-        require(keys.ndim == 4, "with pages keys must be (M, G, P, hd)")
-        require(pages.dtype == np.int32 and pages.ndim == 1, "pages must be a list of int32")
-        require(keys.shape[2] % 4 == 0 or len(keys) == 1, "pages of whole fours")
-        require(all(0 <= page < len(keys) for page in pages), "pages must be those of the cache")
-        require(queries.ndim == 2 and queries.shape[1] == keys.shape[3], "queries must be (H, hd)")
         num_groups, head_dim = keys.shape[1], keys.shape[3]
-        require(num_groups > 0 and len(queries) % num_groups == 0, "heads must be whole groups")
-        require(0 < length <= pages.size * keys.shape[2], "length must lie in the pages")
-        queries = float_array("queries", queries, queries.shape)
         others = np.zeros((2 * num_groups, head_dim), np.float32)
         qkv = np.concatenate([queries, others]).reshape(1, -1)
         items = self.kernels.attention_scratch_items(1, len(queries), head_dim, length)

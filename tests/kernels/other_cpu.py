@@ -22,7 +22,11 @@ from safetensors.numpy import save_file
 
 from hotcold.numba_kernels.decode.ffn import _add_one
 from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    empty_vectors,
+    quantize_activations,
+)
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
@@ -73,9 +77,9 @@ def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @njit(nogil=True)
-def _listed_sums(gate, down, ids, x, room, h, sums, out):
+def _listed_sums(gate, down, ids, x, scratch, h, sums, out):
     """h[i] = gate[ids[i]] . x[0]; out = sum over i of h[i] * down[ids[i]]."""
-    vectors, last = prepared(gate, x, room, 0), ids.shape[0] - 1
+    vectors, last = quantize_activations(gate, x, scratch, 0), ids.shape[0] - 1
     for i in range(ids.shape[0]):
         h[i] = dot_ahead(gate, ids[i], ids[min(i + 1, last)], vectors, 0)
     _add_one(down, ids, ids.shape[0], h, sums)
@@ -91,10 +95,10 @@ def results(kind: str) -> dict[str, np.ndarray]:
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found
     x, _ = inputs(kind, 1)
-    room = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
+    scratch = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
     h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
-    _listed_sums(gate, down, LISTED, x, room, h, sums, out)
+    _listed_sums(gate, down, LISTED, x, scratch, h, sums, out)
     return found | {"listed": h, "sums": out}
 
 

@@ -1,4 +1,4 @@
-"""What every kernel package must compute, in float64 NumPy: same names, same order of arguments.
+"""The kernels' reference in float64 NumPy: same names, same order of arguments.
 
 Nothing is checked and nothing is fast. Where a function takes weights, they are bits of float32,
 float16 (uint16) or bfloat16 (int16), widened by torch, not by the code under test.
@@ -109,11 +109,11 @@ def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarra
 
 
 def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Each pair (i, half + i) of a head as a complex number, turned; the rest stays."""
+    """Each pair (i, half + i) of a head as a complex number, rotated; the rest stays."""
     half = cos_sin.shape[1]
     pairs = heads[:, :half].astype(np.float64) + 1j * heads[:, half : 2 * half]
-    transposed = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
-    return np.concatenate([transposed.real, transposed.imag, heads[:, 2 * half :]], axis=1)
+    rotated = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
+    return np.concatenate([rotated.real, rotated.imag, heads[:, 2 * half :]], axis=1)
 
 
 def decode_attention(

@@ -1,4 +1,4 @@
-"""A token's results do not depend, to the last bit, on what is computed beside it."""
+"""Batch invariance: a token's results are bit-equal whatever its batch-mates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> np.ndarray:
 
 @pytest.fixture
 def is_emulated(request: pytest.FixtureRequest) -> bool:
-    """Whether a GPU is emulated, a hundred times as slow as kernels are."""
+    """Whether a GPU is emulated, a hundred times slower than kernels."""
     return request.node.callspec.params["backend"] == "emulated"
 
 
 EVERY = range(2, 33)
 # Of 32 tokens some of each four, in each place among eight, and both ends.
 EDGES = (0, 1, 2, 3, 4, 7, 8, 13, 15, 16, 21, 23, 26, 30, 31)
-SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and left with one
+SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # whole tiles of tokens of every size, and with one left over
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -41,7 +41,7 @@ SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and 
         (1, 608, EVERY),
         (23, 608, EVERY),
         (51, 2112, SOME),
-        (51, 2848, (2, 3, 4, 5)),  # parts of columns of which the last is shorter, and some left
+        (51, 2848, (2, 3, 4, 5)),  # the last part of columns is shorter, with a remainder
         (419, 608, (2, 3, 4, 7, 32)),  # several blocks of rows, smaller ones, and rows left over
     ],
 )

@@ -21,7 +21,7 @@ from tests.kernels.nvrtc import Nvrtc, find_nvrtc
 
 TARGETS = (75, 80, 86, 89, 90, 120)
 FEW = {
-    "rows": [
+    "gemv": [
         "F32_true_8",
         "BF16_true_2",
         "F16_false_8",
@@ -74,7 +74,7 @@ def source_of(file: str) -> str:
 
 def test_the_choice_has_every_template() -> None:
     assert {entry.file for entry in all_entries()} == set(FILES)
-    for files in ({"rows", "gates"}, {"down"}, {"attention"}, {"widen"}):
+    for files in ({"gemv", "gates"}, {"down"}, {"attention"}, {"widen"}):
         found = {
             argument for file in files for entry in chosen(file) for argument in entry.arguments
         }

@@ -1,4 +1,4 @@
-"""The FFN of whole down rows: against float64, by any threads, in any company."""
+"""The dense FFN: against float64, by any number of threads, with any batch-mates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def computed(
     thresholds: Thresholds = ALL_FIRE,
     counts: list[int] | None = None,
 ) -> np.ndarray:
-    """What so many threads answer, each in its own time."""
+    """The output computed by `num_threads` threads."""
     scratch = new_dense_scratch(num_threads, 8, NEURONS, WIDTH)
     out = np.full_like(x, np.nan)
     cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
@@ -111,7 +111,7 @@ def test_all_neurons_in_the_files_formats(layer: int, has_up: bool, has_bias: bo
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_bits_in_any_company_by_any_threads(layer: int) -> None:
+def test_bits_with_any_batch_mates_by_any_threads(layer: int) -> None:
     arrays, x = arrays_of(True, True), random_floats(6, 8, WIDTH)
     alone = np.concatenate([computed(arrays, "silu", layer, row[None], 1) for row in x])
     for num_tokens in (1, 2, 3, 5, 8):
@@ -138,7 +138,7 @@ def test_thresholds_leave_out_what_adds_little(layer: int, num_tokens: int) -> N
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_bits_with_thresholds_in_any_company_by_any_threads(layer: int) -> None:
+def test_bits_with_thresholds_any_batch_mates_and_any_threads(layer: int) -> None:
     arrays, x = arrays_of(True, True), random_floats(6, 8, WIDTH)
     alone = np.concatenate([computed(arrays, "silu", layer, row[None], 1, SOME) for row in x])
     for num_tokens in (1, 3, 8):

@@ -172,9 +172,9 @@ def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kin
     x = random_floats(6, 5, width)
     aligned = device_matrix(rows, device.to_device)
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
-    room = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
+    buffer = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
     moved = DeviceMatrix(
-        room[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, width
+        buffer[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, width
     )
     found = []
     for matrix in (aligned, moved):
@@ -286,9 +286,9 @@ def test_scratch_is_enough_for_fewer_tokens_and_neurons() -> None:
     for width in (64, 4096, 8192):
         for most in (10, 300, 5000, 11008, 28672):
             for tokens in (1, 3, 4, 5, 8, 32):
-                room = ffn_scratch_items(tokens, most, width)
+                num_items = ffn_scratch_items(tokens, most, width)
                 for neurons in {1, 9, most // 7, most // 3, most // 2 + 1, most - 1, most}:
                     for t in {1, min(4, tokens), tokens}:
                         layout = FfnLayout(t, neurons, width)
-                        assert layout.offsets[-1] <= room
+                        assert layout.offsets[-1] <= num_items
                         assert layout.num_partials >= 1 and layout.part_size <= 128

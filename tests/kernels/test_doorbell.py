@@ -111,7 +111,7 @@ def test_wait_ends_at_its_timeout() -> None:
     assert wait_change(cells, 0, np.int32(6), 0, 0) == 7
 
 
-def test_a_bell_says_when_it_was_rung() -> None:
+def test_a_doorbell_records_when_it_was_rung() -> None:
     cells = new_cells(2)
     before = clock_us()
     ring(cells, 1, np.int32(3))
@@ -119,8 +119,8 @@ def test_a_bell_says_when_it_was_rung() -> None:
     assert cells[RUNG_US] == 0
 
 
-def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
-    """The other one has our core each time that we yield it, and keeps it though we are rung."""
+def test_a_waiter_that_notices_late_marks_the_doorbell_crowded() -> None:
+    """Another program takes the core each time it is yielded, and keeps it after a ring."""
     core = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
@@ -150,7 +150,7 @@ def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
 
 
 def test_every_waiter_is_woken() -> None:
-    """Each by the bell, for none of them looks by itself before the test has failed."""
+    """Each by the ring: their timeout is longer than the test's."""
     cells, woken = new_cells(1), []
     ring(cells, 0, np.int32(0))
     wait_change(cells, 0, np.int32(0), 0, 0)  # now both are compiled, and the others sleep at once
@@ -167,8 +167,8 @@ def test_every_waiter_is_woken() -> None:
 
 
 @pytest.mark.parametrize("num_killed", [0, 3])
-def test_a_bell_counts_who_sleeps_there(num_killed: int) -> None:
-    """Only then a ring asks the operating system; who was killed asleep is never taken off."""
+def test_a_doorbell_counts_sleeping_threads(num_killed: int) -> None:
+    """Only then a ring makes a system call; threads killed asleep stay counted."""
     cells = new_cells(2)
     cells[INTS_A_CELL + SLEEPERS] = num_killed
 
@@ -203,18 +203,18 @@ def test_other_cells_do_not_wake() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_barrier(num_threads: int) -> None:
     cells, rounds = new_cells(2), 2000
-    came = np.zeros(num_threads, np.int64)
+    arrived = np.zeros(num_threads, np.int64)
 
     def run(thread: int) -> None:
         for number in range(1, rounds + 1):
-            came[thread] = number
+            arrived[thread] = number
             barrier(cells, 0, 1, num_threads)
-            assert came.min() >= number  # all have come
-            assert came.max() <= number + 1  # none has passed the next one
+            assert arrived.min() >= number  # all have arrived
+            assert arrived.max() <= number + 1  # none has passed the next one
 
     with threads(*[lambda i=i: run(i) for i in range(num_threads)]):
         pass
-    assert came.tolist() == [rounds] * num_threads
+    assert arrived.tolist() == [rounds] * num_threads
     assert cells[0] == 0
     assert cells[INTS_A_CELL] == (rounds if num_threads > 1 else 0)
 
@@ -222,7 +222,7 @@ def test_barrier(num_threads: int) -> None:
 def serve(
     cells: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
 ) -> None:
-    """One thread of a service that answers up to request `last`."""
+    """One thread of a service that serves requests up to `last`."""
     seen = 0
     while seen < last:
         number = wait_change(cells, cell(service, REQUEST), np.int32(seen), 100, LONG)
@@ -243,7 +243,7 @@ def test_many_requests_to_two_services_of_two_threads() -> None:
                 assert cells[cell(service, ARRIVED) * INTS_A_CELL] == 0
 
 
-def test_the_silent_service_is_told_and_can_be_awaited_again() -> None:
+def test_the_silent_service_is_returned_and_can_be_awaited_again() -> None:
     cells, replies = new_cells(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
     services = np.array([2, 0, 1])
     with threads(*[lambda s=s: serve(cells, replies, s, 1, 1) for s in (2, 1)]):
@@ -299,16 +299,16 @@ def test_two_processes_wake_each_other() -> None:
         memory.unlink()
 
 
-def test_a_look_is_not_taken_before_the_store_that_comes_first() -> None:
-    """ARM CPUs with RCPC have a load that is, `ldapr`; who leaves a task relies on the other."""
+def test_a_load_is_not_reordered_before_an_earlier_store() -> None:
+    """ARM CPUs with RCPC have a load that is, `ldapr`; `close_task` relies on the other."""
 
     @njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
-    def store_and_look(cells):
+    def store_and_load(cells):
         atomic_store(cells, 0, np.int32(1))
         return atomic_load(cells, 16)
 
-    store_and_look.compile((types.int32[::1],))
-    (text,) = store_and_look.inspect_llvm().values()
+    store_and_load.compile((types.int32[::1],))
+    (text,) = store_and_load.inspect_llvm().values()
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple("aarch64-unknown-linux-gnu")

@@ -1,4 +1,4 @@
-"""The emulation of CUDA on the CPU notices what a GPU would do wrong, or another way each time."""
+"""The emulation of CUDA on the CPU detects invalid accesses and races."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(launcher: EmulatedLauncher, name: str, data: np.ndarray) -> None:
     launcher.launch(Entry("", name), (1, 1, 1), 64, [launcher.pointer(data)])
 
 
-def test_threads_meet(launcher: EmulatedLauncher) -> None:
+def test_barriers(launcher: EmulatedLauncher) -> None:
     data = aligned(np.arange(256, dtype=np.float32))
     run(launcher, "reverse", data)
     assert data[:65].tolist() == [*range(63, -1, -1), 64]
@@ -82,7 +82,7 @@ def test_mistakes_are_errors(launcher: EmulatedLauncher, name: str) -> None:
     data = aligned(np.zeros(256, np.float32))
     with pytest.raises(RuntimeError, match=PROBLEMS[name]):
         run(launcher, name, data)
-    test_threads_meet(launcher)  # what stood amid the kernel is gone
+    test_barriers(launcher)  # threads that stopped amid the failed kernel are gone
 
 
 def test_arguments_of_other_types_are_errors(launcher: EmulatedLauncher) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import reference
-from tests.kernels.arrays import random_bits, random_floats, unaligned
+from tests.kernels.arrays import random_bits, random_floats
 
 pytestmark = pytest.mark.sweep
 
@@ -20,10 +20,9 @@ WIDTHS = [1, 3, 16, 17, 100, 4096]
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-2])
 def test_rms_norm(backend: SimpleNamespace, width: int, epsilon: float) -> None:
     x, weight = random_floats(1, width) * 3 + 1, random_floats(2, width)
-    for offer in (np.asarray, unaligned):
-        found = backend.rms_norm(offer(x), offer(weight), epsilon)
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, reference.rms_norm(x, weight, epsilon), rtol=3e-6)
+    found = backend.rms_norm(x, weight, epsilon)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, reference.rms_norm(x, weight, epsilon), rtol=3e-6)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -54,27 +53,6 @@ def test_norms_let_nan_through(backend: SimpleNamespace) -> None:
     assert np.isnan(backend.layer_norm(x, np.ones_like(x), None, 1e-5)).all()
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "bias"),
-    [
-        (np.zeros((2, 3), np.float32), np.zeros(6, np.float32), None),
-        (np.zeros(3, np.float64), np.zeros(3, np.float32), None),
-        (np.zeros(3, np.float32), np.zeros(3, np.float64), None),
-        (np.zeros(3, np.float32), np.zeros(4, np.float32), None),
-        (np.zeros(3, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)),
-        (np.zeros(3, np.float32), np.zeros(3, np.float32), np.zeros(3, np.float16)),
-    ],
-)
-def test_norms_refuse(
-    backend: SimpleNamespace, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
-) -> None:
-    with pytest.raises(ValueError):
-        backend.layer_norm(x, weight, bias, 1e-5)
-    if bias is None:
-        with pytest.raises(ValueError):
-            backend.rms_norm(x, weight, 1e-5)
-
-
 @pytest.mark.parametrize("head_dim", [2, 6, 20, 64, 128])
 def test_rope(backend: SimpleNamespace, head_dim: int) -> None:
     heads, frequencies = random_floats(1, 3, head_dim), 1e4 ** -np.linspace(0, 1, head_dim // 2)
@@ -85,9 +63,8 @@ def test_rope(backend: SimpleNamespace, head_dim: int) -> None:
     before = heads.copy()
     for position in (0, 1, 49):
         expected = reference.rope(heads, expected_table[position])
-        for offer in (np.asarray, unaligned):
-            found = backend.rope(offer(heads), offer(table[position]))
-            np.testing.assert_allclose(found, expected, atol=3e-5)
+        found = backend.rope(heads, table[position])
+        np.testing.assert_allclose(found, expected, atol=3e-5)
     np.testing.assert_array_equal(heads, before)
 
 
@@ -99,21 +76,6 @@ def test_rope_of_a_part_of_the_head(backend: SimpleNamespace, head_dim: int, hal
     expected = reference.rope(heads, reference.rope_table(frequencies, 50)[37])
     np.testing.assert_allclose(found, expected, atol=3e-5)
     np.testing.assert_array_equal(found[:, 2 * half :], heads[:, 2 * half :])
-
-
-def test_rope_refuses(backend: SimpleNamespace) -> None:
-    heads, table = np.zeros((3, 4), np.float32), np.zeros((2, 2), np.float32)
-    backend.rope(heads, table)
-    for bad_heads, bad_table in [
-        (heads[:, :3], table),
-        (heads[0], table),
-        (heads, table[:1]),
-        (heads, np.zeros((2, 4), np.float32)),
-        (heads.astype(np.float64), table),
-        (heads, table.astype(np.float64)),
-    ]:
-        with pytest.raises(ValueError):
-            backend.rope(bad_heads, bad_table)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
@@ -178,18 +140,6 @@ def test_large_scores_do_not_overflow(backend: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
-def test_unaligned_and_strided_caches(backend: SimpleNamespace, dtype: type) -> None:
-    queries = random_floats(1, 4, 6)
-    keys, values = random_bits(2, dtype, 2, 9, 6), random_bits(3, dtype, 2, 9, 6)
-    expected = backend.decode_attention(queries, keys, values, 7)
-    moved = backend.decode_attention(unaligned(queries), unaligned(keys), unaligned(values), 7)
-    np.testing.assert_array_equal(moved, expected)
-    both = np.stack([keys, values], axis=2)
-    apart = backend.decode_attention(queries, both[:, :, 0], both[:, :, 1], 7)
-    np.testing.assert_array_equal(apart, expected)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
 @pytest.mark.parametrize("page_size", [4, 8, 64])
 def test_pages_in_any_order_give_the_same_bits(
     backend: SimpleNamespace, dtype: type, page_size: int
@@ -213,64 +163,3 @@ def test_pages_in_any_order_give_the_same_bits(
             queries, paged(keys), paged(values), used, pages[: -(-used // page_size)]
         )
         np.testing.assert_array_equal(found, expected)
-
-
-_PAGED: dict[str, Any] = {
-    "queries": np.zeros((4, 6), np.float32),
-    "keys": np.zeros((3, 2, 8, 6), np.float32),
-    "values": np.zeros((3, 2, 8, 6), np.float32),
-    "length": 9,
-    "pages": np.array([2, 0], np.int32),
-}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"length": 17},
-        {"pages": np.array([2, 3], np.int32)},
-        {"pages": np.array([2, -1], np.int32)},
-        {"pages": np.array([2, 0], np.int64)},
-        {"pages": None},
-        {"keys": np.zeros((3, 2, 7, 6), np.float32), "values": np.zeros((3, 2, 7, 6), np.float32)},
-        {"keys": np.zeros((2, 8, 6), np.float32), "values": np.zeros((2, 8, 6), np.float32)},
-    ],
-    ids=str,
-)
-def test_paged_attention_refuses(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
-    backend.decode_attention(**_PAGED)
-    with pytest.raises(ValueError):
-        backend.decode_attention(**(_PAGED | changes))
-
-
-_GOOD: dict[str, Any] = {
-    "queries": np.zeros((4, 6), np.float32),
-    "keys": np.zeros((2, 9, 6), np.float32),
-    "values": np.zeros((2, 9, 6), np.float32),
-    "length": 9,
-}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"length": 0},
-        {"length": -1},
-        {"length": 10},
-        {"queries": np.zeros((4, 5), np.float32)},
-        {"queries": np.zeros((3, 6), np.float32)},
-        {"queries": np.zeros((4, 6), np.float64)},
-        {"queries": np.zeros(6, np.float32)},
-        {"keys": np.zeros((2, 8, 6), np.float32)},
-        {"keys": np.zeros((2, 9, 6), np.uint16)},
-        {"keys": np.zeros((9, 6), np.float32)},
-        {"values": np.zeros((2, 9, 7), np.float32)},
-        {"keys": np.zeros((2, 9, 6), np.int16), "values": np.zeros((2, 9, 6), np.int16)},
-        {"keys": np.zeros((0, 9, 6), np.float32), "values": np.zeros((0, 9, 6), np.float32)},
-    ],
-    ids=str,
-)
-def test_decode_attention_refuses(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
-    backend.decode_attention(**_GOOD)
-    with pytest.raises(ValueError):
-        backend.decode_attention(**(_GOOD | changes))

@@ -164,7 +164,7 @@ def test_an_input_at_its_center_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_an_input_that_is_not_finite_asks_for_every_neuron(value: float) -> None:
+def test_an_input_that_is_not_finite_selects_every_neuron(value: float) -> None:
     x = random_floats(0, 1, 70)
     x[0, 5] = value
     bits = pack_weights(random_floats(2, 9, 70), 1)

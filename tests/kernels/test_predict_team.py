@@ -1,4 +1,4 @@
-"""Sign predictors scored by several threads: as one thread scores them, whatever else happens."""
+"""Sign predictors scored by a team of threads, compared with one thread."""
 
 import threading
 from collections.abc import Iterator
@@ -93,11 +93,11 @@ def test_what_was_not_announced_is_not_scored(
     answer(buffers, 1)
     assert team.score(0, 1) is None
     team.announce(0, 1, "ffn_input", 2)
-    assert team.score(0, 1) is None  # not answered yet
-    answer(buffers, 3)  # the question was asked once more
+    assert team.score(0, 1) is None  # no reply yet
+    answer(buffers, 3)  # the request was sent again
     assert team.score(0, 1) is None
     team.announce(0, 1, "ffn_input", 4)
-    answer(buffers, 4)  # but the request failed: nobody scores it
+    answer(buffers, 4)  # but the request failed, so it is never scored
     team.announce(2, 2, "ffn_input", 5)
     answer(buffers, 5)
     for layer, num_tokens in ((0, 1), (0, 2), (2, 1)):
@@ -111,7 +111,7 @@ def test_what_was_not_announced_is_not_scored(
 def test_helpers_end_that_have_not_woken_for_the_last_answer(
     layers: list[SignLayer | None], buffers: SharedBuffers, last: int
 ) -> None:
-    """Whatever they saw last: their core may have been somebody else's meanwhile."""
+    """Whatever they saw last: another program may have had their core meanwhile."""
     done = cell(SERVICE, DONE) * INTS_A_CELL
     for before in {*range(last)}:
         buffers.cells[done] = before

@@ -1,4 +1,4 @@
-"""Neurons that fire only where they pass thresholds: in two stages, token by token."""
+"""Neurons that fire only where they pass thresholds, of gates and of products, token by token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_a_gap(sizes: np.ndarray, share: float) -> np.float32:
 
 
 def with_thresholds(case: Case, gate_share: float = 0.3, product_share: float = 0.6) -> Case:
-    """Such that the second stage leaves out many of the first one's neurons."""
+    """With thresholds such that the second drops many neurons that pass the first."""
     gates = reference.gemv(case.gate, case.x, case.gate_bias)
     gates = np.abs(reference.activate(gates, case.activation_fn))
     norms = np.linalg.norm(reference.widened(case.down), axis=1)
@@ -47,18 +47,18 @@ def with_thresholds(case: Case, gate_share: float = 0.3, product_share: float = 
 def test_rows_of_small_neurons_are_not_read(
     backend: SimpleNamespace, kind: str, num_tokens: int, activation_fn: str
 ) -> None:
-    """They hold NaN; of several blocks of neurons, so that some wait from one to the next."""
+    """They hold NaN; there are several blocks of neurons, with some left over for the next."""
     shares = {1: (0.4, 0.7), 3: (0.7, 0.9)}.get(num_tokens, (0.94, 0.94))
     case = replace(make_case(kind, 700, 64, num_tokens, bias=True), activation_fn=activation_fn)
     case = with_thresholds(case, *shares)
     expected, fired = case.run(reference)
     assert case.up is not None and case.thresholds is not None
     gates = reference.gemv(case.gate, case.x, case.gate_bias)
-    asked = np.abs(reference.activate(gates, activation_fn)) > case.thresholds.gate
-    unasked = np.flatnonzero(~asked.any(axis=0))
-    assert 0 < fired.size < 700 - unasked.size and unasked.size
+    passed = np.abs(reference.activate(gates, activation_fn)) > case.thresholds.gate
+    silent = np.flatnonzero(~passed.any(axis=0))
+    assert 0 < fired.size < 700 - silent.size and silent.size
     up, down = case.up.copy(), case.down.copy()
-    up[unasked] = NAN[kind]
+    up[silent] = NAN[kind]
     down[np.setdiff1d(np.arange(700), fired)] = NAN[kind]
     found, found_fired = replace(case, up=up, down=down).run(backend)
     assert found_fired.tolist() == fired.tolist()
@@ -66,7 +66,7 @@ def test_rows_of_small_neurons_are_not_read(
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
-def test_a_token_does_not_depend_on_its_company(backend: SimpleNamespace, kind: str) -> None:
+def test_a_token_does_not_depend_on_its_batch_mates(backend: SimpleNamespace, kind: str) -> None:
     width = 256 if kind in IN_BLOCKS else 64
     gate, up = (random_weights(seed, kind, 333, width) for seed in (3, 4))
     down = random_weights(5, "q8" if kind in KINDS and kind not in SUMMED else kind, 333, width)

@@ -1,4 +1,4 @@
-"""Work stealing: each row is multiplied once, whoever comes, and to the same bits."""
+"""Work stealing: each row is computed once, by whichever thread, to the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 from hotcold.numba_kernels.decode.rows import gemv
-from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
 from hotcold.numba_kernels.formats import is_quantized, row_width
 from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
@@ -26,8 +26,8 @@ NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 @njit(nogil=True)
-def _run(counters, thread, num_threads, weights, bias, x, room, addend, out):
-    vectors = prepared(weights, x, room, thread)
+def _run(counters, thread, num_threads, weights, bias, x, scratch, addend, out):
+    vectors = quantize_activations(weights, x, scratch, thread)
     work_stealing_rows(
         counters, thread, num_threads, weights, bias, vectors, addend, out, np.int64(0)
     )
@@ -46,7 +46,7 @@ class Case:
         self.x = random_floats(1, num_tokens, width)
         self.counters = new_block_counters(2, self.num_threads)
         quantized = is_quantized(self.weights.dtype)
-        self.room = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
+        self.scratch = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
         self.out = np.full((num_tokens, self.weights.shape[0]), np.nan, np.float32)
         self.products = gemv(self.weights, self.x)
 
@@ -61,22 +61,22 @@ class Case:
         self, thread: int, bias: np.ndarray = NO_BIAS, addend: np.ndarray = NO_ADDEND, kind: int = 0
     ) -> None:
         _run(
-            self.counters[kind], thread, self.num_threads, self.weights, bias, self.x, self.room,
+            self.counters[kind], thread, self.num_threads, self.weights, bias, self.x, self.scratch,
             addend, self.out,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
-def test_one_thread_does_it_all_where_no_other_comes(kind: str, num_tokens: int) -> None:
+def test_one_thread_does_it_all_where_no_other_starts(kind: str, num_tokens: int) -> None:
     case = Case(kind, num_tokens)
     case.run(1)
     np.testing.assert_array_equal(case.out, case.products)
-    case.out[:] = np.nan  # those that come late find nothing
+    case.out[:] = np.nan  # late threads find nothing left
     case.run(0)
     case.run(2)
     assert np.isnan(case.out).all()
-    case.run(0, kind=1)  # another kind of work has counters of its own
+    case.run(0, kind=1)  # another kind of work has its own counters
     np.testing.assert_array_equal(case.out, case.products)
 
 

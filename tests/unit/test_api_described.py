@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.described import add_description, body_of
+from hotcold.ui.openapi import add_description, body_of
 
 SCHEMAS = [ChatRequest, CompletionRequest]
 

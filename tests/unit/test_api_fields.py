@@ -15,11 +15,10 @@ from pydantic.fields import FieldInfo
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
-from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.embeddings import EmbeddingsRequest
+from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
-from hotcold.ui.api.refusals import refusal
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, parse
 from tests.unit.ollama_routes import HELLO, TOOL, Recording, post

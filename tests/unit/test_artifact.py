@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as save_torch_file
 
 from hotcold.model.errors import ArtifactError, CheckpointError
-from hotcold.model.files import content
+from hotcold.model.files import weights_digest
 from hotcold.model.files.artifact import (
     COMMANDS,
     VERSION,
@@ -297,19 +297,19 @@ def test_the_weights_are_read_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = shutil.copytree(model, tmp_path / "copy")
     hashed: list[Path] = []
-    make = content._hashed
+    make = weights_digest._hashed
 
-    def noted(files: content.ModelFiles) -> str:
+    def noted(files: weights_digest.ModelFiles) -> str:
         hashed.append(files.model)
         return make(files)
 
-    monkeypatch.setattr(content, "_hashed", noted)
+    monkeypatch.setattr(weights_digest, "_hashed", noted)
     first = ModelIdentity.of(path).content
-    content._known.clear()  # as another process
+    weights_digest._known.clear()  # as another process
     assert ModelIdentity.of(path).content == first and len(hashed) == 1
     (kept,) = (tmp_path / "cache/hotcold/weights").iterdir()
     kept.write_bytes(kept.read_bytes()[:20])  # cut short by a full disk
-    content._known.clear()
+    weights_digest._known.clear()
     assert ModelIdentity.of(path).content == first and len(hashed) == 2
     os.utime(path / "model.safetensors")
     assert ModelIdentity.of(path).content == first and len(hashed) == 3
@@ -324,10 +324,12 @@ def test_a_bar_is_shown_while_a_large_model_is_read(
 ) -> None:
     shown: list[tuple[int, int]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(content, "progress", lambda text: nullcontext(lambda *at: shown.append(at)))
+    monkeypatch.setattr(
+        weights_digest, "progress", lambda text: nullcontext(lambda *at: shown.append(at))
+    )
     path = shutil.copytree(model, tmp_path / "copy")
     assert ModelIdentity.of(path).content and shown == []
-    monkeypatch.setattr(content, "_SHOWN_BYTES", 1)
+    monkeypatch.setattr(weights_digest, "_SHOWN_BYTES", 1)
     os.utime(path / "model.safetensors")
     assert ModelIdentity.of(path).content
     assert shown == sorted(shown) and shown[-1][0] == shown[-1][1] > 0

@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 from hotcold.jobs.cli import main
-from hotcold.model.bundles import pack, verify
-from hotcold.model.bundles.bundle_file import BundleFile, header_block, read_bundle_file
+from hotcold.model.bundles import bundle_file, pack
+from hotcold.model.bundles.bundle_file import (
+    BundleFile,
+    damaged_bundles,
+    header_block,
+    read_bundle_file,
+)
 from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
-from hotcold.model.bundles.verify import damaged_bundles
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
@@ -98,7 +102,7 @@ def test_a_damaged_neuron_is_named_wherever_it_lies(
     """The last of a layer too, which may be read alone."""
     geometry, content = model.geometry, bytearray(model.write())
     rows = at_once % geometry.num_neurons
-    monkeypatch.setattr(verify, "_READ_BYTES", rows * geometry.bundle_bytes)
+    monkeypatch.setattr(bundle_file, "_READ_BYTES", rows * geometry.bundle_bytes)
     places = [(0, 0), (0, geometry.num_neurons - 1), (geometry.num_layers - 1, 3)]
     for layer, place in places:
         first = geometry.first_byte + layer * geometry.layer_bytes
@@ -132,7 +136,7 @@ def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:
 
 
 def test_a_wrong_norm_is_found(model: Model) -> None:
-    """Of whoever has written the tables' sum over it."""
+    """The header of a program that has updated the tables' checksum."""
     geometry, content = model.geometry, bytearray(model.write())
     layer, place = 1, 5
     at = geometry.norms_start + 4 * (layer * geometry.num_neurons + place)
@@ -346,7 +350,7 @@ def test_files_that_are_not_what_they_should_be(model: Model, tmp_path: Path) ->
         ],
         "tables are damaged": [
             changed(content, geometry.order_start, b"\xff"),
-            changed(content, geometry.sums_start + 5, b"\1\2\3"),
+            changed(content, geometry.checksums_start + 5, b"\1\2\3"),
         ],
     }
     for text, files in lies.items():

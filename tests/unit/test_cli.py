@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from hotcold.jobs.cli import COMMANDS, cli, have_home, main
+from hotcold.jobs.cli import COMMANDS, cli, ensure_home, main
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 from hotcold.model.errors import CheckpointError
 
@@ -372,7 +372,7 @@ def test_every_user_has_a_home(
     monkeypatch.delenv("HOME", raising=False)
     if home is not None:
         monkeypatch.setenv("HOME", home)
-    have_home()
+    ensure_home()
     assert os.environ.get("HOME") == found
     assert Path.home() == Path(found or "/home/a")
 

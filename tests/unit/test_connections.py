@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from hotcold.ui import connections
-from hotcold.ui import serving as serving_file
+from hotcold.ui import server_thread as serving_file
 from hotcold.ui.connections import Connection, ConnectionLimits, Connections
-from hotcold.ui.serving import LoadingGate, ServerThread
+from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 30.0
 _LONG_S = 3600.0
@@ -87,7 +87,7 @@ def test_a_door_that_was_closed_is_forgotten_and_cut_off_at_the_end(
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connections, "_POLL_S", 0.01)
 
 
 def read_to_end(client: socket.socket) -> bytes:
@@ -230,9 +230,9 @@ def test_more_to_send_is_no_sign_that_a_client_reads(monkeypatch: pytest.MonkeyP
     sending.waits_for, sending.since, sending._mark = "send", 0.0, 100
     left = 200
     monkeypatch.setattr(sending, "_wait", lambda: ("send", left))
-    assert not sending.look(9.0) and sending.look(10.0)
+    assert not sending.is_late(9.0) and sending.is_late(10.0)
     left = 199
-    assert not sending.look(11.0) and not sending.look(20.9) and sending.look(21.0)
+    assert not sending.is_late(11.0) and not sending.is_late(20.9) and sending.is_late(21.0)
 
 
 def test_an_answer_that_nobody_reads_is_not_kept() -> None:

@@ -277,9 +277,9 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
     for prefix in "abcd":
         large.restore(kept(prefix, 3, 300_000))
     assert sum(len(m["content"]) for item in large.conversations for m in item.messages) == 900_000
-    large.require_room("x" * 100_000)
+    large.require_space("x" * 100_000)
     with pytest.raises(UsageError, match="delete one"):
-        large.require_room("x" * 200_000)
+        large.require_space("x" * 200_000)
 
 
 def test_what_holds_no_text_takes_room_too() -> None:

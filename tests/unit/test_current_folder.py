@@ -36,7 +36,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_libraries_read_no_settings_there(foreign: Path) -> None:
-    (foreign / ".numba_config.yaml").write_text("{")  # whoever reads it fails
+    (foreign / ".numba_config.yaml").write_text("{")  # a program that reads it fails
     (foreign / "matplotlibrc").write_text("lines.linewidth: 77")
     subprocess.run(
         [sys.executable, "-c", USES_LIBRARIES],

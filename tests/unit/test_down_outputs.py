@@ -15,7 +15,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError, CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
-from hotcold.model.weights.down_outputs import has_down_outputs, read_down_outputs
+from hotcold.model.weights.ffn import has_down_outputs, read_down_outputs
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
@@ -40,10 +40,10 @@ def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
     with TensorReader(Checkpoint(path)) as reader:
         whole = read_down_outputs(reader, config, 0, 512)
         parts = [read_down_outputs(reader, config, first, first + 256) for first in (0, 256)]
-    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
+    expected = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
         kind, Q8
     )
-    assert whole.first.dtype == wanted and not whole.second.size
+    assert whole.first.dtype == expected and not whole.second.size
     is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
     for layer in range(2):
         values = held[DOWN.format(layer)]
@@ -86,7 +86,7 @@ def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kinds", "wanted"),
+    ("kinds", "expected"),
     [
         ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),  # no order of two
         ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q6, Q4_K)),
@@ -95,12 +95,12 @@ def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> 
     ],
 )
 def test_two_formats_or_one(
-    kinds: dict[str, str], wanted: tuple[np.dtype, np.dtype], tmp_path: Path
+    kinds: dict[str, str], expected: tuple[np.dtype, np.dtype], tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.gguf"
     held = file_of(tiny(), path, kinds | {"attn_output": "Q4_K"})
     qkv = load_attention(Checkpoint(path), read_config(path)).qkv
-    assert (qkv.first.dtype, qkv.second.dtype) == wanted
+    assert (qkv.first.dtype, qkv.second.dtype) == expected
     found = np.concatenate([to_float32(part) for part in qkv.parts(1)])
     names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
     values = np.concatenate([held[name] for name in names])

@@ -18,7 +18,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.tools.enforced import enforced
-from hotcold.ui.api.tools.grammar import held_shape
+from hotcold.ui.api.tools.grammar import schema_grammar
 
 TEXT: dict[str, Any] = {"type": "string"}
 END_ID = 0
@@ -161,12 +161,12 @@ def test_a_node_loses_what_it_cannot_be_held_to_and_no_other_does(node: Any, los
     with_it = Grammar("json_schema", json.dumps(schema))
     if lost:
         with pytest.raises(UsageError) as refused:
-            held_shape(with_it, True)
+            schema_grammar(with_it, True)
         where = f"'properties.a.{lost[0]}'".replace(".schema", "")
         assert f"answers cannot be held to {where}" in str(refused.value)
     else:
-        assert held_shape(with_it, True)
-    assert held_shape(with_it, False)
+        assert schema_grammar(with_it, True)
+    assert schema_grammar(with_it, False)
 
 
 PERSON: dict[str, Any] = {

@@ -138,10 +138,10 @@ def falcon(path: Path, kv_heads: int, powerinfer: bool) -> np.ndarray:
 @pytest.mark.parametrize("powerinfer", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_falcons_logits_are_transformers(kv_heads: int, powerinfer: bool, tmp_path: Path) -> None:
-    wanted = falcon(tmp_path / "tiny.gguf", kv_heads, powerinfer)
+    expected = falcon(tmp_path / "tiny.gguf", kv_heads, powerinfer)
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - wanted).max() < 1e-4 * max(1.0, float(np.abs(wanted).max()))
-    assert np.abs(wanted).max() > 0.1
+    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
+    assert np.abs(expected).max() > 0.1
 
 
 def minicpm(folder: Path, **keys: Any) -> Path:
@@ -166,9 +166,9 @@ def minicpm(folder: Path, **keys: Any) -> Path:
 
 def test_minicpms_scales_are_read(tmp_path: Path) -> None:
     """Against the family's own reading, which is compared with transformers elsewhere."""
-    wanted = reference_logits(minicpm(tmp_path), IDS_OF_TINY)
+    expected = reference_logits(minicpm(tmp_path), IDS_OF_TINY)
     found = reference_logits(tmp_path / "m.gguf", IDS_OF_TINY)
-    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_minicpm_s_is_not_taken_for_another(tmp_path: Path) -> None:
@@ -184,10 +184,10 @@ def test_every_architecture_is_compared() -> None:
 
 @pytest.mark.parametrize("arch", CASES)
 def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
-    wanted = made(arch, tmp_path / "tiny.gguf")
+    expected = made(arch, tmp_path / "tiny.gguf")
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - wanted).max() < 1e-4 * max(1.0, float(np.abs(wanted).max()))
-    assert np.abs(wanted).max() > 0.1
+    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
+    assert np.abs(expected).max() > 0.1
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
         "Mistral", {"sliding_window": 4}, {}, {"llama.attention.sliding_window": 4}
     )  # fmt: skip
     try:
-        wanted = made("mistral", tmp_path / "tiny.gguf", "llama")
+        expected = made("mistral", tmp_path / "tiny.gguf", "llama")
     finally:
         del CASES["mistral"]
     assert read_config(tmp_path / "tiny.gguf").windows == (4,) * SIZES["num_hidden_layers"]
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - wanted).max() < 1e-4 * max(1.0, float(np.abs(wanted).max()))
+    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))

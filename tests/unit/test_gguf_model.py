@@ -158,10 +158,10 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
     ffn = load_ffn(checkpoint, config, neurons(model), include_down_bias=False)
     head = load_head(checkpoint, config)
     embedding = load_embedding(checkpoint, config)
-    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
+    expected = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
         kind, Q8
     )
-    assert {a.dtype for a in (attention.qkv.first, attention.out, ffn.gate, ffn.up)} == {wanted}
+    assert {a.dtype for a in (attention.qkv.first, attention.out, ffn.gate, ffn.up)} == {expected}
     assert ffn.down.dtype == Q8
     layer = "model.layers.1."
     parts = [held[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]

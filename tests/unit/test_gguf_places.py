@@ -64,7 +64,7 @@ def split(path: Path, folder: Path, most: int) -> list[Path]:
 def test_a_file_that_is_not_there_is_no_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is asked for it; a part of a repository's file may be named so."""
+    """The hub is not asked for it; a part of a repository's file may have that name."""
     asked = []
 
     def find(repo: str, part: str) -> None:

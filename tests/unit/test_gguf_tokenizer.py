@@ -151,9 +151,9 @@ def test_sentencepiece_merges_are_the_best_pair_first(prefix: bool, tmp_path: Pa
     for _ in range(60):
         start = generator.randrange(len(words) - 30)
         text = words[start : start + generator.randrange(1, 30)]
-        wanted = [1, *slow_ids(("▁" if prefix else "") + text.replace(" ", "▁"), score, ids)]
-        assert own.encode(text) == wanted, text
-        assert own.decode(wanted) == text or not prefix
+        expected = [1, *slow_ids(("▁" if prefix else "") + text.replace(" ", "▁"), score, ids)]
+        assert own.encode(text) == expected, text
+        assert own.decode(expected) == text or not prefix
 
 
 def slow_ids(text: str, score: dict[str, float], ids: dict[str, int]) -> list[int]:

@@ -124,7 +124,7 @@ def tensors() -> Iterator[tuple[str, Draft]]:
         yield f"offset-{offset:x}", changed(offset=offset)
     yield "overlap", changed(offset=rest[0].offset)
     *others, end = GOOD.tensors
-    moved = replace(end, offset=end.offset + 1)  # into room of its own
+    moved = replace(end, offset=end.offset + 1)  # to a place of its own
     yield "unaligned", replace(GOOD, tensors=(*others, moved), data=GOOD.data + bytes(32))
     yield "tensor-twice", replace(GOOD, tensors=(first, *GOOD.tensors))
     yield "tensor-unnamed", changed(name="")
@@ -144,7 +144,7 @@ def tensors() -> Iterator[tuple[str, Draft]]:
         replace(GOOD, tensors=(*GOOD.tensors, extra), data=GOOD.data + bytes(8)),
     )
     yield "tensor-missing", replace(GOOD, tensors=GOOD.tensors[:-1])
-    yield "shape-turned", changed(sizes=(8, 32))
+    yield "shape-transposed", changed(sizes=(8, 32))
 
 
 def model() -> Iterator[tuple[str, Draft]]:

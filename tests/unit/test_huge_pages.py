@@ -13,8 +13,12 @@ from hotcold.jobs.support import doctor_checks
 from hotcold.jobs.support.doctor_checks import Finding, check_machine
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import HUGE_PAGE_BYTES, aligned_empty
-from hotcold.placement.machine import huge_pages
-from hotcold.placement.machine.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
+from hotcold.placement.machine import memory_pages
+from hotcold.placement.machine.memory_pages import (
+    HugePageProbe,
+    huge_bytes_around,
+    probe_huge_pages,
+)
 from hotcold.placement.machine.survey import survey
 from hotcold.placement.machine.sysfs import read_huge_page_setting
 
@@ -108,7 +112,7 @@ def test_nothing_to_probe_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def refuse(shape: tuple[int, ...], dtype: object) -> None:
         raise MemoryBudgetError("no")
 
-    monkeypatch.setattr(huge_pages, "aligned_empty", refuse)
+    monkeypatch.setattr(memory_pages, "aligned_empty", refuse)
     assert probe_huge_pages(4 * MIB) is None
 
 

@@ -27,15 +27,15 @@ from hotcold.jobs.commands.chat import chat
 from hotcold.jobs.kept import commands as kept_commands
 from hotcold.jobs.kept import folder as folders
 from hotcold.jobs.kept import identity as identities
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.commands import ps, stop
 from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.kept.identity import identity_of, is_same, model_text, resolved_options
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.ui.control_api import Stay, create_control_app
+from hotcold.ui.control_api import IdleTimer, create_control_app
 from tests.documents import ROOT
 
 
@@ -50,12 +50,12 @@ def record(name: str, **changes: Any) -> Record:
     return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
 
 
-def claimed(folder: Path, name: str, **changes: Any) -> records.Claim:
+def claimed(folder: Path, name: str, **changes: Any) -> registry.Registration:
     here = os.getcwd()
     os.chdir(folder)  # pytest's folders have names too long for a socket
     try:
-        with records.alone(folder):
-            return records.claim(Path(), replace(record(name), **changes))
+        with registry.locked(folder):
+            return registry.register(Path(), replace(record(name), **changes))
     finally:
         os.chdir(here)
 
@@ -123,71 +123,71 @@ def test_a_runtime_folder_of_another_user_is_passed_over(
         assert folders.systems_folder() == base / f"hotcold-{other}"
 
 
-def test_a_record_is_there_for_as_long_as_its_holder(base: Path) -> None:
+def test_a_record_exists_as_long_as_its_process(base: Path) -> None:
     folder = folders.own_folder()
     first, second = claimed(folder, "a model!"), claimed(folder, "a model!")
-    assert [one.name for one in records.running(folder)] == ["a-model", "a-model-2"]
+    assert [one.name for one in registry.running(folder)] == ["a-model", "a-model-2"]
     assert (folder / "a-model.sock").stat().st_mode & 0o777 == 0o600
     os.chdir(folder)
     try:
         first.publish(pid=7, resolved={"mode": "exact"})
-        (found, _) = records.running(folder)
+        (found, _) = registry.running(folder)
         assert (found.pid, found.resolved) == (7, {"mode": "exact"})
         os.close(second.lock)  # as where its process is killed
-        assert [one.name for one in records.running(folder)] == ["a-model"]
+        assert [one.name for one in registry.running(folder)] == ["a-model"]
         assert {path.name for path in folder.iterdir()} == {"a-model.json", "a-model.sock"}
-        first.leave()
-        first.leave()
+        first.remove()
+        first.remove()
     finally:
         os.chdir(ROOT)
     assert list(folder.iterdir()) == []
-    for claim in (first, second):
-        claim.listener.close()
+    for registration in (first, second):
+        registration.listener.close()
 
 
 def test_a_record_outlives_who_has_handed_it_on(base: Path) -> None:
-    """The command that starts a keeper gives it lock and socket, and ends."""
+    """The command that starts a daemon hands it lock and socket, and ends."""
     folder = folders.own_folder()
-    claim = claimed(folder, "model")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[claim.lock]) as holder:
-        os.close(claim.lock)
-        claim.listener.close()
-        assert [one.name for one in records.running(folder)] == ["model"]
+    registration = claimed(folder, "model")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[registration.lock]) as holder:
+        os.close(registration.lock)
+        registration.listener.close()
+        assert [one.name for one in registry.running(folder)] == ["model"]
         holder.kill()
         holder.wait()
-        assert records.running(folder) == []
+        assert registry.running(folder) == []
 
 
 def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders.own_folder()
-    claim = claimed(folder, "model")
+    registration = claimed(folder, "model")
     lock = fcntl.flock
 
     def replaced(descriptor: int, how: int) -> None:
         if how & fcntl.LOCK_SH:  # of whoever looks, and has opened the record of before
-            claim.publish(pid=claim.record.pid + 1)
+            registration.publish(pid=registration.record.pid + 1)
         lock(descriptor, how)
 
     monkeypatch.chdir(folder)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", replaced)
-        assert [one.name for one in records.running(folder)] == ["model"]
-    claim.leave()
-    claim.listener.close()
+        assert [one.name for one in registry.running(folder)] == ["model"]
+    registration.remove()
+    registration.listener.close()
 
 
 def test_what_is_damaged_is_nobody(base: Path) -> None:
     folder = folders.own_folder()
     (folder / "x.json").write_text("{")
-    assert records.running(folder) == []
+    assert registry.running(folder) == []
     assert list(folder.iterdir()) == []
-    claim = claimed(folder, "model")
-    os.ftruncate(claim.lock, 3)
-    assert records.running(folder) == []
-    os.close(claim.lock)
-    claim.listener.close()
+    registration = claimed(folder, "model")
+    os.ftruncate(registration.lock, 3)
+    assert registry.running(folder) == []
+    os.close(registration.lock)
+    registration.listener.close()
 
 
 @pytest.fixture
@@ -204,11 +204,11 @@ def test_a_number_that_is_another_processes_now_is_left_alone(
 ) -> None:
     """The system was found a moment before; its process ended, and the number was given again."""
     folder = folders.own_folder()
-    claim = claimed(folder, "model", pid=bystander.pid)
-    found = [(folder, claim.record)]
+    registration = claimed(folder, "model", pid=bystander.pid)
+    found = [(folder, registration.record)]
     monkeypatch.setattr(kept_commands, "running_systems", lambda: found)
-    os.close(claim.lock)
-    claim.listener.close()
+    os.close(registration.lock)
+    registration.listener.close()
     assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
 
 
@@ -217,28 +217,28 @@ def test_a_system_whose_process_is_not_to_be_seen_is_not_ended(
 ) -> None:
     """As that of a container with the same folder, where another process has the number here."""
     folder = folders.own_folder()
-    started = records.start_of(bystander.pid) + 1
-    claim = claimed(folder, "model", pid=bystander.pid, started=started)
+    started = registry.start_of(bystander.pid) + 1
+    registration = claimed(folder, "model", pid=bystander.pid, started=started)
     refused = CliRunner().invoke(stop).exception
     assert isinstance(refused, ServiceError)
     assert "runs where its process cannot be seen from here" in str(refused)
-    os.close(claim.lock)
-    claim.listener.close()
+    os.close(registration.lock)
+    registration.listener.close()
 
 
 _HOLDS = """
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 os.chdir(sys.argv[1])
 folder, deaf = Path(), sys.argv[2:]
 pid = os.getpid()
-one = records.Record("model", pid, True, "m", "", {}, started=records.start_of(pid))
+one = registry.Record("model", pid, True, "m", "", {}, started=registry.start_of(pid))
 if deaf:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with records.alone(folder):
-    claim = records.claim(folder, one)
+with registry.locked(folder):
+    registration = registry.register(folder, one)
 print("ready", flush=True)
 signal.pause()
 """
@@ -248,7 +248,7 @@ signal.pause()
 def test_the_process_that_holds_a_system_is_ended(
     base: Path, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_commands, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kept_commands, "_TIMEOUT_S", 0.2)
     monkeypatch.setattr(kept_commands, "_ENDING_S", 60.0 if not is_deaf else 0.5)
     folder = folders.own_folder()
     arguments = [sys.executable, "-c", _HOLDS, str(folder), *(["deaf"] if is_deaf else [])]
@@ -424,13 +424,13 @@ def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch)
     """Its process is stopped, or busy: whoever connects waits a while."""
     monkeypatch.setattr("hotcold.jobs.kept.client._ASK_S", 0.05)
     folder = folders.own_folder()
-    claim = claimed(folder, "model")
+    registration = claimed(folder, "model")
     monkeypatch.chdir(folder)
     monkeypatch.setattr("hotcold.jobs.kept.commands.found_folder", lambda: Path())
     out = CliRunner().invoke(ps).output.splitlines()
     assert out[1].split() == ["model", "model", "silent"]
-    claim.leave()
-    claim.listener.close()
+    registration.remove()
+    registration.listener.close()
 
 
 def test_a_socket_of_nobody_is_no_system(tmp_path: Path) -> None:
@@ -446,11 +446,11 @@ def test_who_takes_a_connection_and_ends_is_no_system(
 ) -> None:
     """The kernel takes a connection for a process that then never looks at it."""
     folder = folders.own_folder()
-    claim = claimed(folder, "model")
+    registration = claimed(folder, "model")
     monkeypatch.chdir(folder)
 
     def end() -> None:
-        request_state = claim.listener.accept()[0]
+        request_state = registration.listener.accept()[0]
         request_state.recv(1000)
         request_state.close()
 
@@ -459,8 +459,8 @@ def test_who_takes_a_connection_and_ends_is_no_system(
     with pytest.raises(GoneError), KeptSystem(Path(), record("model")).attended():
         pass
     thread.join()
-    claim.leave()
-    claim.listener.close()
+    registration.remove()
+    registration.listener.close()
 
 
 def test_a_long_conversation_is_not_cut_off_for_not_reading(
@@ -469,7 +469,7 @@ def test_a_long_conversation_is_not_cut_off_for_not_reading(
     """It only holds its connection: what it is sent stays in a buffer that ends somewhere."""
     backend: Any = SimpleNamespace(counts=[])
     backend.attend = backend.counts.append
-    app = create_control_app(backend, Stay(backend, 1.0), {})
+    app = create_control_app(backend, IdleTimer(backend, 1.0), {})
     sent: list[bytes] = []
     real_sleep = asyncio.sleep
 
@@ -519,24 +519,24 @@ def test_how_long_a_system_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("hotcold.ui.control_api.time", SimpleNamespace(monotonic=lambda: now))
     backend: Any = SimpleNamespace(is_idle=True, used_at=0.0, attend=lambda count: None)
-    stay, served, endless = (Stay(backend, keep_s) for keep_s in (10.0, None, -1.0))
+    timer, served, endless = (IdleTimer(backend, keep_s) for keep_s in (10.0, None, -1.0))
     now = 104.0
-    assert (stay.idle_s, stay.left_s) == (4.0, 6.0)
+    assert (timer.idle_s, timer.left_s) == (4.0, 6.0)
     backend.used_at = 103.0
-    assert stay.left_s == 9.0
+    assert timer.left_s == 9.0
     backend.is_idle = False
-    assert (stay.idle_s, stay.left_s) == (0.0, 10.0)
+    assert (timer.idle_s, timer.left_s) == (0.0, 10.0)
     backend.is_idle = True
     now = 120.0
-    assert stay.left_s == 0.0  # not less: it ends at the next look
-    stay.attend(1)
+    assert timer.left_s == 0.0  # not less: it ends at the next poll
+    timer.attend(1)
     now = 121.0
-    assert stay.left_s == 9.0
-    stay.ask(None)
-    assert stay.left_s == 9.0
-    stay.ask(30.0)
-    assert stay.left_s == 29.0
-    stay.ask(1e300)
-    assert stay.left_s == 1e9 - 1
-    served.ask(5.0)  # a command of whoever serves does not end it
+    assert timer.left_s == 9.0
+    timer.extend(None)
+    assert timer.left_s == 9.0
+    timer.extend(30.0)
+    assert timer.left_s == 29.0
+    timer.extend(1e300)
+    assert timer.left_s == 1e9 - 1
+    served.extend(5.0)  # a command does not end a server's
     assert served.left_s is None and endless.left_s is None

@@ -15,7 +15,7 @@ _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9
 
 @given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
 def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
-    """A positive action takes or extends by so many positions, another gives back what is lent."""
+    """A positive action takes or extends by so many positions, another frees a slot."""
     tables = np.full((num_slots, 5), -1, np.int32)
     pool = KvPool(num_pages, tables)
     allocated: dict[int, list[int]] = {}
@@ -24,7 +24,7 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
         assert pool.num_free_pages == free
         if action > 0:
             wanted = -(-action // PAGE_POSITIONS)
-            slot = pool.take(action)
+            slot = pool.allocate(action)
             assert (slot is None) == (len(allocated) == num_slots or wanted > free)
             if slot is not None:
                 assert slot == min(set(range(num_slots)) - set(allocated))
@@ -39,7 +39,7 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
                     pages += tables[slot, len(pages) : len(pages) + lacking].tolist()
         elif allocated:
             slot = sorted(allocated)[-action % len(allocated)]
-            pool.give_back(slot)
+            pool.free(slot)
             del allocated[slot]
         owned = [page for pages in allocated.values() for page in pages]
         assert len(set(owned)) == len(owned) and set(owned) <= set(range(num_pages))
@@ -50,27 +50,27 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
 def test_pages_freed_last_are_lent_first() -> None:
     tables = np.zeros((2, 3), np.int32)
     pool = KvPool(6, tables)
-    assert pool.take(3 * PAGE_POSITIONS) == 0 and pool.take(PAGE_POSITIONS + 1) == 1
+    assert pool.allocate(3 * PAGE_POSITIONS) == 0 and pool.allocate(PAGE_POSITIONS + 1) == 1
     assert tables.tolist() == [[0, 1, 2], [3, 4, 0]]
-    pool.give_back(1)
-    pool.give_back(0)
-    assert pool.take(2 * PAGE_POSITIONS) == 0 and pool.take(PAGE_POSITIONS) == 1
+    pool.free(1)
+    pool.free(0)
+    assert pool.allocate(2 * PAGE_POSITIONS) == 0 and pool.allocate(PAGE_POSITIONS) == 1
     assert tables[0, :2].tolist() == [0, 1] and tables[1, 0] == 2
 
 
 def test_pages_that_are_to_be_spare() -> None:
     pool = KvPool(3, np.zeros((3, 3), np.int32))
-    assert pool.take(PAGE_POSITIONS, 3) is None and pool.take(PAGE_POSITIONS, 2) == 0
-    assert pool.take(PAGE_POSITIONS, 2) is None and pool.take(PAGE_POSITIONS, 1) == 1
+    assert pool.allocate(PAGE_POSITIONS, 3) is None and pool.allocate(PAGE_POSITIONS, 2) == 0
+    assert pool.allocate(PAGE_POSITIONS, 2) is None and pool.allocate(PAGE_POSITIONS, 1) == 1
 
 
 def test_more_than_a_slot_can_have() -> None:
     assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
     pool = KvPool(9, np.zeros((1, 2), np.int32))
     with pytest.raises(ValueError, match="129 positions"):
-        pool.take(2 * PAGE_POSITIONS + 1)
+        pool.allocate(2 * PAGE_POSITIONS + 1)
     assert pool.num_free_pages == 9
-    assert pool.take(1) == 0
+    assert pool.allocate(1) == 0
     with pytest.raises(ValueError, match="129 positions"):
         pool.extend(0, 2 * PAGE_POSITIONS + 1)
     assert pool.num_free_pages == 8

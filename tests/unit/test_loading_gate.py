@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from hotcold.ui.serving import LoadingGate
+from hotcold.ui.server_thread import LoadingGate
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import ray
 from rich.progress import Progress
 
 from hotcold.actors.processes.driver_actor import DriverActor
-from hotcold.actors.processes.load_progress import COMPILING, LOADING_KERNELS, PREPARING
+from hotcold.actors.processes.reports import COMPILING, LOADING_KERNELS, PREPARING
 from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     WRITING_NEURONS,
@@ -19,8 +19,7 @@ from hotcold.actors.protocol.messages import (
     ServiceProgress,
     SystemConfig,
 )
-from hotcold.actors.telemetry.compiling import CompileCounter
-from hotcold.jobs.support.loading_bar import BytesColumn
+from hotcold.actors.telemetry.vitals import CompileCounter
 
 
 def test_compiled_kernels_are_counted() -> None:
@@ -41,7 +40,7 @@ def test_bytes_are_shown_where_they_are_counted() -> None:
     shown = {}
     for counts_bytes in (False, True):
         bar.add_task("", total=2_000_000, completed=1_000_000, counts_bytes=counts_bytes)
-        shown[counts_bytes] = BytesColumn().render(bar.tasks[-1]).plain
+        shown[counts_bytes] = str(bytes_column().render(bar.tasks[-1]))
     assert shown == {False: "", True: "1.0/2.0 MB"}
 
 

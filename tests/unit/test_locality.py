@@ -12,12 +12,13 @@ import pytest
 
 from hotcold.jobs.support.doctor_checks import check_services
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.placement.machine.first_touch import FirstTouch, touch_pages
-from hotcold.placement.machine.locality import (
+from hotcold.placement.machine.memory_pages import (
+    FirstTouch,
     ServiceMemory,
     allowed_cores,
     anonymous_bytes,
     running_services,
+    touch_pages,
 )
 from hotcold.placement.machine.pinning import bind_memory, may_bind_memory, pin_thread
 from tests.numa_trees import write_tree
@@ -140,11 +141,11 @@ def test_each_threads_rows_are_touched_from_its_cores(monkeypatch: pytest.Monkey
         first = (rows.ctypes.data - matrix.ctypes.data) // matrix.strides[0]
         touched.append((pinned[-1], first, first + rows.shape[0]))
 
-    monkeypatch.setattr("hotcold.placement.machine.first_touch.touch_pages", touch)
+    monkeypatch.setattr("hotcold.placement.machine.memory_pages.touch_pages", touch)
     monkeypatch.setattr(
-        "hotcold.placement.machine.first_touch.pin_thread", lambda cores: pinned.extend(cores)
+        "hotcold.placement.machine.memory_pages.pin_thread", lambda cores: pinned.extend(cores)
     )
-    monkeypatch.setattr("hotcold.placement.machine.first_touch.ThreadPoolExecutor", OneByOne)
+    monkeypatch.setattr("hotcold.placement.machine.memory_pages.ThreadPoolExecutor", OneByOne)
     FirstTouch([[10], [11], [12]])([matrix])
     assert touched == [(10, 0, 8), (11, 8, 16), (12, 16, 22)]  # as kernels cut: in fours
 

@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.cli import main
 from hotcold.jobs.support.doctor_checks import check_measured
-from hotcold.placement.machine.busy import BusyWatch
 from hotcold.placement.machine.description import CpuNode, Machine, read_machine
-from hotcold.placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S
-from hotcold.placement.machine.measure_cache import cache_path
+from hotcold.placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S, BusyWatch
 from hotcold.placement.machine.measure_exchange import measure_exchange_us, median_us
 from hotcold.placement.machine.measure_node import NodeRates, measure_node
 from hotcold.placement.machine.survey import usable_cores
-from hotcold.placement.machine.this_machine import measured_before, this_machine
+from hotcold.placement.machine.this_machine import cache_path, measured_before, this_machine
 from tests.unit.test_machine_description import GPU, MACHINE, NODE
 from tests.unit.test_survey import NODE_BYTES, write, write_big_machine
 
@@ -44,7 +42,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     monkeypatch.setattr(
         "hotcold.placement.machine.measure.measure_exchange_us", lambda cores: 20.0 + len(cores)
     )
-    monkeypatch.setattr("hotcold.placement.machine.measure_layout.list_gpus", lambda: ((), "none"))
+    monkeypatch.setattr("hotcold.placement.machine.survey.list_gpus", lambda: ((), "none"))
     return nodes
 
 
@@ -52,7 +50,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 def big_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
     monkeypatch.setattr(
-        "hotcold.placement.machine.measure_layout.available_bytes", lambda: 100 * NODE_BYTES
+        "hotcold.placement.machine.survey.available_bytes", lambda: 100 * NODE_BYTES
     )
     return write_big_machine(tmp_path)
 
@@ -133,7 +131,7 @@ def test_free_memory_is_looked_up_each_time(
     measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = this_machine(root=big_root)
-    monkeypatch.setattr("hotcold.placement.machine.measure_layout.available_bytes", lambda: 7 << 30)
+    monkeypatch.setattr("hotcold.placement.machine.survey.available_bytes", lambda: 7 << 30)
     after = this_machine(root=big_root)
     assert [node.free_bytes for node in after.nodes] == [1 << 30] * 7
     assert before.nodes[0].free_bytes == NODE_BYTES
@@ -211,21 +209,17 @@ def test_a_gpu_that_cannot_be_measured(
     with pytest.raises(RuntimeError, match="CuPy cannot be imported"):
         measure_gpu_bandwidth(0)
     gpu = Gpu(0, "NVIDIA H100", 80 << 30, 79 << 30, (9, 0))
-    monkeypatch.setattr("hotcold.placement.machine.measure_layout.list_gpus", lambda: ((gpu,), ""))
+    monkeypatch.setattr("hotcold.placement.machine.survey.list_gpus", lambda: ((gpu,), ""))
     machine = this_machine(root=big_root)
     assert [(found.name, found.model) for found in machine.gpus] == [("gpu0", "NVIDIA H100")]
     assert not machine.gpus[0].measured
     assert machine.gpus[0].read_gb_per_s == ASSUMED_GPU_READ_GB_PER_S
     smaller = replace(gpu, free_bytes=1 << 30)
-    monkeypatch.setattr(
-        "hotcold.placement.machine.measure_layout.list_gpus", lambda: ((smaller,), "")
-    )
+    monkeypatch.setattr("hotcold.placement.machine.survey.list_gpus", lambda: ((smaller,), ""))
     again = this_machine(root=big_root)
     assert again.gpus == (replace(machine.gpus[0], free_bytes=1 << 30),)
     assert len(measured) == 7
-    monkeypatch.setattr(
-        "hotcold.placement.machine.measure_layout.list_gpus", lambda: ((gpu, gpu), "")
-    )
+    monkeypatch.setattr("hotcold.placement.machine.survey.list_gpus", lambda: ((gpu, gpu), ""))
     assert measured_before(big_root) is None
 
 
@@ -255,8 +249,8 @@ def test_what_others_did_meanwhile_is_noticed(
         write(tmp_path / "proc/stat", "\n".join(["cpu  1 2 3 4", *lines, "intr 5"]))
 
     clock, own = {"seconds": 0.0}, SimpleNamespace(user=0.0, system=0.0)
-    monkeypatch.setattr("hotcold.placement.machine.busy.perf_counter", lambda: clock["seconds"])
-    monkeypatch.setattr("hotcold.placement.machine.busy.os.times", lambda: own)
+    monkeypatch.setattr("hotcold.placement.machine.measure.perf_counter", lambda: clock["seconds"])
+    monkeypatch.setattr("hotcold.placement.machine.measure.os.times", lambda: own)
     a_second = os.sysconf("SC_CLK_TCK")
     stat(100, 100, 100)
     watch = BusyWatch((0, 1), tmp_path)

@@ -1,4 +1,4 @@
-"""Thresholds dealt to layers: what they leave out, counted beside brute force."""
+"""Thresholds allocated to layers: what they leave out, compared with brute force."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.predictors.magnitude_allocation import alike, allocate, choose
-from hotcold.predictors.magnitude_curve import LayerCurve, Magnitudes, layer_magnitudes
+from hotcold.predictors.fitting.magnitudes import (
+    LayerCurve,
+    Magnitudes,
+    alike,
+    allocate,
+    choose,
+    layer_magnitudes,
+)
 from hotcold.predictors.magnitude_thresholds import (
     Calibrated,
     LayerThresholds,

@@ -17,9 +17,10 @@ import pytest
 from llguidance import LLMatcher
 
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.tools.enforced import Lost, enforced
+from hotcold.ui.api.tools.enforced import enforced
 from hotcold.ui.api.tools.grammar import calls_grammar
-from hotcold.ui.api.tools.reader import Argued, Called, CallReader
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader
+from hotcold.ui.api.tools.schema_repair import Lost
 from hotcold.ui.api.tools.schemas import Callable, Function
 from tests.documents import ROOT
 from tests.unit.ollama_routes import HELLO, Recording, post, server
@@ -95,8 +96,8 @@ def call_of(grammar: str, rng: np.random.Generator) -> tuple[str, Any] | None:
     if text is None:
         return None
     called, *argued = CallReader(TAGGED).push(text, is_last=True)
-    assert isinstance(called, Called)
-    arguments = "".join(part.text for part in argued if isinstance(part, Argued))
+    assert isinstance(called, CallPart)
+    arguments = "".join(part.text for part in argued if isinstance(part, ArgumentsPart))
     return called.name, json.loads(arguments)
 
 

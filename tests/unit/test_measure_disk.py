@@ -12,8 +12,8 @@ from rich.console import Console
 
 from hotcold.jobs.support import console as console_of_commands
 from hotcold.model.bundles.direct import open_direct
+from hotcold.numba_kernels.measure import read_places, read_places_by_ring
 from hotcold.numba_kernels.storage.direct_file import SHORT
-from hotcold.numba_kernels.storage.disk_reads import read_places, read_places_by_ring
 from hotcold.numba_kernels.storage.io_ring import (
     OPERATION,
     close_ring,

@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol import ray_memory, shared_memory
+from hotcold.actors.protocol import ray_memory
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
-from hotcold.actors.protocol.shared_memory import (
+from hotcold.actors.protocol.ray_memory import (
+    free_bytes,
     is_reserved,
+    kept_bytes,
     put_arena,
     require_in_memory,
     require_shared_memory,
     reserve_object_store,
 )
-from hotcold.actors.setup.host_files import require_room
+from hotcold.actors.setup.host_files import require_free_memory
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.weights.memory import available_bytes, usable_bytes
 from hotcold.placement import memory
@@ -103,7 +104,7 @@ def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kept"),
+    ("variables", "kept"),
     [
         ({}, 0),  # a Ray of our own, which will have no monitor
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, 5 * GIB),
@@ -114,11 +115,11 @@ def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
     ],
 )
 def test_what_rays_monitor_keeps_free(
-    told: dict[str, str], kept: int, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray_memory.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_memory, "usable_bytes", lambda: 100 * GIB)
@@ -141,9 +142,9 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotcold.actors.setup.host_files.free_bytes", lambda: 2_000_000_000)
     spec = ServiceSpec("cpu1", index=2, num_threads=1, model_path="")
-    require_room(spec, 2_000_000_000)
+    require_free_memory(spec, 2_000_000_000)
     with pytest.raises(MemoryBudgetError, match=r"the cpu1 service needs 3.00 GB .* 2.00 GB are"):
-        require_room(spec, 3_000_000_000)
+        require_free_memory(spec, 3_000_000_000)
 
 
 def test_too_much_shared_memory_is_refused() -> None:
@@ -188,7 +189,7 @@ def test_an_arena_on_a_disk_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pat
         lines = [f"device {path} {name} rw 0 0" for path, name in mounts]
         table = tmp_path / "mounts"
         table.write_text("\n".join(lines))
-        monkeypatch.setattr(shared_memory, "_MOUNTS", table)
+        monkeypatch.setattr(ray_memory, "_MOUNTS", table)
         if is_fine:
             require_in_memory(mapped)
         else:

@@ -17,7 +17,7 @@ from hotcold.ui import connections
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
 from hotcold.ui.connections import ConnectionLimits
-from hotcold.ui.serving import LoadingGate, ServerThread
+from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 60.0
 PROGRAM = runpy.run_module("benchmarks.mixed_load")  # nothing imports it
@@ -82,7 +82,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 def test_hostile_clients_see_what_the_server_does_to_them(
     kind: str, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connections, "_POLL_S", 0.01)
     listener = socket.create_server(("127.0.0.1", 0))
     loading = LoadingGate("demo")
     loading.use(answer)

@@ -65,7 +65,7 @@ def run(local_hub: Hub, tmp_path: Path) -> Commands:
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted", "files"),
+    ("names", "part", "files"),
     [
         (["config.json", "model.safetensors", "pytorch_model.bin"], None,
          ("config.json", "model.safetensors")),
@@ -78,12 +78,12 @@ def run(local_hub: Hub, tmp_path: Path) -> Commands:
         (["x.gguf", "x-2.gguf"], "x", ("x.gguf",)),
     ],
 )  # fmt: skip
-def test_what_is_needed(names: list[str], wanted: str | None, files: tuple[str, ...]) -> None:
-    assert hub.choose_files("org/x", names, wanted).files == files
+def test_what_is_needed(names: list[str], part: str | None, files: tuple[str, ...]) -> None:
+    assert hub.choose_files("org/x", names, part).files == files
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted", "says"),
+    ("names", "part", "says"),
     [
         ([], None, "no model"),
         (["config.json", "pytorch_lora.bin", "model.onnx"], None, "no model"),
@@ -92,9 +92,9 @@ def test_what_is_needed(names: list[str], wanted: str | None, files: tuple[str, 
         ([f"{n}.gguf" for n in range(100)], None, "and 88 more"),
     ],
 )
-def test_what_is_refused(names: list[str], wanted: str | None, says: str) -> None:
+def test_what_is_refused(names: list[str], part: str | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        hub.choose_files("org/x", names, wanted)
+        hub.choose_files("org/x", names, part)
 
 
 def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
@@ -102,13 +102,13 @@ def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
     assert status == 0 and "0.03 GB in 4 files, 0.03 GB to be fetched" in err
     told = json.loads(out.splitlines()[-1])
     folder = Path(told["path"])
-    wanted = {*CONFIG, "model.safetensors", "chat_template.jinja"}
-    assert {file.name for file in folder.iterdir()} == wanted == set(local_hub.fetched())
+    expected = {*CONFIG, "model.safetensors", "chat_template.jinja"}
+    assert {file.name for file in folder.iterdir()} == expected == set(local_hub.fetched())
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert (
         told["missing_bytes"]
         == told["num_bytes"]
-        == sum(len(REPOSITORIES["org/small"][name]) for name in wanted)
+        == sum(len(REPOSITORIES["org/small"][name]) for name in expected)
     )
     status, out, _ = run("pull", "org/small", "--json")
     assert (status, json.loads(out.splitlines()[-1])["missing_bytes"]) == (0, 0)

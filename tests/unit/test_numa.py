@@ -178,7 +178,7 @@ def test_a_system_follows_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             choose_system(model, config, options)
 
 
-def test_one_node_is_dealt_as_before(tmp_path: Path) -> None:
+def test_one_node_is_assigned_as_before(tmp_path: Path) -> None:
     config = read_model(make_tiny("llama-relu", tmp_path / "model"))
     root = cores_as_nodes(tmp_path / "root", 1)
     system = SystemConfig(str(tmp_path / "model"), num_cpu_actors=3, num_threads=7)

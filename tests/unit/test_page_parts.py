@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import UsageError

@@ -14,7 +14,7 @@ from hotcold.jobs.cli import main
 from hotcold.model.config.build import build_config
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, config_json
 from hotcold.placement.machine.description import read_machine
-from hotcold.placement.stated import stated_profile
+from hotcold.placement.profile import stated_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = str(ROOT / "benchmarks/machines/pc-high.json")

@@ -17,8 +17,7 @@ from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.reference import reference_logits
-from hotcold.model.weights.down_outputs import has_down_outputs
-from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.ffn import has_down_outputs, load_ffn
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.lowrank import LowRankLayer
@@ -52,7 +51,7 @@ def powerinfer(
     """Write the Llama or Bamboo in `path` as PowerInfer's converter does.
 
     llama.cpp's file of the same model is written first; then the magic is PowerInfer's, down
-    projections are turned, and each layer has a predictor. `other` takes the place of these.
+    projections are transposed, and each layer has a predictor. `other` takes the place of these.
     """
     values, tensors = hugging_face(path)
     heads = values["num_attention_heads"]
@@ -138,12 +137,12 @@ def _as_gguf(path: Path) -> Path:
 def test_weights_by_neurons_are_the_same_in_memory(llama: Path, file: Path) -> None:
     config = read_config(llama)
     ids = [np.arange(1, config.ffn_size, 3, dtype=np.int32)] * config.num_layers
-    found, wanted = (
+    found, expected = (
         load_ffn(Checkpoint(path), read_model(path), ids, include_down_bias=True)
         for path in (file, llama)
     )
     for name in ("gate", "up", "down"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
 def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
@@ -190,9 +189,9 @@ def test_its_predictors_are_used(file: Path) -> None:
     layer = found.layers[0]
     assert layer is not None
     layer.score(x, scores)
-    wanted = np.maximum(x @ down.T, 0) @ up.T - 0.25
-    is_clear = np.abs(wanted[0]) > 0.05 * np.abs(wanted).max()
-    np.testing.assert_array_equal((scores > 0)[0, is_clear], (wanted > 0)[0, is_clear])
+    expected = np.maximum(x @ down.T, 0) @ up.T - 0.25
+    is_clear = np.abs(expected[0]) > 0.05 * np.abs(expected).max()
+    np.testing.assert_array_equal((scores > 0)[0, is_clear], (expected > 0)[0, is_clear])
     assert 0.1 < (scores > 0).mean() < 0.9
 
 

@@ -113,9 +113,9 @@ def test_layers_are_found_by_number(
     assert found.qualities is None and found.target_recall is None
     for i, layer in enumerate(found.layers):
         assert isinstance(layer, LowRankLayer)
-        wanted = weights(deep, i)
-        np.testing.assert_array_equal(layer.down.view(np.float16), wanted["fc1.weight"].numpy())
-        np.testing.assert_array_equal(layer.up.view(np.float16), wanted["fc2.weight"].T.numpy())
+        expected = weights(deep, i)
+        np.testing.assert_array_equal(layer.down.view(np.float16), expected["fc1.weight"].numpy())
+        np.testing.assert_array_equal(layer.up.view(np.float16), expected["fc2.weight"].T.numpy())
         assert layer.up.flags.c_contiguous and (layer.scales == 1).all()
         assert not layer.thresholds.any()
 
@@ -160,7 +160,7 @@ def _spoilt(config: ModelConfig, how: str) -> Any:
     infinite[0, 0] = -torch.inf
     return {
         "swapped": {"fc1.weight": fc2, "fc2.weight": fc1},
-        "turned": {"fc1.weight": fc1.T.contiguous(), "fc2.weight": fc2.T.contiguous()},
+        "transposed": {"fc1.weight": fc1.T.contiguous(), "fc2.weight": fc2.T.contiguous()},
         "other hidden size": {"fc1.weight": fc1[:-1], "fc2.weight": fc2},
         "fewer neurons": {"fc1.weight": fc1, "fc2.weight": fc2[:-1]},
         "narrower": {"fc1.weight": fc1[:, 1:], "fc2.weight": fc2},
@@ -178,7 +178,10 @@ def _spoilt(config: ModelConfig, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        *((how, "belongs to another model") for how in ("swapped", "turned", "other hidden size")),
+        *(
+            (how, "belongs to another model")
+            for how in ("swapped", "transposed", "other hidden size")
+        ),
         *((how, "belongs to another model") for how in ("fewer neurons", "narrower")),
         *((how, "has no matrix fc1.weight") for how in ("flat", "double", "integers")),
         ("no fc2", "has no matrix fc2.weight"),

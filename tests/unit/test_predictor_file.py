@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
@@ -19,10 +19,10 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import (
     AnyLayer,
     Predictors,
+    Quality,
     read_predictors,
     write_predictors,
 )
-from hotcold.predictors.quality import Quality
 from hotcold.predictors.sign import SignLayer
 from tests.kernels.reference import narrowed
 from tests.tiny_models import make_tiny
@@ -125,7 +125,7 @@ def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_token
 def test_arranged_as_services_deal() -> None:
     """The order that actors give their neurons: each score goes with its own neuron."""
     layer = lowrank_layer(5, np.uint16)
-    order = np.concatenate(deal_neurons(37, 2, 2))
+    order = np.concatenate(assign_neurons(37, [2] * 2))
     x = np.random.default_rng(0).standard_normal((3, 70), dtype=np.float32)
     scores, arranged = np.empty((3, 37), np.float32), np.empty((3, 37), np.float32)
     layer.score(x, scores)

@@ -20,8 +20,7 @@ from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData, Split
 from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
 from hotcold.predictors.lowrank import LowRankLayer
-from hotcold.predictors.predictor_file import AnyLayer
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import AnyLayer, Quality
 from hotcold.predictors.sign import SignLayer
 from tests.patched_models import load_model
 from tests.tiny_models import make_tiny

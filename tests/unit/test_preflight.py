@@ -17,8 +17,7 @@ from hotcold.jobs.cli import main
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.predictors.lowrank import LowRankLayer
-from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import Predictors, Quality, predictors_path, write_predictors
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 

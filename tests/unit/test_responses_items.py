@@ -171,4 +171,4 @@ def test_a_function_says_whether_it_is_strict() -> None:
     chat = as_chat(tools=[{**LOOK_UP, "strict": True}, {**LOOK_UP, "name": "b"}])
     assert [tool.function.strict for tool in chat.tools or ()] == [True, None]
     shape = {"type": "json_schema", "name": "x", "schema": {}, "strict": True}
-    assert as_chat(text={"format": shape}).has_strict_shape is True
+    assert as_chat(text={"format": shape}).is_schema_strict is True

@@ -15,7 +15,7 @@ from hotcold.model.errors import ConfigError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.control_api import OwnRequest
+from hotcold.ui.control_api import ControlRequest
 from tests.unit.family_configs import LLAMA
 
 
@@ -116,7 +116,7 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError) as caught:
             locate_model(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match=r"nothing-at-all is .* Hugging Face cannot be asked"):
+    with pytest.raises(UsageError, match=r"nothing-at-all is .* Hugging Face cannot be reached"):
         locate_model("nobody/nothing-at-all")
     assert DEMO_DIRECTORY.name == "demo"
     (tmp_path / "config.json").touch()
@@ -134,4 +134,4 @@ def test_all_of_it_reaches_a_system_of_another_process() -> None:
     sampling = SamplingParams(**changed)  # type: ignore[arg-type]
     assert all(getattr(SamplingParams(), name) != value for name, value in changed.items())
     sent = json.dumps({"request": asdict(GenerateRequest(sampling, prompt="a"))})
-    assert parse(OwnRequest, sent.encode()).request.request().sampling == sampling
+    assert parse(ControlRequest, sent.encode()).request.request().sampling == sampling

@@ -22,10 +22,10 @@ from hotcold.jobs.commands.serve import _serve
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.app import create_app
 from hotcold.ui.control_api import memory_bytes
 from hotcold.ui.model_loading import ModelLoader, Need
 from hotcold.ui.served_models import ServedModels
-from hotcold.ui.server import create_app
 
 WAIT_S = 30.0
 Post = Callable[..., Awaitable[httpx.Response]]
@@ -384,13 +384,13 @@ class Told:
 
 
 def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[str]:
-    """What `_serve` has done to its end: a signal, after one look. Errors: those of the look."""
+    """What `_serve` has done to its end: a signal, after one poll. Errors: those of the poll."""
     told: list[str] = []
     backends = list(House(1).of.values())[:num_models]
     models: Any = SimpleNamespace(backends=backends, first=backends[0])
     given: Any = (
         Told("server", told), Told("starter", told, **starter), Told("loader", told), models,
-        "http://here", True, Told("signals", told, wait=lambda look: look()),
+        "http://here", True, Told("signals", told, wait=lambda poll: poll()),
     )  # fmt: skip
     _serve(*given)
     return told
@@ -399,8 +399,8 @@ def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[
 def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
     """Else a command could find it, and then not come in."""
     assert served_by_stand_ins(1, lost=list) == [
-        "server.use", "signals.wait", "starter.lost", "starter.require_ray", "starter.leave",
-        "server.refuse_new", "starter.close", "server.stop",
+        "server.use", "signals.wait", "starter.lost", "starter.require_ray",
+        "starter.unregister_all", "server.refuse_new", "starter.close", "server.stop",
     ]  # fmt: skip
 
 

@@ -30,9 +30,8 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
-from hotcold.ui.api.tokens import TokenTexts
+from hotcold.ui.app import create_app
 from hotcold.ui.served_models import ServedModels
-from hotcold.ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
 _TIMEOUT_S = 60.0
@@ -273,7 +272,7 @@ def test_a_list_of_a_hundred_prompts_waits_for_itself_and_lets_others_between() 
     """Two run side by side and one more may wait."""
     client = Slow()
     backend = make_backend(client)
-    route = CompletionRoute(backend, backend.texts)
+    route = CompletionRoute(backend)
 
     def body(**fields: Any) -> CompletionRequest:
         return parse(CompletionRequest, json.dumps(fields).encode())
@@ -363,7 +362,7 @@ def test_those_who_run_and_wait_leave_less_room(num_active: int, status: int) ->
 async def begun(backend: Backend) -> sse.EventStream:
     """A stream of two answers, of which nothing is sent yet."""
     body = parse(CompletionRequest, b'{"prompt": [1, 2], "n": 2, "stream": true}')
-    return await CompletionRoute(backend, TokenTexts(backend.prompts.tokenizer)).stream(body)
+    return await CompletionRoute(backend).stream(body)
 
 
 async def never(*_: Any) -> Any:

@@ -11,12 +11,12 @@ import pytest
 
 from hotcold.jobs.cli import COMMANDS, cli, main
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
-from hotcold.jobs.support.settings import settings_of
-from hotcold.jobs.support.shared_option import (
+from hotcold.jobs.support.settings import (
     SHARED_OPTIONS,
     GroupedCommand,
     ModelsArgument,
     SharedOption,
+    settings_of,
     shared_option,
 )
 
@@ -150,8 +150,8 @@ def test_a_folder_in_the_files_place(
 ) -> None:
     monkeypatch.setenv("HOTCOLD_CONFIG", str(tmp_path))
     assert main(["run"], group) == 1
-    expected = f"hotcold: error: {tmp_path} cannot be read: Is a directory\n"
-    assert capsys.readouterr().err == expected
+    told = "cannot be read: Is a directory; name another file in HOTCOLD_CONFIG"
+    assert capsys.readouterr().err == f"hotcold: error: {tmp_path} {told}\n"
 
 
 def test_a_wrong_variable_is_named(given: Given) -> None:

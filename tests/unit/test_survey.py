@@ -10,17 +10,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
 from hotcold.cuda_kernels.device import Gpu, list_gpus
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.support.doctor_checks import Finding, check_machine, check_model
 from hotcold.model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
-from hotcold.placement.machine.bandwidth import measure_read_bandwidth
-from hotcold.placement.machine.measure_layout import (
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
+from hotcold.placement.machine.survey import (
+    MachineSurvey,
     free_bytes_of,
     last_level_cache_bytes,
     read_layout,
+    survey,
+    usable_cores,
 )
-from hotcold.placement.machine.survey import MachineSurvey, survey, usable_cores
 from hotcold.placement.machine.sysfs import (
     NumaNode,
     performance_cores,

@@ -8,7 +8,6 @@ import pytest
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.step_sizes import MatmulChoice
-from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 
 _PRODUCTS = MatmulChoice(bfloat16=True, integers=False, own_bfloat16=True, words=True)
 _STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
@@ -35,7 +34,7 @@ def test_every_field_comes_back() -> None:
             assert each.default is not MISSING
             values[each.name] = _changed(each.default)
     system = SystemConfig(**values)
-    found = system_of_json(system_as_json(system))
+    found = SystemConfig.from_json(system.as_json())
     assert found == system
     assert type(found.products) is MatmulChoice
     assert hash(found) == hash(system)  # lists have none
@@ -43,10 +42,10 @@ def test_every_field_comes_back() -> None:
 
 def test_what_is_left_out_comes_back() -> None:
     system = SystemConfig("model")
-    assert system_of_json(system_as_json(system)) == system
+    assert SystemConfig.from_json(system.as_json()) == system
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"hosts": []}', b'{"x": 1'])
 def test_other_text_is_refused(text: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        system_of_json(text)
+        SystemConfig.from_json(text)

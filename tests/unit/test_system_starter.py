@@ -15,15 +15,14 @@ import pytest
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
-from hotcold.jobs.kept import records
+from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of
-from hotcold.jobs.support.served_plans import ModelPlan
-from hotcold.jobs.support.system_starter import SystemStarter
+from hotcold.jobs.support.served_systems import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
-from hotcold.ui.serving import LoadingGate
+from hotcold.ui.server_thread import LoadingGate
 
 
 class Server:
@@ -89,14 +88,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 
 def found() -> list[str]:
-    return [one.name for one in records.running(own_folder())]
+    return [one.name for one in registry.running(own_folder())]
 
 
 def test_a_system_is_found_until_it_ends(made: Made) -> None:
     starter, backend, server, system = made
     started = starter.start(backend)
     assert vars(started) is vars(system)
-    (record,) = records.running(own_folder())
+    (record,) = registry.running(own_folder())
     assert (record.name, record.url, record.is_kept) == ("demo", "http://here", False)
     assert record.resolved["context_length"] == 128 and len(server.open) == 1
     starter.end(backend, started)
@@ -107,8 +106,8 @@ def test_a_system_is_found_until_it_ends(made: Made) -> None:
 def test_a_server_that_ends_is_found_no_more(made: Made) -> None:
     starter, backend, _, system = made
     starter.start(backend)
-    starter.leave()
-    starter.leave()
+    starter.unregister_all()
+    starter.unregister_all()
     assert found() == [] and not system.has_ended
 
 
@@ -142,7 +141,7 @@ def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
     monkeypatch.setattr(System, "start", writing)
     starter._plans["demo"] = replace(starter._plans["demo"], model=str(tmp_path))
     starter.start(backend)
-    (record,) = records.running(own_folder())
+    (record,) = registry.running(own_folder())
     asked = identity_of(str(tmp_path), SystemOptions())
     assert record.identity == json.loads(json.dumps(asked))
     assert [name for name, *_ in record.identity["files"]] == ["written"]
@@ -172,7 +171,7 @@ def test_neurons_are_packed_before_a_system_starts(
         assert config is CONFIG
         raise ServiceError("no room for the bundles")
 
-    monkeypatch.setattr("hotcold.jobs.support.system_starter.require_bundles", fail)
+    monkeypatch.setattr("hotcold.jobs.support.served_systems.require_bundles", fail)
     with pytest.raises(ServiceError, match="no room for the bundles"):
         starter.start(backend)
     assert not system.has_started and found() == [] and server.open == []

@@ -166,9 +166,9 @@ def test_the_environment_has_the_same_names() -> None:
 
 def test_expressions() -> None:
     template = "\n".join(f"{{{{ {text} }}}}" for text in EXPRESSIONS)
-    wanted = _compile_jinja_template(template).render(VARIABLES)
-    assert wanted.count("\n") >= len(EXPRESSIONS) - 1
-    assert rendered(template).split("\n") == wanted.split("\n")
+    expected = _compile_jinja_template(template).render(VARIABLES)
+    assert expected.count("\n") >= len(EXPRESSIONS) - 1
+    assert rendered(template).split("\n") == expected.split("\n")
 
 
 @pytest.mark.parametrize("template", BLOCKS)

@@ -1,4 +1,4 @@
-"""What a model thinks: told apart from its answer, by every route, however it comes."""
+"""A model's reasoning, separated from its answer: on every route, in any pieces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.driver.grammar import Grammars
+from hotcold.actors.driver.logits_processors import Grammars
 from hotcold.actors.protocol.messages import Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.text.chat_template import ChatTemplate
-from hotcold.model.text.thinking import Thinking, thinking_of
+from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.tools.deltas import delta, whole_message
+from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
 

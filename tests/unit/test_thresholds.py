@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
-from hotcold.predictors.quality import Quality
+from hotcold.predictors.predictor_file import Quality
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, NUM_NEURONS = 6000, 300

@@ -283,7 +283,7 @@ def test_templates_that_eat_memory_or_time(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hotcold.model.text.chat_template.RENDER_TIMEOUT_S", 1)
-    monkeypatch.setattr("hotcold.model.text.apart.START_S", 1)
+    monkeypatch.setattr("hotcold.model.text.subprocess_worker.START_S", 1)
     tokenizer = chat(tmp_path, template)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError, match=r"too much memory|characters|runs longer than 1 s"):

@@ -1,4 +1,4 @@
-"""Tools: told to models by their templates or in words, held to schemas, read from answers."""
+"""Tools: described by templates or the system prompt, held to schemas, read from answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
+from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import ChatRequest, parse
-from hotcold.ui.api.tools.deltas import delta, whole_message
 from hotcold.ui.api.tools.grammar import calls_grammar
 from hotcold.ui.api.tools.reader import CallReader
 
@@ -78,7 +78,7 @@ def test_a_template_that_knows_tools_gets_them() -> None:
 
 
 @pytest.mark.parametrize("template", [PLAIN, OTHER, BOTH])
-def test_others_are_told_in_words(template: str) -> None:
+def test_other_templates_get_tools_in_the_system_prompt(template: str) -> None:
     text = _template(template).render(TALK, tools=TOOLS)
     system, user, assistant, result = text.split("<system>")[1].replace(
         "<user>", "\0").replace("<assistant>", "\0").split("\0")  # fmt: skip

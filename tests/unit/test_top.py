@@ -20,7 +20,7 @@ from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Tel
 from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
 from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
-from hotcold.jobs.kept.records import Record
+from hotcold.jobs.kept.registry import Record
 from hotcold.jobs.support.top_picture import drawn, picture
 from hotcold.jobs.support.top_watch import watch
 from hotcold.model.errors import ServiceError
@@ -45,10 +45,10 @@ def telemetry(num_steps: int = 10, num_running: int = 1) -> Telemetry:
              "python": 0.22, "total": 2.0}  # fmt: skip
     speed = Speed(123.44, times, 0.1, 0.2) if num_running else Speed(0.0, {}, 0.0, 0.0)
     actors = (
-        ActorHealth("driver", "alive", 7, 1 << 28, "cpu", 0.0),
-        ActorHealth("gpu", "alive", 8, 1 << 29, "cpu", 0.0),
-        ActorHealth("cpu0", "silent", 9, 1 << 30, "cpu", 4.0),
-        ActorHealth("cpu1", "restarting", 0, 0, "", 4.0),
+        ActorHealth("driver", "alive", 7, 1 << 28, "cpu"),
+        ActorHealth("gpu", "alive", 8, 1 << 29, "cpu"),
+        ActorHealth("cpu0", "silent", 9, 1 << 30, "cpu"),
+        ActorHealth("cpu1", "restarting", 0, 0, ""),
     )
     return Telemetry(
         "exact", 3725.0, num_running, 2, 5, 8, speed, neurons, actors, 4 << 30, 3 << 30
@@ -156,7 +156,7 @@ def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPa
     [
         ([], [], "no system is running; `hotcold serve` or --keep starts one"),
         ([], ["a"], "no system named 'a' is running; none does"),
-        (["a", "b"], [], "several systems run: a, b; say which"),
+        (["a", "b"], [], "several systems run: a, b; name one, as in `hotcold top NAME`"),
         (["a", "b"], ["c"], "no system named 'c' is running; these do: a, b"),
         (["a", "b"], ["b"], "the system has ended"),  # nobody answers there
         (["a"], [], "the system has ended"),

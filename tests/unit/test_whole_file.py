@@ -36,7 +36,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, write) -> None:
         with pytest.raises(OSError):
             write(tmp_path / "file", b"one")
     else:
-        write(tmp_path / "file", b"one")  # somebody has been there
+        write(tmp_path / "file", b"one")  # a file that exists
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -72,7 +72,7 @@ def test_writers_of_one_process_have_names_of_their_own(
 def test_it_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write
 ) -> None:
-    """And the name before the writer is told so: a loss of power leaves the old file or the new."""
+    """The name is on the disk when the writer returns: a power loss leaves either file whole."""
     path, asked = tmp_path / "file", []
     real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
 
@@ -92,7 +92,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(
 
 
 def test_what_a_killed_writer_has_left_goes(tmp_path: Path) -> None:
-    """Once it is so old that nobody can be writing it; other files stay."""
+    """Once it is too old to be still written; other files stay."""
     path = tmp_path / "file"
     old, own, other = (tmp_path / f"file.{name}" for name in ("4711.part", "0aff.part", "x.part"))
     for part in (old, own, other):

@@ -1,4 +1,4 @@
-"""Answers put together from their events, for both kinds of completion."""
+"""Answers collected from their events, for both kinds of completions."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -9,17 +9,16 @@ from hotcold.ui.api.backend import Answers
 
 
 class Answer:
-    """What has come of one answer."""
+    """The events of one answer so far, joined."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.result: Generation | None = None
 
     def add(self, event: TokenEvent) -> None:
-        """Take the next event."""
+        """Add the next event."""
         self.text += event.text
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
@@ -55,7 +54,7 @@ async def collect(answers: Answers) -> list[Answer]:
 
 
 async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEvent]]:
-    """All events, once the first has come: what goes wrong before it can still be a status.
+    """All events, once the first has come: an error before it can still be an HTTP status.
 
     Errors:  ApiError, HotcoldError
     """
@@ -78,7 +77,7 @@ async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEve
 def usage(
     requests: Sequence[GenerateRequest], answers: Sequence[Answer], copies: int, most: int = 1 << 31
 ) -> dict[str, int]:
-    """Token counts: a prompt of `copies` answers once, of an answer at most `most` tokens."""
+    """Token counts: a prompt of `copies` answers counts once, an answer `most` tokens at most."""
     prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
     new = sum(min(len(answer.ids), most) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

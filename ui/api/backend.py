@@ -1,4 +1,4 @@
-"""Between HTTP routes and a running system: limits, the queue, deadlines, counts."""
+"""One model behind the HTTP routes: its system, limits, queue, deadlines and counts."""
 
 import asyncio
 import threading
@@ -20,43 +20,43 @@ from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
-from hotcold.ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")
 _MAX_THREADS = 4
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
-_MAX_ANSWERS = 2048  # of one request
+_MAX_ANSWERS = 2048  # to one HTTP request
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server allows."""
+    """A server's limits."""
 
     model_name: str
-    max_queue: int = 64  # requests that wait, beyond those that run
+    max_queue: int = 64  # requests that wait, besides those that run
     max_tokens: int = 1 << 20  # new tokens of one request
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 << 20
 
 
 class Loader(Protocol):
-    """Loads one of several models when it is asked for, and gives one up."""
+    """Loads and unloads one of several models."""
 
-    async def bring(self, backend: "Backend") -> None:
-        """Have `attach` called. Errors: ApiError 503, HotcoldError."""
+    async def load(self, backend: "Backend") -> None:
+        """Start the model's system and `attach` it. Errors: ApiError 503, HotcoldError."""
 
-    def give_up(self, backend: "Backend") -> None:
-        """Call `detach` and end the system, if it is loaded and nobody needs it."""
+    def unload(self, backend: "Backend") -> None:
+        """`detach` and end the system, if it is loaded and idle."""
 
     @property
     def has_several(self) -> bool:
-        """Whether it has several models, so that one given up makes room for another."""
+        """Whether it has several models, so that unloading one makes room for another."""
 
 
 class Backend:
-    """One model of a server, as the routes use it; a system may hold it, or is still to start."""
+    """One model of a server, as the routes use it; its system may not have started."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Backend:
         settings: ServerSettings,
         loader: Loader | None = None,
     ) -> None:
-        """`config` is the system's, which the `loader` will `attach` where it is not there yet."""
+        """`config` is the system's; without a `system` the `loader` attaches one."""
         path = Path(config.model_path)
         model_config = read_config(path)
         self.config = config
@@ -76,14 +76,14 @@ class Backend:
         self.metrics = Metrics(settings.model_name)
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run
-        self.num_attending = 0  # those who want it to stay, though they ask nothing now
-        self.used_at = time.monotonic()  # when a request came or ended last
+        self.num_attending = 0  # clients that keep it loaded without a request
+        self.used_at = time.monotonic()  # when the last request came or ended
         self.tokens_per_s = 0.0  # of the last answer, after its first token
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
         self.is_loading = False
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "text")
-        self._stays = True  # also once nobody needs it
+        self._stays = True  # while idle
         self._loader = loader
         self._system: System | None = None
         self._client: AsyncClient | None = None
@@ -91,12 +91,12 @@ class Backend:
             self.attach(system)
 
     def attach(self, system: System, client: AsyncClient | None = None) -> None:
-        """Ask this system from now on, by `client` where there is one already."""
+        """Send requests to this system from now on; `client`: one that exists already."""
         self._system = system
         self._client = client or AsyncClient(system)
 
     def detach(self) -> None:
-        """Ask no system: the next request has one brought."""
+        """Forget the system: the next request loads the model."""
         self._system = self._client = None
 
     @property
@@ -108,97 +108,93 @@ class Backend:
 
     @property
     def system(self) -> System:
-        """What holds the model. Errors: ServiceError where it is not loaded."""
+        """The model's system. Errors: ServiceError where it is not loaded."""
         if self._system is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
         return self._system
 
     @property
     def client(self) -> AsyncClient:
-        """What asks the system. Errors: as those of `system`."""
+        """The system's client. Errors: those of `system`."""
         if self._client is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
         return self._client
 
     async def ready(self) -> AsyncClient:
-        """What asks the system, once there is one. Errors: ApiError 503, HotcoldError."""
+        """The system's client, once the model is loaded. Errors: ApiError 503, HotcoldError."""
         if self._client is None and self._loader is not None:
-            await self._loader.bring(self)
+            await self._loader.load(self)
         return self.client
 
     def keep(self, stays: bool) -> bool:
-        """Whether the model stays once nobody needs it, until a request says otherwise.
+        """Set whether the model stays loaded while idle; returns whether it does.
 
-        True for the only one of a server, which always stays: it was started for that one, and
-        would have nothing else to answer with where its memory is taken meanwhile.
+        The only model of a server always stays.
         """
         self._stays = stays
-        self.leave_if_idle()
+        self.unload_if_idle()
         return not self._may_leave
 
     def ended(self) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         self.num_active -= 1
         self.used_at = time.monotonic()
-        self.leave_if_idle()
+        self.unload_if_idle()
 
     def attend(self, count: int) -> None:
-        """So many more want it to stay, though they ask nothing now."""
+        """Count clients that keep it loaded without a request: 1 or -1."""
         self.num_attending += count
-        self.leave_if_idle()
+        self.unload_if_idle()
 
-    def leave_if_idle(self) -> None:
-        """Have the model given up if it does not stay, and nobody needs it."""
+    def unload_if_idle(self) -> None:
+        """Unload the model if it is idle and does not stay."""
         if self._may_leave and self._loader is not None:
-            self._loader.give_up(self)
+            self._loader.unload(self)
 
     @property
     def _may_leave(self) -> bool:
         return not self._stays and self._loader is not None and self._loader.has_several
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the driver by name. Errors: HotcoldError; as those of `system`."""
+        """Call a method of the driver by name. Errors: HotcoldError."""
         return self.system.call(method, *args)
 
     @property
     def described(self) -> SystemConfig:
-        """What runs; where the model is not loaded, what will. Errors: HotcoldError."""
+        """The config of the system, as it runs if it is loaded. Errors: HotcoldError."""
         found: SystemConfig = self.config if self._system is None else self.call("describe")
         return found
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a system holds the model now."""
+        """Whether a system has the model."""
         return self._system is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for an answer or wants to go on asking."""
+        """Whether there is no request and no attending client."""
         return not (self.num_active or self.num_attending)
 
     @property
     def name(self) -> str:
-        """By which requests name the model."""
+        """The model's name in requests."""
         return self.settings.model_name
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """What the model's tokens stand for."""
+        """Texts of the model's tokens."""
         return TokenTexts(self.prompts.tokenizer)
 
     @property
     def call_syntax(self) -> CallSyntax:
-        """How the model is asked to write calls. Errors: PromptError without a chat template."""
+        """The model's syntax of tool calls. Errors: PromptError without a tokenizer."""
         tokenizer = self.prompts.tokenizer
         if tokenizer is None:
-            raise PromptError("this model has no tokenizer, so no text")
+            raise PromptError("this model has no tokenizer, so no text; leave tools out")
         return tokenizer.call_syntax
 
     def limited(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with at most as many new tokens as the server allows.
-
-        Errors:  ApiError 400 where it asks for more
-        """
+        """The request with `max_tokens` within the server's limit. Errors: ApiError 400."""
         wanted, most = request.sampling.max_tokens, self.settings.max_tokens
         if wanted is None:
             return replace(request, sampling=replace(request.sampling, max_tokens=most))
@@ -209,7 +205,7 @@ class Backend:
         return request
 
     async def encoded(self, request: GenerateRequest) -> list[GenerateRequest]:
-        """A request with its token ids, checked, in place of its text. Errors: PromptError."""
+        """The request with checked token ids in place of its text. Errors: PromptError."""
         return [await self.in_thread(partial(self.prompts.checked, request))]
 
     async def prompt_ids(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
@@ -219,10 +215,7 @@ class Backend:
         )
 
     async def in_thread(self, work: Callable[[threading.Event], _Found]) -> _Found:
-        """What `work` on texts returns; its event is set when nobody waits for it any more.
-
-        A model has threads of its own for it: where its texts take long, the others' do not wait.
-        """
+        """Run `work` on texts in one of this model's threads; its event is set once cancelled."""
         unwanted = threading.Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, unwanted)
@@ -230,14 +223,11 @@ class Backend:
             unwanted.set()
 
     async def start(self, count: int, make: MakeRequests, stays: bool = True) -> "Answers":
-        """Take places, make `count` requests of token ids, and queue them.
+        """Make `count` requests of token ids and queue them; API and page answer by this alone.
 
-        No more of them than run side by side have places, and are asked for, at once: the others
-        wait for them here, so that other clients' requests come between.
-
-        The only way to an answer, for the API and for the page. Without `stays` the model is given
-        up once nobody needs it, as by `keep`.
-        Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
+        At most as many as run at once are submitted; the others wait here, so that other clients'
+        requests come between. `stays` as in `keep`.
+        Errors:  ApiError 400 for more than the limits, 503 where the queue is full, 504;
                  PromptError, UsageError, ServiceError
         """
         if count > _MAX_ANSWERS:
@@ -257,20 +247,20 @@ class Backend:
 
 
 class Answers:
-    """The answers to one HTTP request, as they come. `close` ends what still runs."""
+    """The answers to one HTTP request, as events. `close` cancels what still runs."""
 
     def __init__(self, backend: Backend, count: int) -> None:
-        """Takes a place for each of `count` that runs, until all have a result or `close`."""
+        """Counts as active until all `count` answers have a result, or `close`."""
         self.requests: Sequence[GenerateRequest] = []
         self._backend = backend
         self._started = time.monotonic()
         self._last_at = [self._started] * count
-        self._names: dict[int, str] = {}
-        self._client: AsyncClient | None = None  # who was asked for them
+        self._request_ids: dict[int, str] = {}
+        self._client: AsyncClient | None = None
         self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
         self._unfinished = set(range(count))
-        self._unasked = deque(range(count))
-        self._asking: set[asyncio.Task[None]] = set()
+        self._unsubmitted = deque(range(count))
+        self._submitting: set[asyncio.Task[None]] = set()
         self._num_places = min(count, backend.num_parallel)
         self._num_unread = count
         self._is_stopped = False
@@ -279,11 +269,11 @@ class Answers:
 
     @property
     def deadline(self) -> float:
-        """Of all that is done for the client, sending too; by the loop's clock, the monotonic."""
+        """When all must be done and sent, by time.monotonic()."""
         return self._started + self._backend.settings.request_timeout_s
 
     async def submit(self, make: MakeRequests) -> None:
-        """Make the requests and queue the first; the model is loaded meanwhile where it is not.
+        """Make the requests, load the model if needed, and queue the first requests.
 
         Errors:  PromptError, UsageError, ServiceError, ApiError 400 and 504
         """
@@ -293,25 +283,25 @@ class Answers:
                 self._client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self._num_places):
-                        group.create_task(self._ask_next(self._client))
+                        group.create_task(self._submit_next(self._client))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         except TimeoutError:
             raise timed_out(self._backend.settings.request_timeout_s) from None
 
-    async def _ask_next(self, client: AsyncClient) -> None:
-        """Queue the next request, if there is one. Errors: as of `submit`."""
-        if self._unasked:
-            index = self._unasked.popleft()
+    async def _submit_next(self, client: AsyncClient) -> None:
+        """Queue the next request, if there is one. Errors: those of `submit`."""
+        if self._unsubmitted:
+            index = self._unsubmitted.popleft()
             request = self.requests[index]
-            self._names[index] = await client.submit(request, partial(self._deliver, index))
+            self._request_ids[index] = await client.submit(request, partial(self._deliver, index))
             self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
 
-    async def _go_on(self, client: AsyncClient) -> None:
+    async def _submit_later(self, client: AsyncClient) -> None:
         try:
-            await self._ask_next(client)
+            await self._submit_next(client)
         except Exception as error:
-            self._events.put_nowait((0, error))  # which ends all of them
+            self._events.put_nowait((0, error))  # ends all answers
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Each event with the index of its request, until all have a result.
@@ -335,42 +325,42 @@ class Answers:
             self.close()
 
     def stop(self) -> None:
-        """End each answer within a token, with a result that says so."""
+        """End each answer within a token, with a result whose finish reason is \"cancelled\"."""
         self._is_stopped = True
-        while self._unasked:
+        while self._unsubmitted:
             nothing = Generation("", [], "cancelled", 0, 0.0, 0.0)
-            self._deliver(self._unasked.popleft(), TokenEvent("", nothing))
+            self._deliver(self._unsubmitted.popleft(), TokenEvent("", nothing))
         if self._client is not None:
-            for index in self._unfinished & self._names.keys():
-                self._client.stop(self._names[index])
+            for index in self._unfinished & self._request_ids.keys():
+                self._client.stop(self._request_ids[index])
 
     def close(self) -> None:
-        """Cancel what has no result yet. May be called again."""
-        self._unasked.clear()
-        for task in self._asking:
+        """Cancel the requests without a result. May be called again."""
+        self._unsubmitted.clear()
+        for task in self._submitting:
             task.cancel()
         for index in list(self._unfinished):
             self._leave(index)
-            if self._client is not None and index in self._names:
-                self._client.cancel(self._names[index])
+            if self._client is not None and index in self._request_ids:
+                self._client.cancel(self._request_ids[index])
                 self._backend.metrics.add_abort()
 
     def _deliver(self, index: int, event: TokenEvent | BaseException) -> None:
-        """Take what the driver sends. A place is free at its end, whoever reads it when."""
+        """Take an event of the driver. A request's end frees its place before it is read."""
         if index not in self._unfinished:
             return
         if isinstance(event, BaseException) or event.result is not None:
             self._leave(index)
         if not isinstance(event, BaseException):
             self._count(index, event)
-            if event.result is not None and self._unasked and self._client is not None:
-                task = asyncio.create_task(self._go_on(self._client))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+            if event.result is not None and self._unsubmitted and self._client is not None:
+                task = asyncio.create_task(self._submit_later(self._client))
+                self._submitting.add(task)
+                task.add_done_callback(self._submitting.discard)
         self._events.put_nowait((index, event))
 
     def _leave(self, index: int) -> None:
-        """One has ended; its place is the next one's, if one waits for it."""
+        """Mark one as ended; its place goes to the next one, if one waits."""
         self._unfinished.discard(index)
         if len(self._unfinished) < self._num_places:
             self._num_places -= 1
@@ -379,7 +369,7 @@ class Answers:
     def _count(self, index: int, event: TokenEvent) -> None:
         metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]
         if event.result is not None and event.result.embedding is not None:
-            pass  # it has no tokens, so no first one
+            pass  # no tokens, so no first one
         elif last == self._started:
             metrics.add_first(now - last, event.num_tokens)
         else:

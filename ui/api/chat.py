@@ -1,23 +1,90 @@
 """POST /v1/chat/completions."""
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, collect, usage
 from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
-from hotcold.ui.api.tokens import chat_logprobs, content_tokens
-from hotcold.ui.api.tools.deltas import Deltas, whole_message
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
+class Deltas:
+    """The deltas of one answer: reasoning, content and tool calls."""
+
+    def __init__(self, reader: AnswerReader, as_functions: bool = False) -> None:
+        """`as_functions`: calls as OpenAI's older `function_call`."""
+        self._reader = reader
+        self._as_functions = as_functions
+
+    def of(self, event: TokenEvent) -> list[dict[str, Any]]:
+        """The deltas of one event."""
+        parts = self._reader.push(event.text, is_last=event.result is not None)
+        deltas = [delta(part) for part in parts]
+        return [_as_function(delta) for delta in deltas] if self._as_functions else deltas
+
+    def finish_reason(self, reason: str) -> str:
+        """A call ends an answer as `tool_calls`, unless it was cut off."""
+        if reason != "stop" or not self._reader.num_calls:
+            return reason
+        return "function_call" if self._as_functions else "tool_calls"
+
+
+def delta(part: Part) -> dict[str, Any]:
+    """The delta of one part."""
+    match part:
+        case ReasoningPart(text):
+            return {"reasoning_content": text}
+        case TextPart(text):
+            return {"content": text}
+        case CallPart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ArgumentsPart(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _as_function(delta: dict[str, Any]) -> dict[str, Any]:
+    calls = delta.get("tool_calls")
+    return {"function_call": calls[0]["function"]} if calls else delta
+
+
+def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message of an answer, joined from its deltas."""
+    content, thought, calls = "", "", []
+    function: dict[str, str] = {}
+    for delta in deltas:
+        content += delta.get("content", "")
+        thought += delta.get("reasoning_content", "")
+        for key, text in delta.get("function_call", {}).items():
+            function[key] = function.get(key, "") + text
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append(
+                    {key: call[key] for key in ("id", "type")}
+                    | {"function": dict(call["function"])}
+                )
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    message: dict[str, Any] = {"content": content}
+    if thought or calls or function:
+        message["content"] = content or None
+    found = {"reasoning_content": thought, "tool_calls": calls, "function_call": function}
+    return message | {key: value for key, value in found.items() if value}
+
+
 class ChatRoute(Route):
-    """Answers conversations."""
+    """The answers of /v1/chat/completions."""
 
     async def whole(self, body: ChatRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
@@ -50,11 +117,11 @@ class ChatRoute(Route):
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             return empty | more
 
-        told = [self._deltas(body, started) for _ in range(body.n or 1)]
+        all_deltas = [self._deltas(body, started) for _ in range(body.n or 1)]
 
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
             logprobs = self._logprobs(body, event)
-            deltas = told[index].of(event)
+            deltas = all_deltas[index].of(event)
             if event.logprobs and not deltas:
                 deltas = [{"content": ""}]
             for delta in deltas:
@@ -62,7 +129,7 @@ class ChatRoute(Route):
                 logprobs = None
             if event.result is not None:
                 more = {"token_ids": event.result.ids} if body.return_token_ids else {}
-                reason = told[index].finish_reason(event.result.finish_reason)
+                reason = all_deltas[index].finish_reason(event.result.finish_reason)
                 yield choice(index, {}, finish_reason=reason, **more)
 
         return await self._chunks(
@@ -97,7 +164,7 @@ class ChatRoute(Route):
     def _message(
         self, body: ChatRequest, started: Answers, answer: Answer
     ) -> tuple[dict[str, Any], str]:
-        """What is thought, said and called, and why it ended."""
+        """The message and its finish reason."""
         deltas = self._deltas(body, started)
         message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
         return message, deltas.finish_reason(answer.finish_reason)

@@ -8,14 +8,14 @@ from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenL
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, collect, usage
 from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.logprobs import CompletionLogprobs, TokenTexts
 from hotcold.ui.api.requests import completion_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import CompletionRequest
-from hotcold.ui.api.tokens import CompletionLogprobs, TokenTexts
 
 
 class CompletionRoute(Route):
-    """Continues prompts."""
+    """The answers of /v1/completions."""
 
     async def whole(self, body: CompletionRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
@@ -64,7 +64,7 @@ class CompletionRoute(Route):
         return _Writer(body, echoed, self._texts)
 
     def _prompt_text(self, body: CompletionRequest, request: GenerateRequest) -> str:
-        """The prompt as its tokens say it, those that the tokenizer added included."""
+        """The text of the prompt's tokens, those that the tokenizer added included."""
         ids = request.prompt_ids or []
         if body.logprobs is not None:  # so that tokens and text agree
             return b"".join(map(self._texts.bytes_of, ids)).decode("utf-8", "replace")
@@ -73,7 +73,7 @@ class CompletionRoute(Route):
 
 
 class _Writer:
-    """The choices of one answer: the echoed prompt first."""
+    """Makes the choices of one answer; the echoed prompt is in the first."""
 
     def __init__(self, body: CompletionRequest, echoed: str, texts: TokenTexts) -> None:
         self._body = body

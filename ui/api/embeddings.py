@@ -4,28 +4,52 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, field_validator
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import PromptError, ServiceError
 from hotcold.ui.api.answer import collect
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
 from hotcold.ui.api.errors import as_api_error
+from hotcold.ui.api.fields import Request
+from hotcold.ui.api.schemas import Prompt, prompts_of
 
 POOLING = "mean of the hidden states after the last layer and its norm"
 
 
+class EmbeddingsRequest(Request):
+    """POST /v1/embeddings: a text, or token ids, or several of them."""
+
+    input: Prompt = Field(union_mode="left_to_right")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+    @field_validator("dimensions", mode="before")
+    @classmethod
+    def _not_chosen(cls, given: Any) -> None:
+        if given is not None:
+            raise ValueError(
+                "a vector has as many numbers as the model's hidden states; leave it out"
+            )
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each input, a text or token ids."""
+        return prompts_of(self.input)
+
+
 class EmbeddingsRoute:
-    """Makes vectors of texts."""
+    """The answers of /v1/embeddings."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     async def whole(self, body: EmbeddingsRequest) -> dict[str, Any]:
-        """All vectors. Errors: ApiError, HotcoldError."""
+        """The whole answer. Errors: ApiError, HotcoldError."""
         prompts = await prompts_to_embed(self._backend, body.inputs)
         vectors = await embeddings(self._backend, prompts)
         if body.encoding_format == "base64":
@@ -58,9 +82,9 @@ async def prompts_to_embed(
     try:
         return await backend.prompt_ids(asked)
     except PromptError as error:
-        told = as_api_error(error)
-        told.param = field
-        raise told from error
+        answer = as_api_error(error)
+        answer.param = field
+        raise answer from error
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
@@ -79,7 +103,7 @@ async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[lis
 
 
 def _request(backend: Backend) -> GenerateRequest:
-    """Without its prompt; one token is what every server allows."""
+    """A request without its prompt; every server allows its one token."""
     return GenerateRequest(replace(backend.defaults, max_tokens=1), wants_embedding=True)
 
 

@@ -1,128 +1,68 @@
-"""Fields of requests that change answers: what is done about each, on every route.
+"""Fields of requests that change answers, of all APIs whose clients may send them.
 
-A route does what a field of its schema says. A field of `CHANGING` that its schema does not have is
-refused unless its value changes nothing. All others change no answer, or are not known, and are
-read over.
+A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. All
+other unknown fields are ignored.
 """
 
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.strict import StrictModel
 
-# Each with the values that do nothing, beside null, empty texts, lists and objects, which never do.
-CHANGING: dict[str, tuple[Any, ...]] = {
+
+class StrictModel(BaseModel):
+    """Types are strict: a number is no text. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+# Fields that change answers with any value but null and empty texts, lists and objects.
+_ALWAYS_CHANGING = (
     # OpenAI's
-    "audio": (),
-    "background": (False,),
-    "best_of": (1,),
-    "conversation": (),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": (),
-    "logit_bias": (),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt": (),  # a stored one, in /v1/responses
-    "reasoning": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "seed": (),
-    "stop": (),
-    "suffix": (),
-    "temperature": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
-    "top_logprobs": (0,),
-    "top_p": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+    "audio", "conversation", "functions", "logit_bias", "max_completion_tokens",
+    "max_output_tokens", "max_tokens", "prompt", "reasoning", "reasoning_effort", "seed",
+    "stop", "suffix", "temperature", "tools", "top_p", "web_search_options",
     # vLLM's, and SGLang's
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "chat_template": (),
-    "chat_template_kwargs": (),
-    "continue_final_message": (False,),
-    "documents": (),
-    "early_stopping": (False,),
-    "ebnf": (),
-    "enable_thinking": (),
-    "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "ignore_eos": (False,),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": (),
-    "max_new_tokens": (),
-    "min_new_tokens": (0,),
-    "min_p": (),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": (),
-    "prompt_logprobs": (),
-    "regex": (),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": (),
-    "stop_token_ids": (),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "thinking_token_budget": (-1,),
-    "top_k": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
+    "allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents",
+    "ebnf", "enable_thinking", "grammar", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
+    "min_p", "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex",
+    "stop_token_ids", "structural_tag", "structured_outputs", "top_k",
+    "truncate_prompt_tokens",
     # llama.cpp's; what only matters beside one of these (dry_base, mirostat_tau) is not here
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "image_data": (),
-    "input_prefix": (),
-    "input_suffix": (),
-    "json_schema": (),
-    "lora": (),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "n_indent": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "reasoning_budget": (-1,),
-    "reasoning_format": ("auto", "deepseek"),
-    "repeat_last_n": (),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "smoothing_factor": (0,),
-    "t_max_predict_ms": (0, -1),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (0, -1),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
+    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "repeat_last_n",
+    "samplers",
     # Ollama's
-    "context": (),
-    "format": (),
-    "images": (),
-    "options": (),
+    "context", "format", "images", "options", "system", "template", "think",
+)  # fmt: skip
+# All fields that change answers, with the values that change nothing besides.
+CHANGING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ALWAYS_CHANGING, ()),
+    # OpenAI's
+    "background": (False,), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none", "auto"), "logprobs": (False,), "modalities": (["text"],),
+    "n": (1,), "presence_penalty": (0,), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "top_logprobs": (0,), "verbosity": ("medium",),
+    # vLLM's, and SGLang's
+    "add_generation_prompt": (True,), "add_special_tokens": (True,),
+    "continue_final_message": (False,), "early_stopping": (False,), "ignore_eos": (False,),
+    "include_reasoning": (True,), "include_stop_str_in_output": (False,),
+    "length_penalty": (1,), "min_new_tokens": (0,), "min_tokens": (0,),
+    "repetition_penalty": (1,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    # llama.cpp's
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "min_keep": (0,), "mirostat": (0,),
+    "n_indent": (0,), "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
+    "reasoning_format": ("auto", "deepseek"), "repeat_penalty": (1,),
+    "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
+    "top_n_sigma": (0, -1), "typical_p": (1,), "xtc_probability": (0,),
+    # Ollama's
     "raw": (False,),
-    "system": (),
-    "template": (),
-    "think": (),
 }  # fmt: skip
 
-# What to give in their place, where a route has that.
+# The field to give instead, where a route has it.
 INSTEAD = {
     "ebnf": "grammar",
     "format": "response_format",
@@ -140,11 +80,11 @@ INSTEAD = {
 
 
 class Request(StrictModel):
-    """A request's body. Of what its schema does not name, nothing that changes answers is taken."""
+    """A request's body, which refuses unknown fields of `CHANGING`."""
 
     model_config = ConfigDict(extra="allow")
 
-    # As in `CHANGING`, where a route's own way is another one.
+    # A route's own values in place of those in `CHANGING`.
     unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="after")

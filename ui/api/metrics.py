@@ -1,4 +1,4 @@
-"""What Prometheus may ask, under vLLM's names where the meaning is the same."""
+"""Metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 from collections.abc import Iterable
 
@@ -33,13 +33,12 @@ class Metrics:
     """Counts of one model since the server's start, each with the label `model_name`."""
 
     def __init__(self, model_name: str) -> None:
-        """Nothing is registered outside of this object."""
         disable_created_metrics()
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for room.")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache lent; 1 is all of it.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._new_tokens = self._counter("vllm:generation_tokens", "Tokens chosen.")
         self._first_token = self._histogram(
@@ -77,7 +76,7 @@ class Metrics:
                 "hotcold:storage_wait_share", "Of a step's time, waiting for neurons to be read."
             ),
             "hit_rate": self._gauge(
-                "hotcold:storage_hit_rate", "Of neurons' parts that were wanted, in memory."
+                "hotcold:storage_hit_rate", "Of neurons' parts that were needed, in memory."
             ),
         }
 
@@ -119,7 +118,7 @@ class Metrics:
         self._starts.inc()
 
     def show(self, load: DriverLoad | None) -> None:
-        """Take what the driver is busy with; None: it does not answer, or is not loaded."""
+        """Set the gauges to the driver's load; None: it does not answer, or is not loaded."""
         self._loaded.set(load is not None)
         load = load or DriverLoad(0, 0, 0.0)
         self._running.set(load.num_running)

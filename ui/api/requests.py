@@ -1,4 +1,4 @@
-"""From what a client asks to what the system is asked."""
+"""Requests of the system, made from requests of HTTP clients."""
 
 import asyncio
 from dataclasses import replace
@@ -8,7 +8,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from hotcold.ui.api.tools.grammar import calls_grammar, held_shape
+from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
 from hotcold.ui.api.tools.thoughts import Thoughts
 
 _LARGEST_SEED = (1 << 63) - 1
@@ -29,11 +29,11 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
-    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
+    grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
     if wanted_calls is not None:
-        shape = None if grammar is None else grammar.text
+        schema = None if grammar is None else grammar.text
         syntax = backend.call_syntax
-        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, shape)
+        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, schema)
     thoughts = Thoughts.of(backend.prompts.tokenizer, ids[0])
     if grammar is not None and thoughts is not None:
         grammar = thoughts.before(grammar)
@@ -43,7 +43,7 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
 async def completion_requests(backend: Backend, body: CompletionRequest) -> list[GenerateRequest]:
     """One request for each of `n` answers to each prompt.
 
-    Where no new token is wanted one is asked for nevertheless: it costs nothing beside the prompt.
+    With max_tokens 0 one token is generated and dropped: it costs nothing beside the prompt.
     Errors:  PromptError, UsageError
     """
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -56,7 +56,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     ]
     all_ids = await backend.prompt_ids(asked)
     num_prompt_logprobs = body.logprobs if body.echo else None
-    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
+    grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
     return [
         request
         for ids in all_ids
@@ -105,9 +105,10 @@ def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int | None) -
 
 
 def _penalties(body: SamplingRequest) -> dict[str, Any]:
-    """Presence and frequency as OpenAI defines them: of all of the answer, and not of the prompt.
+    """Presence and frequency count the answer's tokens, as OpenAI's.
 
-    `repetition_penalty` is vLLM's, of both. Beside `repeat_penalty` all are llama.cpp's.
+    `repetition_penalty` counts the prompt's too, as vLLM's. With `repeat_penalty` all three are
+    llama.cpp's.
     """
     counted = {
         "presence_penalty": body.presence_penalty,

@@ -1,4 +1,4 @@
-"""What both kinds of completion share: the head of an answer, and its events to the end."""
+"""What both completion routes share: JSON answers, their first keys, streams of chunks."""
 
 import asyncio
 import json
@@ -17,11 +17,12 @@ from hotcold.ui.api.answer import Answer, first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.schemas import SamplingRequest
-from hotcold.ui.api.tokens import TokenTexts
+
+_FEW = 256
 
 
 async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` returns; what it raises as an ApiError, so that none is taken for a defect."""
+    """The result of `work`; its errors as ApiError."""
     try:
         return await sse.unless_gone(request.receive, work)
     except sse.ClientGoneError:
@@ -31,24 +32,20 @@ async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class JsonAnswer(Response):
-    """An answer as JSON, however long: it is written piece by piece, so that the loop goes on."""
+    """A JSON answer of any length, encoded in another thread and in pieces that release the GIL."""
 
     def __init__(self, content: Any) -> None:
-        """`content` is written when it is sent."""
         super().__init__()
         self._content = content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         whole = await asyncio.to_thread(lambda: "".join(_written(self._content)).encode())
         await Response(whole, media_type="application/json")(scope, receive, send)
 
 
-_FEW = 256
-
-
 def _written(content: Any) -> Iterator[str]:
-    """The JSON of `content`, lists and objects within it apart unless there are many."""
+    """The JSON of `content` in pieces."""
     if isinstance(content, dict):
         separator = "{"
         for key, value in content.items():
@@ -72,15 +69,14 @@ def _dumped(content: Any) -> str:
 
 
 class Route:
-    """One kind of completion for one running system."""
+    """A completion route for one model."""
 
-    def __init__(self, backend: Backend, texts: TokenTexts) -> None:
-        """`texts` are the model's."""
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._texts = texts
+        self._texts = backend.texts
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The keys that open every answer and every chunk of one."""
+        """The first keys of every answer and chunk."""
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -100,7 +96,7 @@ class Route:
     ) -> sse.EventStream:
         """A chunk a choice: those of `opening`, then those that `choices_of` makes of each event.
 
-        The answer has begun when this returns. What goes wrong later is the last event.
+        The answer has begun when this returns. A later error is the last event.
         Errors:  ApiError, HotcoldError
         """
         events = await first_then_rest(answers)

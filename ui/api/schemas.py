@@ -1,17 +1,18 @@
-"""What requests may hold, by OpenAI's names and vLLM's. `ui/api/fields.py` says of other fields.
-
-Types are strict: a number is no text. What a text means to the model is checked later.
-"""
+"""Schemas of completion requests, by OpenAI's and vLLM's names."""
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
-from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
-from hotcold.ui.api.refusals import refusal
-from hotcold.ui.api.shapes import Shaped, Wanted, any_object, json_grammar
+from hotcold.ui.api.errors import ApiError, refusal
+from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.structured_output import (
+    ConstrainedRequest,
+    Constraint,
+    any_object,
+    json_grammar,
+)
 from hotcold.ui.api.tools.schemas import (
     Callable,
     CalledFunction,
@@ -25,7 +26,6 @@ from hotcold.ui.api.tools.schemas import (
     Tools,
     callable_functions,
 )
-from hotcold.ui.strict import StrictModel
 
 _MAX_CHOICES = 128
 _MAX_TOP = 20
@@ -34,12 +34,12 @@ _MAX_BIASES = 1024
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
 _MAX_IDS = 1 << 20
-# Of a whole body, looked at before it is read: each costs memory many times its bytes.
+# Of a whole body, checked before it is parsed: each costs memory many times its bytes.
 _MAX_NESTED = 20_000  # lists and objects
 _MAX_VALUES = 2 << 20
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{,'))
 
-# Lists end at their first wrong item: a body of wrong items would have an error for each.
+# Lists stop at the first wrong item: each would be an error otherwise.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MAX_IDS, fail_fast=True)]
 Prompt = (
@@ -53,20 +53,20 @@ _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class StreamOptions(StrictModel):
-    """What a stream ends with."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(StrictModel):
-    """A schema as `response_format` wraps it."""
+    """The schema in a `response_format`."""
 
     content: dict[str, Any] | bool = Field(alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(StrictModel):
-    """What an answer must be: anything, a JSON object, or JSON that a schema describes."""
+    """The form of an answer: any text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -78,8 +78,8 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class SamplingRequest(Shaped):
-    """What both kinds of completion share. A missing value is the model's own default."""
+class SamplingRequest(ConstrainedRequest):
+    """The fields of both kinds of completions. A missing value is the model's default."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -121,7 +121,7 @@ class SamplingRequest(Shaped):
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        names = [wanted.name for wanted in self.shapes()]
+        names = [wanted.name for wanted in self.constraints()]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
         if self.repetition_penalty is not None and self.repeat_penalty is not None:
@@ -129,28 +129,28 @@ class SamplingRequest(Shaped):
         return self
 
     @property
-    def has_strict_shape(self) -> bool | None:
-        """Whether all of the answer's schema is asked for; None where nothing is said."""
+    def is_schema_strict(self) -> bool | None:
+        """Whether the answer must match all of its schema; None: not given."""
         wanted = self.response_format
         return wanted.json_schema.strict if wanted and wanted.json_schema else None
 
-    def shapes(self) -> list[Wanted]:
-        """See `Shaped`."""
-        given, wanted = super().shapes(), self.response_format
+    def constraints(self) -> list[Constraint]:
+        """Each given constraint, `response_format` included."""
+        given, wanted = super().constraints(), self.response_format
         if wanted is None or wanted.type == "text":
             return given
         if wanted.json_schema is None:
-            return [Wanted("response_format", True, any_object), *given]
-        return [Wanted("response_format", wanted.json_schema.content, json_grammar), *given]
+            return [Constraint("response_format", True, any_object), *given]
+        return [Constraint("response_format", wanted.json_schema.content, json_grammar), *given]
 
     @property
-    def shape(self) -> Grammar | None:
-        """What an answer must be, if anything."""
-        return next((wanted.make(wanted.value) for wanted in self.shapes()), None)
+    def output_grammar(self) -> Grammar | None:
+        """The grammar of the answer's constraint, if any."""
+        return next((wanted.make(wanted.value) for wanted in self.constraints()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
-        """Whether a stream tells how many tokens it took."""
+        """Whether a stream ends with its token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -169,8 +169,8 @@ class ChatMessage(StrictModel):
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
-    function_call: CalledFunction | None = None  # OpenAI's older way
-    reasoning_content: str | None = None  # what was thought before it
+    function_call: CalledFunction | None = None  # OpenAI's older form
+    reasoning_content: str | None = None  # the reasoning before it
     reasoning: str | None = None
 
     @property
@@ -200,7 +200,7 @@ _Messages = Annotated[
 
 
 class Reasoning(StrictModel):
-    """How long a model is to think, as /v1/responses has it."""
+    """Whether and how long a model thinks, as in /v1/responses."""
 
     effort: str | None = None
     enabled: bool | None = None
@@ -219,7 +219,7 @@ class Rendered(Request):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template may read besides."""
+        """Further variables of the chat template."""
         reasoning = self.reasoning or Reasoning()
         effort = self.reasoning_effort or reasoning.effort
         thinks = reasoning.enabled if self.enable_thinking is None else self.enable_thinking
@@ -239,7 +239,7 @@ class Rendered(Request):
 
 
 def thinking_variables(effort: str | None, thinks: bool | None) -> dict[str, Any]:
-    """By which names chat templates ask whether, and how long, a model is to think."""
+    """The variables by which chat templates turn thinking on, with its effort."""
     if thinks is None and effort is not None:
         thinks = effort != "none"
     found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
@@ -258,18 +258,18 @@ class ChatRequest(SamplingRequest, Rendered):
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Functions | None = None  # OpenAI's older way to say tools
+    functions: Functions | None = None  # OpenAI's older form of tools
     function_call: Literal["none", "auto"] | NamedFunction | None = None
 
     @property
     def all_tools(self) -> list[Tool]:
-        """`tools`, or what `functions` are as those."""
+        """`tools`, or `functions` in their form."""
         older = [Tool(type="function", function=function) for function in self.functions or ()]
         return [*(self.tools or ()), *older]
 
     @property
     def callable(self) -> Callable | None:
-        """What the answer may call."""
+        """The functions that the answer may call."""
         if not self.functions:
             return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
         choice: ToolChoice | None = None
@@ -283,7 +283,7 @@ class ChatRequest(SamplingRequest, Rendered):
     def _has_tools(self) -> "ChatRequest":
         if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
             raise ValueError("functions and tools were both given; leave functions out")
-        if self.callable is not None and not all(wanted.is_json for wanted in self.shapes()):
+        if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self
 
@@ -349,7 +349,7 @@ def parse(schema: type[_Body], body: bytes) -> _Body:
 
 
 def _require_plain(body: bytes) -> None:
-    """Raise ApiError 400 for a body that is small only as long as nobody reads it."""
+    """Raise ApiError 400 for a small body that takes much memory once it is parsed."""
     if body.count(b",") + body.count(b"[") + body.count(b"{") <= _MAX_NESTED:
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)

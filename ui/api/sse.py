@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away."""
+"""Server-sent events, lines of JSON, and clients that disconnect."""
 
 import asyncio
 import json
@@ -11,16 +11,16 @@ from starlette.types import Message, Receive, Scope, Send
 _Result = TypeVar("_Result")
 
 DONE = b"data: [DONE]\n\n"
-# What Unicode ends lines with beyond the controls, which JSON escapes: some clients cut there.
+# Unicode's other line ends, where some clients split; JSON escapes control characters itself.
 _LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected before its answer was complete."""
 
 
 def event(content: Any, name: str | None = None) -> bytes:
-    """One event that carries JSON, which has no line break in it; some have a `name`."""
+    """One event of JSON without line breaks, optionally with a `name`."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text = text.translate(_LINE_ENDS)
     head = "" if name is None else f"event: {name}\n"
@@ -28,9 +28,9 @@ def event(content: Any, name: str | None = None) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do `work` while the client is there, whose request has been read.
+    """Do `work` unless the client disconnects; its request must have been read.
 
-    Errors:  ClientGoneError, after `work` was cancelled and has ended; those of `work`
+    Errors:  ClientGoneError, once `work` was cancelled and has ended; those of `work`
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -51,14 +51,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def line(content: Any) -> bytes:
-    """One line of JSON, in ASCII: some clients end lines where Unicode has other line ends."""
+    """One line of JSON in ASCII: some clients split at Unicode's other line ends."""
     return json.dumps(content, allow_nan=False).encode() + b"\n"
 
 
 class EventStream(Response):
-    """Sends what a generator yields, each piece at once; closes it in any case.
+    """Sends what a generator yields, each piece at once, and closes it in any case.
 
-    A client that reads nothing fills what lies between, and then each piece would wait for it.
+    Once a client that reads nothing has filled the buffers, sending waits, `deadline` at most.
     """
 
     media_type = "text/event-stream"
@@ -69,9 +69,9 @@ class EventStream(Response):
         deadline: float | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`content` yields whole events. After `deadline`, by the loop's clock, no piece waits.
+        """`content` yields whole events; `deadline` is by the loop's clock.
 
-        `at_end` is called in any case; a generator that has not begun cannot clean up.
+        `at_end` is called in any case: a generator that has not begun cannot clean up.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -80,11 +80,11 @@ class EventStream(Response):
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one ASGI request."""
         try:
             await unless_gone(receive, self._send(send))
         except (ClientGoneError, TimeoutError):
-            pass  # an answer that is not whole ends its connection
+            pass  # the connection ends with the incomplete answer
         finally:
             self._at_end()
             await self._content.aclose()

@@ -14,22 +14,22 @@ import gradio as gr
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.page import asset
 from hotcold.ui.page.chat_settings import ChatSettings, read_settings
 from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.files import asset
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
 MAX_VISITORS = 200  # whose conversations the server holds; browsers keep them too
-_SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
+_SECRET = "hotcold"  # of localStorage; it protects nothing from readers of the page
 
 
 class Chat:
     """Components and what happens at their events; made inside a `gr.Blocks`."""
 
     def __init__(self, backend: Backend, model_path: str, is_chat: bool) -> None:
-        """Not `is_chat`: the model continues texts, because it has no chat template."""
+        """`is_chat` False: the model has no chat template, so it continues texts."""
         self._backend = backend
         self._is_chat = is_chat
         is_demo = model_path == str(DEMO_DIRECTORY)
@@ -109,7 +109,7 @@ class Chat:
         return history
 
     def _view(self, history: ChatHistory) -> tuple[Any, ...]:
-        """What is shown: the thread, the list of conversations, the state."""
+        """The thread, the list of conversations, the state."""
         shown = history.open
         return shown_messages(shown), listed(history), thread_state(shown)
 
@@ -134,7 +134,7 @@ class Chat:
         conversation = history.open
         try:
             system_prompt, sampling = read_settings(settings)
-            history.require_room(question)
+            history.require_space(question)
         except HotcoldError as error:
             conversation.refuse(error)
             yield *self._view(history), question
@@ -202,21 +202,18 @@ class Chat:
     async def _act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
         """What a visitor did in the list of conversations."""
         history = self._history(request)
-        told = act(history, event._data)
+        reply = act(history, event._data)
         messages, rows, state = self._view(history)
-        return messages, rows | told, state
+        return messages, rows | reply, state
 
     async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
-        """What the browser is to keep; an open page may have outlived what the server held."""
+        """What the browser stores; an open page may have outlived the server's conversations."""
         history = self._history(request)
         history.take_over(saved)
         return history.saved()
 
     async def _leave(self, request: gr.Request) -> None:
-        """Nobody reads the answers any more: the page is closed, or has lost its connection.
-
-        In that case it goes on with its conversations later.
-        """
+        """Stop all answers: the page is closed or disconnected, and may come back."""
         history = self._histories.get(str(request.session_hash))
         if history is not None:
             history.stop_all()

@@ -9,15 +9,15 @@ from typing import Any
 from hotcold.ui.page.conversations import ChatHistory
 
 _LONGEST_QUERY = 200
-_SERVER = uuid.uuid4().hex  # whose numbers these are: another process begins anew
+_SERVER = uuid.uuid4().hex  # this process, whose numbers these are
 _numbers = itertools.count(1)
 
 
 def listed(history: ChatHistory) -> dict[str, Any]:
-    """What `list.js` shows: the conversations that hold something, and have the words searched.
+    """What `list.js` shows: the conversations with messages that have the searched words.
 
-    `at` rises while `server` stays: what an answer's stream and a click of the same moment tell may
-    come in any order. An open page may outlive its server; the next one's numbers begin anew.
+    `at` increases while `server` stays: updates by a stream and by a click may arrive in any order.
+    An open page may outlive its server, whose successor counts from 1 again.
     """
     items = [item for item in history.matching() if item.messages]
     return {
@@ -32,12 +32,12 @@ def listed(history: ChatHistory) -> dict[str, Any]:
 
 
 def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
-    """Do what a visitor did in the list; what `list.js` is told beside `listed`.
+    """Do what a visitor did in the list; returns further keys for `list.js`.
 
     done: "do" is one of the names below, "id" a conversation's, "text" what was written or read
     """
     kind, name, text = (str(done.get(key, "")) for key in ("do", "id", "text"))
-    told: dict[str, Any] = {"number": uuid.uuid4().hex}  # the same may be told twice
+    reply: dict[str, Any] = {"number": uuid.uuid4().hex}  # equal replies may follow each other
     actions: dict[str, Callable[[], Any]] = {
         "new": history.start_new,
         "open": lambda: history.show(name),
@@ -45,13 +45,13 @@ def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
         "remove": lambda: history.remove(name),
         "undo": history.undo_remove,
         "search": lambda: setattr(history, "query", text[:_LONGEST_QUERY]),
-        "export": lambda: told.update(file=history.saved()),
-        "import": lambda: told.update(note=_import(history, text)),
+        "export": lambda: reply.update(file=history.saved()),
+        "import": lambda: reply.update(note=_import(history, text)),
     }
     if kind not in actions:
         return {}
     actions[kind]()
-    return told
+    return reply
 
 
 def _import(history: ChatHistory, text: str) -> str:

@@ -59,7 +59,7 @@ class Conversation:
 
     @property
     def num_chars(self) -> int:
-        """What all messages take of a visitor's room."""
+        """Characters that count against the visitor's limit."""
         return sum(len(message["content"]) + _MESSAGE_CHARS for message in self.messages)
 
     def ask(
@@ -70,10 +70,10 @@ class Conversation:
         system_prompt: str,
         is_chat: bool,
     ) -> None:
-        """Add a question and begin to read its answer, in the server's loop.
+        """Add a question and start reading its answer, in the server's loop.
 
-        One before it that has no answer makes way: questions and answers take turns.
-        Not `is_chat`: the model has no chat template, and goes on with the question's text alone.
+        A question before it without an answer is removed: questions and answers alternate.
+        `is_chat` False: the model has no chat template, and continues the question's text.
         """
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()
@@ -173,13 +173,13 @@ class ChatHistory:
             del self.conversations[_MAX_KEPT:]
         self.open_id = empty.id
 
-    def require_room(self, question: str) -> None:
+    def require_space(self, question: str) -> None:
         """Raise UsageError where a question would make the conversations too long to keep."""
         if sum(item.num_chars for item in self.conversations) + len(question) > _MAX_CHARS:
             raise UsageError("the conversations are too long to keep; delete one")
 
     def remove(self, conversation_id: str) -> None:
-        """Forget a conversation, until another is removed `undo_remove` brings it back."""
+        """Remove a conversation; until the next removal `undo_remove` restores it."""
         gone = self.find(conversation_id)
         if gone is None:
             return
@@ -193,7 +193,7 @@ class ChatHistory:
             self.open_id = self.conversations[min(place, len(self.conversations) - 1)].id
 
     def undo_remove(self) -> None:
-        """Bring back what was removed last, and open it."""
+        """Restore the conversation removed last, and open it."""
         if self.removed is None:
             return
         place, gone = self.removed
@@ -223,23 +223,23 @@ class ChatHistory:
         return [item.as_json() for item in kept]
 
     def take_over(self, saved: Any) -> None:
-        """Restore what the visitor's browser kept, once: from then on it keeps what is here."""
+        """Restore the browser's conversations, once; later the browser stores the server's."""
         if not self._has_taken_over:
             self._has_taken_over = True
             self.restore(saved)
 
     def restore(self, saved: Any) -> int:
-        """Take over what a browser or a file kept; how many conversations that were.
+        """Add the conversations of a browser or a file; returns how many.
 
-        What is malformed, is known already or has no room is left out.
+        Malformed, known and too long ones are left out.
         """
         before = len(self.conversations)
         items = saved if isinstance(saved, list) else []
         found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
         for item in found:
-            room = _MAX_CHARS - sum(one.num_chars for one in self.conversations)
-            if len(self.conversations) < _MAX_KEPT and item.num_chars <= room:
+            space = _MAX_CHARS - sum(one.num_chars for one in self.conversations)
+            if len(self.conversations) < _MAX_KEPT and item.num_chars <= space:
                 self.conversations += [item] if item.id not in known else []
                 known.add(item.id)
         return len(self.conversations) - before

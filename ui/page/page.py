@@ -9,19 +9,22 @@ from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.page import ASSETS, asset
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
-from hotcold.ui.page.files import asset, favicon, head
-from hotcold.ui.page.live import live_panel
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
+from hotcold.ui.telemetry import telemetry_json
+
+_STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later ones win
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
-    """The page for what `backend` asks; `mount_page` puts it into a server.
+    """The page of one model; `mount_page` adds it to a server.
 
-    `paths` are those of the pages of all models that the server has, by their names.
+    `paths`: of the pages of all models, by name.
     Errors:  ServiceError where the system has ended
     """
     settings, described = backend.settings, backend.described
@@ -50,7 +53,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
 
 
 def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> gr.HTML:
-    """What runs, how it is, and what opens the rest; of several models, their pages to go to."""
+    """The bar: model, mode, device, buttons, and links to other models' pages."""
     cores = described.num_threads
     device = f"CPU, {cores} thread{'s' if cores > 1 else ''}"
     if described.device != "cpu":
@@ -63,7 +66,7 @@ def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> 
 
 
 def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
-    """Add the page to a FastAPI app, with its look, and with those of its routes that it needs."""
+    """Add the page to a FastAPI app, with its theme and only the routes that it needs."""
     mono = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": mono}
     app = gr.mount_gradio_app(
@@ -71,8 +74,8 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         page,
         path,
         theme=gr.themes.Base(primary_hue="orange", neutral_hue="gray", **fonts),
-        head=head(),
-        favicon_path=str(favicon()) if path == "/" else None,
+        head=_styles(),
+        favicon_path=str(ASSETS / "favicon.svg") if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
         pwa=False,
@@ -83,3 +86,27 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app
+
+
+def live_panel(backend: Backend) -> gr.HTML:
+    """The live panel; its script polls only while the page is visible and requests run."""
+
+    def telemetry(_: Any = None) -> dict[str, Any]:
+        try:
+            return telemetry_json(backend.call("telemetry"))
+        except HotcoldError as error:
+            return {"error": str(error)}
+
+    return gr.HTML(
+        "",
+        html_template=asset("live.html"),
+        js_on_load=asset("live.js"),
+        server_functions=[telemetry],
+        elem_id="live",
+        apply_default_css=False,
+    )
+
+
+def _styles() -> str:
+    """The page's styles for its <head>, before any of Gradio's arrives."""
+    return "".join(f"<style>{asset(f'styles/{name}.css')}</style>" for name in _STYLES)

@@ -18,7 +18,7 @@ _MAX_POINTS = 200
 
 @dataclass(frozen=True, eq=False)
 class DeviceShare:
-    """A device's part of all neurons, and of all activations where a profile tells.
+    """A device's share of all neurons, and of all activations if there is a profile.
 
     curve: (P, 2) float64, shares of neurons and of activations from 0 to 1: this device's neurons,
     the most frequent first, after those of the devices before it
@@ -53,7 +53,7 @@ def placement_of(
 ) -> Placement:
     """The placement by `plan_file`, or of `system` as it runs.
 
-    `owners` are those that run; see `actors.setup.partition.neuron_owners`.
+    `owners`: those of the running system, from its `neuron_owners`.
     Errors:  ArtifactError where a file is not of this model
     """
     path = Path(system.model_path)

@@ -20,7 +20,7 @@ _RUNNING = "what runs now"
 
 
 def placement_tab(backend: Backend, model_path: str, config: ModelConfig, tab: gr.Tab) -> None:
-    """A picture, drawn when `tab` is opened; plans beside the model can be looked at too."""
+    """A picture, drawn when `tab` is opened, of the running system or of plans beside the model."""
     choices = [
         (_RUNNING, ""),
         *((file.stem, str(file)) for file in plans_beside(model_path)),
@@ -55,7 +55,7 @@ def _sentence(placement: Placement) -> str:
     plan = placement.plan
     if plan is None:
         text = (
-            "No plan was made for this system, so neurons are dealt to the devices in turn; "
+            "No plan was made for this system, so neurons are assigned to the devices in turn; "
             "<code>hotcold plan</code> makes one."
         )
     else:

@@ -1,8 +1,8 @@
-"""Which of Gradio's routes the page needs: all others are refused, those of later versions too.
+"""The routes of Gradio that the page needs; all others are refused, those of later versions too.
 
-Some of them would be ways out of this host or into it: `file=https://…` fetches any address,
-`proxy=` asks others, uploads and links are kept as files. So would be what an event brings: where
-it names a file, Gradio copies that file of this host, or fetches that address.
+Some would let requests reach files or other hosts: `file=https://…` fetches any address, `proxy=`
+forwards requests, uploads become files. So would event data that names a file: Gradio copies that
+file of this host, or fetches that address.
 """
 
 import json
@@ -27,13 +27,13 @@ _ALLOWED = {
 
 
 def is_allowed(method: str, path: str) -> bool:
-    """Whether the page needs what `method` asks of `path`."""
+    """Whether the page needs this route."""
     allowed = _ALLOWED.get(method)
     return allowed is not None and allowed.fullmatch(path) is not None and "/.." not in path
 
 
 def names_a_file(value: Any) -> bool:
-    """Whether what an event brings, as JSON, is a file to Gradio: what has a path and meta."""
+    """Whether an event's JSON holds a file of Gradio's: an object with path and meta."""
     found = [value]
     while found:
         one = found.pop()
@@ -47,16 +47,16 @@ def names_a_file(value: Any) -> bool:
 
 
 class PageRoutes:
-    """Passes on to Gradio's application what the page needs."""
+    """Passes the page's requests on to Gradio's application."""
 
     def __init__(self, app: ASGIApp) -> None:
         """`app` is Gradio's."""
         self._app = app
-        # Gradio compresses scripts and styles, and not the page, which holds all that is in it.
+        # Gradio compresses scripts and styles, but not the page, which is large.
         self._compressed = GZipMiddleware(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. Errors: ApiError 404."""
+        """Handle one ASGI request. Errors: ApiError 404."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as from where it is mounted
         if scope["type"] != "http" or not is_allowed(scope["method"], path):
             raise ApiError(404, "the page has nothing here", code="route_refused")
@@ -67,7 +67,7 @@ class PageRoutes:
 
 
 async def _without_files(receive: Receive) -> Receive:
-    """The same request, once its body has been looked at. Errors: ApiError 400."""
+    """The same request, its body checked. Errors: ApiError 400."""
     body, has_more = bytearray(), True
     while has_more:
         message = await receive()

@@ -60,7 +60,7 @@ def problem_html(conversation: Conversation) -> str:
 
 
 def remedy(problem: ApiError, is_refused: bool = False) -> str:
-    """What a visitor can do about an error; `is_refused`: the question is in its field still."""
+    """What a visitor can do about an error; `is_refused`: the question is still in its field."""
     if is_refused:
         return "Change that, then send the question again: it is still below."
     if problem.code == "context_length_exceeded":
@@ -71,11 +71,11 @@ def remedy(problem: ApiError, is_refused: bool = False) -> str:
         return "The question is kept. Wait a moment, then press Retry."
     if problem.status < 500:
         return "Change that under Settings, then press Retry."
-    return "Press Retry. If it happens again, whoever runs this server finds the cause in its log."
+    return "Press Retry. If it happens again, the server's log has the cause."
 
 
 def thread_state(conversation: Conversation) -> dict[str, Any]:
-    """What the bar, the composer and the thread go by.
+    """The state that bar, input field and thread show.
 
     state: "ready", "waiting" for an answer's first word, "answering" or "error"
     """

@@ -1,1 +1,1 @@
-"""The GPU service on a GPU: memory, copies, graphs and launches."""
+"""The attention service on a GPU: memory, copies, graphs and launches."""

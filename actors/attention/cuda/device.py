@@ -1,26 +1,27 @@
-"""What the GPU service asks of a device: memory, copies, graphs, events, products of prompts.
+"""The interface of a device: memory, copies, graphs, events, matmul of prompts.
 
-`cuda_kernels.cupy_device` is it on a GPU. Work is put on one stream and done later, in order;
-arrays of the host that take part must stay as they are until an event after it has been waited for.
+`cuda_kernels.cupy_device` implements it for a GPU. Work is queued on one stream and done in order;
+host arrays that take part must not change until an event after it has been waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
-from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.numba_kernels.decode.activations import Activation
 
 
 class Device(Protocol):
-    """One GPU, as one thread of the service uses it."""
+    """One GPU, used by one thread of the service."""
 
     name: str
-    kernels: DeviceKernels
+    kernels: CudaKernels
     xp: Any  # NumPy's functions for arrays on the device
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -33,10 +34,10 @@ class Device(Protocol):
         """A new array of the host that copies may read and write on their own."""
 
     def register(self, address: int, num_bytes: int) -> str:
-        """Let copies use memory of the host that exists; "" or, where refused, the reason."""
+        """Register existing host memory for copies; "" or the reason why that is refused."""
 
     def unregister(self, address: int) -> None:
-        """End what `register` began."""
+        """Undo `register`."""
 
     def copy_in(self, target: Any, source: np.ndarray) -> None:
         """Put a copy from pinned or registered memory on the stream; both contiguous."""
@@ -48,31 +49,31 @@ class Device(Protocol):
         """
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Kernels and functions of `xp` within it are put on the stream."""
+        """A context whose kernels and functions of `xp` go on the stream."""
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """A graph of the kernels that `work` launches, which do not run; each has run before."""
+        """A graph of the kernels that `work` launches, without running; each has run before."""
 
     def launch(self, graph: Any) -> None:
         """Put a graph on the stream."""
 
     def record(self, *, spin: bool) -> Any:
-        """An event after all that is on the stream; `spin` is for short waits: it holds a core."""
+        """An event after all work on the stream; `spin` for short waits: it occupies a core."""
 
     def wait(self, event: Any) -> None:
-        """Return when the event has come; other threads of the process run meanwhile."""
+        """Wait for an event, without the GIL."""
 
     def record_copies(self) -> Any:
         """As `record`, for copies of `copy_ahead`."""
 
     def copy_ahead(self, target: Any, source: np.ndarray) -> None:
-        """As `copy_in`, on a second stream: at the same time as kernels of the first."""
+        """As `copy_in`, on a second stream, concurrently with kernels of the first."""
 
     def follow_copies(self) -> None:
-        """What is put on the stream from now on comes after all copies of `copy_ahead` so far."""
+        """Later work on the stream waits for all copies of `copy_ahead` so far."""
 
     def hold_copies(self, event: Any) -> None:
-        """Copies of `copy_ahead` from now on come after an event of `record`."""
+        """Later copies of `copy_ahead` wait for an event of `record`."""
 
     def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
         """out = a . b^T, or a . b without `b_has_rows`; added to `out` with `add`.
@@ -82,28 +83,92 @@ class Device(Protocol):
         """
 
     def narrow(self, x: Any, dtype: Any) -> Any:
-        """float32 x as a new array of `dtype`, the nearest; float16's largest where beyond it."""
+        """float32 x rounded to a new array of `dtype`; float16 saturates."""
 
     def activate(self, function: Activation, gates: Any, factors: Any | None) -> None:
         """gates = fn(gates) [* factors, or relu of them with drelu]; a NaN stays NaN."""
 
     def mark(self) -> Any:
-        """An event of the stream whose time is kept."""
+        """An event of the stream with a timestamp."""
 
     def elapsed_ms(self, first: Any, last: Any) -> float:
-        """Milliseconds between two events of `mark` that have come."""
+        """Milliseconds between two past events of `mark`."""
 
     def used_bytes(self) -> int:
-        """What this process has taken of the device's memory, the driver's own part included."""
+        """Device memory used by this process, the CUDA context included."""
 
     def free_bytes(self) -> int:
-        """What is free of it now."""
+        """Device memory that is free now."""
 
     def limit(self, num_bytes: int) -> None:
-        """Let `empty` and functions of `xp` take no more than so much in all."""
+        """Limit the total memory of `empty` and functions of `xp`."""
 
     def release(self) -> None:
-        """Give memory of arrays that are no longer held back to the device."""
+        """Return the memory of freed arrays to the device."""
 
     def explain(self, error: BaseException) -> str:
-        """One line for an error of the device's own, after which it is of no use; "" for others."""
+        """One line for a fatal error of the device; "" for other errors."""
+
+
+# A graph of ten kernels needs some tens of KiB of device memory.
+MAX_GRAPHS = 1024
+GRAPH_BYTES = 64 << 10
+
+
+class GraphCache:
+    """Runs work as a CUDA graph from the second time on; keeps the most recently used graphs.
+
+    The first time kernels are launched one by one: they may have to be compiled, which is not
+    possible during graph capture.
+    """
+
+    def __init__(self, device: Device, most_graphs: int = MAX_GRAPHS) -> None:
+        """Keep at most `most_graphs`."""
+        self._device = device
+        self._most = most_graphs
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()  # None: run once
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Put `work` on the stream; equal keys must mean equal launches."""
+        if key not in self._graphs:
+            with self._device.stream():
+                work()
+            self._keep(key, None)
+            return
+        if self._graphs[key] is None:
+            self._graphs[key] = self._device.capture(work)
+        self._graphs.move_to_end(key)
+        self._device.launch(self._graphs[key])
+
+    def _keep(self, key: Hashable, graph: Any) -> None:
+        self._graphs[key] = graph
+        if len(self._graphs) > self._most:
+            self._graphs.popitem(last=False)
+
+
+class DeviceTimes:
+    """Times the parts of requests on the GPU by events, while `measures` is set."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.measures = False
+        self._marks: list[tuple[str, Any]] = []
+        self._ms: dict[str, float] = {}
+
+    def mark(self, part: str) -> None:
+        """Work on the stream since the last mark is `part`; "" does not count."""
+        if self.measures:
+            self._marks.append((part, self._device.mark()))
+
+    def collect(self) -> None:
+        """Add up the marked parts; their events must be past."""
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            if part:
+                ms = self._device.elapsed_ms(start, end)
+                self._ms[part] = self._ms.get(part, 0.0) + ms
+        self._marks.clear()
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds of each part since the last call."""
+        found, self._ms = self._ms, {}
+        return found

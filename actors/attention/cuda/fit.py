@@ -1,7 +1,7 @@
-"""How much of a model a GPU takes: as much as its memory allows, tried out before anything loads.
+"""Fits as much of a model as possible into a GPU's memory, by trial, before anything loads.
 
-The attention of all layers with its KV cache comes first, then the head: they are read for every
-token. Then neurons, the hottest first. What does not fit stays on the CPU.
+Attention of all layers with its KV cache comes first, then the head, as both are read for every
+token; then neurons, the hottest first. The rest stays on the CPU.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MAX_GRAPHS
+from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.protocol.failures import is_want_of_memory
+from hotcold.actors.protocol.failures import is_out_of_memory
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
-from hotcold.actors.setup.hot_neurons import system_plan
 from hotcold.actors.setup.shards import arena_layout, num_kv_pages, service_specs
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
@@ -27,15 +26,15 @@ from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
-# Taken after the trial: graphs, kernels of other sizes of a step, the second of two events.
+# Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
-_PRODUCTS_BYTES = 96 << 20  # cuBLAS's own, and a block of widened weights
+_MATMUL_BYTES = 96 << 20  # of cuBLAS, and a block of dequantized weights
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a model's parts on a GPU, and what steps need besides."""
+    """Bytes of a model's parts on a GPU, and of the workspace."""
 
     layer: int  # attention of one, with its KV cache
     head: int
@@ -64,7 +63,7 @@ class _Sizes:
             head=head_bytes(config),
             neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
             work=4 * (prompt + step)
-            + _PRODUCTS_BYTES
+            + _MATMUL_BYTES
             + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
         )
 
@@ -72,25 +71,25 @@ class _Sizes:
 def fit_system(
     device: Device, system: SystemConfig, config: ModelConfig
 ) -> tuple[CudaLoading, Fitted]:
-    """Take memory for as much of the model as fits; a plan's share at most.
+    """Allocate memory for as much of the model as fits, at most a plan's share.
 
-    `system` says the budget, or 0 for what is free less a reserve. The whole process, from the
-    driver's own part on, keeps within it.
+    The budget of `system` (0: free memory less a reserve) is for the whole process, CUDA context
+    included.
     Errors:  MemoryBudgetError where nothing fits, CheckpointError, ArtifactError
     """
     free = device.used_bytes() + device.free_bytes()
     budget = system.gpu_memory_bytes or free - RESERVE_BYTES
-    room = min(budget, free) - device.used_bytes() - LATE_BYTES
+    available = min(budget, free) - device.used_bytes() - LATE_BYTES
     checkpoint = Checkpoint(Path(system.model_path))
     stored = stored_config(checkpoint, config, system.weight_dtype, by_layer=False)
     sizes = _Sizes.of(system, stored, device)
     wanted = _wanted(system, config)
-    guess = room
+    guess = available
     while True:
         found = _within(guess, wanted, config, sizes)
         if found is None:
             raise MemoryBudgetError(_too_small(device, budget, sizes))
-        device.limit(room)
+        device.limit(available)
         loading = _try(device, config, found, budget)
         if loading is not None:
             note = _note(device, config, wanted, found)
@@ -103,20 +102,20 @@ def fit_system(
 def _try(
     device: Device, config: ModelConfig, system: SystemConfig, budget: int
 ) -> CudaLoading | None:
-    """None where it does not fit."""
+    """The allocated service, or None if it does not fit."""
     try:
         loading = CudaLoading(device, config, service_specs(system, config)[0])
         if device.used_bytes() > budget - LATE_BYTES:
             return None
         return loading
     except Exception as error:  # CUDA's and cuBLAS's have no common base with MemoryError
-        if not (isinstance(error, MemoryError) or is_want_of_memory(str(error))):
+        if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
             raise
         return None
 
 
 def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
-    """What the plan puts on its GPU, or all there is."""
+    """What the plan puts on its GPU, or everything."""
     plan = system_plan(system, config)
     if plan is None:
         return replace(system, num_hot_neurons=config.num_layers * config.ffn_size)
@@ -130,10 +129,10 @@ def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 
 
 def _within(
-    room: int, wanted: SystemConfig, config: ModelConfig, sizes: _Sizes
+    num_bytes: int, wanted: SystemConfig, config: ModelConfig, sizes: _Sizes
 ) -> SystemConfig | None:
-    """The most of `wanted` that `room` bytes hold by calculation; None where that is nothing."""
-    left = room - sizes.work
+    """The most of `wanted` that fits into `num_bytes` by calculation; None if nothing does."""
+    left = num_bytes - sizes.work
     head_on_host, num_host_layers = wanted.head_on_host, wanted.num_host_layers
     left -= 0 if head_on_host else sizes.head
     left -= (config.num_layers - num_host_layers) * sizes.layer

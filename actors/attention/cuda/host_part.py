@@ -1,7 +1,7 @@
-"""What a GPU has no room for: attention of the first layers, or the head, on the host's CPU.
+"""The part that does not fit on the GPU, attention of the first layers or the head, on the CPU.
 
-It is the GPU service on device="cpu" within the one on a GPU: the same arrays of the arena, but
-doorbells of its own.
+It is an `AttentionService` within the service on the GPU, with the same arrays of the arena but its
+own doorbells.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _JOIN_S = 10.0
 
 
 class HostPart:
-    """Passes requests of a service on to `inner`, whose index is the service's."""
+    """Passes a service's requests on to `inner`, which has the same index."""
 
     def __init__(self, inner: AttentionService) -> None:
-        """`inner` holds only the layers and the head that it is asked for."""
+        """`inner` holds only the layers and the head that the GPU lacks."""
         self._inner = inner
 
     def attach(self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers) -> None:
-        """Start its threads; `buffers` are the service's."""
+        """Start the threads of `inner`; `buffers` are the service's."""
         self._outer = buffers
         own = buffers._replace(
             cells=np.zeros((self._inner.index + 1) * CELLS_A_SERVICE * INTS_A_CELL, np.int32),
@@ -45,26 +45,26 @@ class HostPart:
         self._exchange = ArenaExchange(own, self._inner)
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Prepare `inner` for long prompts."""
         self._inner.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
+        """Use `choice` in `inner`."""
         self._inner.use_matmul(choice)
 
-    def ask(self) -> None:
-        """Answer the service's request. Errors: RuntimeError with what went wrong, in one line."""
+    def request(self) -> None:
+        """Answer the service's current request. Errors: RuntimeError, in one line."""
         index, own = self._inner.index, self._exchange.buffers
         own.requests[index] = self._outer.requests[index]
         try:
-            self._exchange.ask([index])
+            self._exchange.request([index])
         except AnswerFailed as error:
             raise RuntimeError(str(error)) from error
         counts = [NUM_COMPUTED, NUM_UP]
         self._outer.replies[index, counts] = own.replies[index, counts]
 
     def stop(self) -> None:
-        """End its threads."""
+        """End the threads of `inner`."""
         self._exchange.buffers.requests[self._inner.index, OPERATION] = STOP
-        self._exchange.ask([self._inner.index])
+        self._exchange.request([self._inner.index])
         self._inner.join(_JOIN_S)

@@ -1,4 +1,4 @@
-"""A GPU service on device="cuda" in the making: memory first, then a trial, then the weights."""
+"""Loads the attention service on a GPU: allocates memory, tries it out, then reads weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import (
-    AttentionService,
-    cache_array,
-    position_arrays,
-)
+from hotcold.actors.attention.arrays import cache_array, position_arrays
+from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.model import CudaModel, Share
-from hotcold.actors.attention.cuda.service import CudaService
+from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -31,12 +28,12 @@ Stack = np.ndarray | LayerRows  # of all layers
 
 
 class CudaLoading:
-    """Has taken all that the service will need of the device's memory, except for its graphs."""
+    """Allocates all of the service's device memory, except for graphs; `fill` reads the weights."""
 
     def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
         """`spec` is of a service with a GPU. Errors: DeviceMemoryError, CheckpointError."""
         if spec.gpu is None or spec.cache is None:
-            raise ValueError(f"the {spec.name} service is to have no GPU")
+            raise ValueError(f"the spec of the {spec.name} service has no GPU")
         self.spec, self._config = spec, config
         self._gpu: GpuShare = spec.gpu
         self._cache: CacheSpec = spec.cache
@@ -52,10 +49,12 @@ class CudaLoading:
         self._model = CudaModel(
             device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
         )
-        self._service = CudaService("gpu", spec.index, device, self._model, self._gpu.layout)
+        self._service = CudaAttentionService(
+            "gpu", spec.index, device, self._model, self._gpu.layout
+        )
         self._service.try_out()
 
-    def fill(self, on_bytes: Callable[[int], None]) -> CudaService:
+    def fill(self, on_bytes: Callable[[int], None]) -> CudaAttentionService:
         """Read the weights; the service is then complete. Errors: CheckpointError."""
         arrays = None if self._is_whole else self._host_arrays()
 
@@ -63,9 +62,9 @@ class CudaLoading:
             if arrays is None:
                 return
             for name, stack in vars(weights).items():
-                room = getattr(arrays, name)
-                if layer < _num_layers(room):
-                    _of_layer(room, layer)[...] = _of_layer(stack, 0)
+                target = getattr(arrays, name)
+                if layer < _num_layers(target):
+                    _of_layer(target, layer)[...] = _of_layer(stack, 0)
 
         head = self._model.fill(on_bytes, keep)
         if arrays is not None:
@@ -77,7 +76,7 @@ class CudaLoading:
         return self._service
 
     def is_of(self, spec: ServiceSpec) -> bool:
-        """Whether this is what `spec` asks for."""
+        """Whether this is a service of `spec`."""
         mine, other = self.spec.neuron_ids or [], spec.neuron_ids or []
         return (
             (self.spec.gpu, self.spec.cache) == (spec.gpu, spec.cache)
@@ -90,13 +89,13 @@ class CudaLoading:
         return self._gpu.first_layer == 0 and self._gpu.has_head
 
     def _host_arrays(self) -> AttentionArrays:
-        """Room for what the GPU does not hold; norms are of all layers."""
+        """Empty arrays for the part that the GPU does not hold, with the norms of all layers."""
         spec, config, layers = self.spec, self._config, self._gpu.first_layer
         none = [np.empty(0, np.int32)] * config.num_layers
         checkpoint = Checkpoint(Path(spec.model_path))
         attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
         found: dict[str, Any] = {
-            name: _room(stack, config.num_layers if "norm" in name else layers)
+            name: _empty_stack(stack, config.num_layers if "norm" in name else layers)
             for name, stack in vars(attention).items()
         }
         return AttentionArrays(
@@ -117,15 +116,15 @@ def _of_layer(stack: Stack, layer: int) -> np.ndarray:
     return found
 
 
-def _room(like: Stack, num_layers: int) -> Stack:
-    """As large as so many of its layers, which are in one format."""
+def _empty_stack(like: Stack, num_layers: int) -> Stack:
+    """An uninitialized stack of layers in the format of the first one."""
     layer = _of_layer(like, 0)
-    room = aligned_empty((num_layers, *layer.shape), layer.dtype)
-    return one_format(room) if isinstance(like, LayerRows) else room
+    stack = aligned_empty((num_layers, *layer.shape), layer.dtype)
+    return one_format(stack) if isinstance(like, LayerRows) else stack
 
 
 def _no_head(like: HeadWeights) -> HeadWeights:
-    """A head without rows, of the same formats."""
+    """A head without rows, in the same formats."""
     return HeadWeights(
         final_norm_weight=np.empty(0, np.float32),
         final_norm_bias=np.empty(0, np.float32),

@@ -1,18 +1,18 @@
-"""The part of a model that is in a GPU's memory: taken first, filled from the checkpoint later.
+"""The part of a model in a GPU's memory: allocated first, filled from the checkpoint later.
 
-So what does not fit is found out before anything is read.
+So lack of memory shows before anything is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import attention_shape, position_arrays
+from hotcold.actors.attention.arrays import attention_shape, position_arrays
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec
 from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
@@ -36,15 +36,15 @@ _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
 
 @dataclass(frozen=True)
 class Norms:
-    """A layer's norms: (d,) float32 each, or (0,); those of q and k are as wide as they are."""
+    """A layer's norms, by their names in `AttentionWeights`: float32, (0,) where there is none."""
 
-    weight: Any
-    bias: Any
-    ffn_weight: Any
-    ffn_bias: Any
-    attention_weight: Any
-    q_weight: Any
-    k_weight: Any
+    norm_weight: Any
+    norm_bias: Any
+    ffn_norm_weight: Any
+    ffn_norm_bias: Any
+    attention_norm_weight: Any
+    q_norm_weight: Any
+    k_norm_weight: Any
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class FfnPart:
     up: DeviceMatrix | None
     up_bias: Any
     down: DeviceMatrix
-    down_norms: Any  # (N,) float32: lengths of down's rows; (0,): they are not asked for
+    down_norms: Any  # (N,) float32: lengths of down's rows; (0,) if not needed
 
     @property
     def num_neurons(self) -> int:
-        """How many there are."""
+        """N."""
         return self.gate.num_rows
 
 
 @dataclass(frozen=True)
 class HeadPart:
-    """From the last hidden state to logits."""
+    """Final norm, projection and head: from the last hidden state to logits."""
 
     norm_weight: Any
     norm_bias: Any
@@ -88,8 +88,8 @@ class HeadPart:
 
 @dataclass(frozen=True)
 class Share:
-    """What of a model a GPU is to hold: attention from layer `first_layer` on, the head or not, and
-    the neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
+    """A GPU's share of a model: attention from layer `first_layer` on, the head or not, and the
+    neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
     """
 
     first_layer: int
@@ -99,11 +99,11 @@ class Share:
 
 
 class CudaModel:
-    """A share of a model on a device. Arrays are taken by the constructor, filled by `fill`.
+    """A share of a model on a device. The constructor allocates arrays, `fill` reads them.
 
     attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
-    (0,) is of every layer: whoever computes a whole layer adds it. `ffn_like` has the shapes and
-    dtypes of rows that the model's neurons have.
+    (0,) is there for every layer: neuron upload, which computes whole layers, adds it. `ffn_like`
+    has the shapes and dtypes of the model's neurons.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CudaModel:
         weight_dtype: str = "",
         keeps_pages: bool = True,
     ) -> None:
-        """Without `keeps_pages` what `fill` has read is not left in the page cache.
+        """Without `keeps_pages`, `fill` drops the files' pages from the page cache.
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
@@ -144,10 +144,9 @@ class CudaModel:
         on_bytes: Callable[[int], None],
         on_layer: Callable[[int, AttentionWeights], None],
     ) -> HeadWeights | None:
-        """Read the weights, layer by layer; the head is returned where the device does not have it.
+        """Read the weights, layer by layer; returns the head if the device does not have it.
 
-        `on_layer` is shown each layer's attention, in arrays that the next layer overwrites.
-
+        `on_layer` gets each layer's attention, in arrays that the next layer overwrites.
         Errors:  CheckpointError
         """
         checkpoint = Checkpoint(self._path, self._keeps_pages)
@@ -173,20 +172,15 @@ class CudaModel:
             on_layer(layer, weights)
 
     def _read_neurons(self, reader: TensorReader) -> None:
-        """Of one layer at a time: none is held while the next is read."""
+        """Layer by layer; a layer is freed before the next one is read."""
         layers = ffn_layers(reader, self.config, self.share.neuron_ids)
         for layer in range(self.config.num_layers):
             self._fill_ffn(layer, next(layers))
 
     def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
         norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload
-        upload(norms.weight, weights.norm_weight[0])
-        upload(norms.bias, weights.norm_bias[0])
-        upload(norms.ffn_weight, weights.ffn_norm_weight[0])
-        upload(norms.ffn_bias, weights.ffn_norm_bias[0])
-        upload(norms.attention_weight, weights.attention_norm_weight[0])
-        upload(norms.q_weight, weights.q_norm_weight[0])
-        upload(norms.k_weight, weights.k_norm_weight[0])
+        for name, norm in vars(norms).items():
+            upload(norm, getattr(weights, name)[0])
         if part is None:
             return
         upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
@@ -220,15 +214,8 @@ class CudaModel:
         return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
 
     def _norms(self, weights: AttentionWeights) -> Norms:
-        return Norms(
-            weight=self._like(weights.norm_weight[0]),
-            bias=self._like(weights.norm_bias[0]),
-            ffn_weight=self._like(weights.ffn_norm_weight[0]),
-            ffn_bias=self._like(weights.ffn_norm_bias[0]),
-            attention_weight=self._like(weights.attention_norm_weight[0]),
-            q_weight=self._like(weights.q_norm_weight[0]),
-            k_weight=self._like(weights.k_norm_weight[0]),
-        )
+        names = [field.name for field in fields(Norms)]
+        return Norms(**{name: self._like(getattr(weights, name)[0]) for name in names})
 
     def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
         config = self.config

@@ -1,6 +1,6 @@
-"""Cold neurons brought to the GPU for a long prompt: its part of `actors.driver.neuron_upload`.
+"""The GPU's part of `actors.driver.neuron_upload`: cold neurons uploaded for a long prompt.
 
-While the neurons of one round are being copied, those of the round before are multiplied.
+The neurons of one round are copied while those of the round before are multiplied.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hotcold.numba_kernels.formats import row_width
 
 
 class NeuronUpload:
-    """One layer's FFN at a time, added up on the device until its last round."""
+    """Adds up one layer's FFN on the device, round by round."""
 
     def __init__(
         self, device: Device, model: CudaModel, prompts: PromptWork, layout: ArenaLayout
     ) -> None:
-        """Takes room for two rounds of `layout`. Errors: DeviceMemoryError."""
+        """Allocate two rounds of `layout`. Errors: DeviceMemoryError."""
         self._device, self._model, self._prompts = device, model, prompts
         self._buffers = device.empty((2, _round_bytes(layout)), np.uint8)
         self._used: list[Any] = [None, None]  # events after which a buffer may be overwritten
@@ -34,23 +34,23 @@ class NeuronUpload:
         self._out: Any = None
 
     def attach(self, layout: ArenaLayout, arena: np.ndarray, link: Link) -> None:
-        """Take neurons from this arena."""
+        """Read neurons from this arena."""
         ffn = self._model.ffn_like
         has_up = ffn.up.dtype == ffn.gate.dtype and self._model.config.has_gate
         biased, size = self._model.config.ffn_bias, layout.bundle_bytes
         self._bundle = BundleLayout.of(ffn.gate, ffn.up, ffn.down, biased, size, has_up)
         self._places, self._link = layout.bundles(arena)[1:], link
-        if self._buffers.shape[1] < _round_bytes(layout):  # of other services, by a few pages
+        if self._buffers.shape[1] < _round_bytes(layout):  # other services: a few pages more
             self._buffers = self._device.empty((2, _round_bytes(layout)), np.uint8)
         self._next = 0
 
     @property
     def result(self) -> Any:
-        """The layer's output (T, d), to come, after the last round."""
+        """The layer's output (T, d) on the device, complete after the last round."""
         return self._out
 
     def begin(self, layer: int, x: Any) -> None:
-        """Round 0, with x (T, d) on the device: the neurons that are there already."""
+        """Round 0, with x (T, d) on the device: multiply the hot neurons, which are there."""
         part, bias = self._model.ffn[layer], self._model.down_bias[layer]
         with self._device.stream():
             self._x, self._out = x, self._device.empty(x.shape, np.float32)
@@ -63,13 +63,13 @@ class NeuronUpload:
         self._next = 1
 
     def is_done(self, number: int) -> bool:
-        """Whether a round has been added. Errors: ValueError for one that comes too early."""
+        """Whether a round has been added. Errors: ValueError for a later round than the next."""
         if number > self._next:
             raise ValueError(f"round {number} of neurons came before round {self._next}")
         return number < self._next
 
     def add(self, number: int) -> None:
-        """Add what services laid down in the round before; returns when it has been copied."""
+        """Add what services wrote in the round before; returns when it has been copied."""
         device, side = self._device, (number - 1) % 2
         if self._used[side] is not None:
             device.hold_copies(self._used[side])
@@ -97,7 +97,7 @@ class NeuronUpload:
         return int(self._places.shape[2])
 
     def _part(self, place: Any, num_rows: int) -> FfnPart:
-        """The neurons of a place on the device."""
+        """The neurons of a bundle on the device."""
         ffn = self._model.ffn_like
 
         def matrix(index: int, like: np.ndarray) -> DeviceMatrix | None:
@@ -111,7 +111,7 @@ class NeuronUpload:
 
         gate, down = matrix(0, ffn.gate), matrix(2, ffn.down)
         assert gate is not None and down is not None
-        no_norms = place[:0].view(np.float32)  # products over all neurons ask for none
+        no_norms = place[:0].view(np.float32)  # without thresholds
         return FfnPart(gate, bias(3), matrix(1, ffn.up), bias(4), down, no_norms)
 
 

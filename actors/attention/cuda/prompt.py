@@ -1,6 +1,6 @@
-"""Many tokens of one sequence on a GPU (prefill): matrix products, attention by the step's kernels.
+"""Prefill on a GPU, many tokens of one sequence: matmuls, and attention by the step's kernels.
 
-Quantized weights are widened to float16 block by block; products add up in float32.
+Quantized weights are dequantized to float16 in blocks; matmuls accumulate in float32.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.serve.serve_attention import adds_late
 
-_BLOCK_BYTES = 64 << 20  # of widened weights
+_BLOCK_BYTES = 64 << 20  # of dequantized weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 
 
 class PromptWork:
-    """Computes a layer or the head for many tokens, in arrays that come and go."""
+    """Computes a layer or the head for many tokens, in temporary arrays."""
 
     def __init__(self, device: Device, model: CudaModel, attention_scratch: Any) -> None:
-        """The scratch is of the longest sequence."""
+        """`attention_scratch` is large enough for the longest sequence."""
         self._device, self._model, self._shape = device, model, model.shape
         self._scratch = attention_scratch
         self._wide: Any = None
@@ -46,7 +46,7 @@ class PromptWork:
             heads = self._attend(layer, qkv, positions, slots, tables, last_position)
             out = self.linear(heads, part.out, part.out_bias)
             if adds_late(self._shape):
-                out = self._norm(out, norms.attention_weight, norms.attention_weight[:0])
+                out = self._norm(out, norms.attention_norm_weight, norms.attention_norm_weight[:0])
                 out *= self._shape.residual_scale
             out += residual
             return out
@@ -54,7 +54,7 @@ class PromptWork:
         return mixed_and_ffn_input(
             self._shape.order,
             self._layer_input(layer, hidden),
-            norm=lambda x: self._norm(x, norms.weight, norms.bias),
+            norm=lambda x: self._norm(x, norms.norm_weight, norms.norm_bias),
             ffn_norm=lambda x: self._ffn_norm(layer, x),
             add_attention=add_attention,
         )
@@ -62,15 +62,14 @@ class PromptWork:
     def hot(self, part: FfnPart, x: Any, out: Any, *, add: bool, counts: Any = None) -> None:
         """out = the neurons' output for x (T, d), or out += with `add`.
 
-        Where `counts` (N,) int64 is given, counts[n] = tokens for which neuron n's activation is
-        not 0.
+        counts (N,) int64, if given: tokens for which neuron n's activation is not 0.
         """
         gates = self.linear(x, part.gate, part.gate_bias)
         factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
         if counts is not None:
             alone = gates.copy()
-            asked = factors if self._model.activation.code == DRELU else None
-            self._device.activate(self._model.activation, alone, asked)
+            drelu_factors = factors if self._model.activation.code == DRELU else None
+            self._device.activate(self._model.activation, alone, drelu_factors)
             counts[:] = (alone != 0).sum(axis=0)
         self._device.activate(self._model.activation, gates, factors)
         self._combine(gates, part.down, out, add)
@@ -117,7 +116,7 @@ class PromptWork:
         return self._device.narrow(x, _OPERANDS.get(weights.format, np.uint16))
 
     def _each_block(self, weights: DeviceMatrix, multiply: Callable[[Any, int, int], None]) -> None:
-        """Call multiply(rows, first, last) for blocks of rows in a format that products take."""
+        """Call multiply(rows, first, last) for blocks of rows in a format that matmul takes."""
         if weights.format in _OPERANDS:
             multiply(weights.data, 0, weights.num_rows)
             return
@@ -141,7 +140,7 @@ class PromptWork:
         tables: Any,
         last_position: int,
     ) -> Any:
-        """Write keys and values to the cache, then let each token attend to what is before it."""
+        """Write keys and values to the cache, then compute causal attention."""
         shape, kernels = self._shape, self._device.kernels
         model, part = self._model, self._model.attention[layer]
         assert part is not None
@@ -174,7 +173,7 @@ class PromptWork:
 
     def _ffn_norm(self, layer: int, x: Any) -> Any:
         norms = self._model.norms[layer]
-        return self._norm(x, norms.ffn_weight, norms.ffn_bias)
+        return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias)
 
     def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
         shape, out = self._shape, self._device.empty(x.shape, np.float32)
@@ -185,5 +184,5 @@ class PromptWork:
 
 
 def _few_at_once(num_tokens: int) -> list[slice]:
-    """The tokens in parts that kernels take."""
+    """Slices of at most KERNEL_TOKENS tokens."""
     return [slice(first, first + KERNEL_TOKENS) for first in range(0, num_tokens, KERNEL_TOKENS)]

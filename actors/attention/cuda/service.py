@@ -1,8 +1,8 @@
-"""The GPU service on device="cuda": attention, KV cache, norms, head and hot neurons on a GPU.
+"""The attention service on a GPU: attention, KV cache, norms, head and hot neurons.
 
-Its thread waits at the doorbell like any other, without the GIL. A request's copies and one graph
-go on the device's stream; the hot neurons of a layer follow its attention at once, before anybody
-has asked for them, so that they are under way while the CPU services are being asked.
+Its thread waits at the doorbell without the GIL. A request is copies and one graph on the device's
+stream. A layer's hot neurons are launched right after its attention, before their request: they
+run while requests go to the CPU services.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.graphs import GraphCache
+from hotcold.actors.attention.cuda.device import Device, DeviceTimes, GraphCache
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.neuron_upload import NeuronUpload
 from hotcold.actors.attention.cuda.prompt import PromptWork
-from hotcold.actors.attention.cuda.step import StepWork, whole_length, whole_step
-from hotcold.actors.attention.cuda.times import DeviceTimes
-from hotcold.actors.attention.cuda.token_positions import TokenPositions
+from hotcold.actors.attention.cuda.step import StepWork, TokenPositions, whole_length, whole_step
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
@@ -50,15 +47,15 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hot neurons that are under way: for which question, and what remains to do at the end."""
+    """Hot neurons that have been launched: for which request, and how to finish."""
 
-    question: tuple[int, int, Thresholds]  # layer, tokens, which neurons fire
+    request: tuple[int, int, Thresholds]  # layer, tokens, which neurons fire
     event: Any
     land: Callable[[], None]
 
 
-class CudaService(Service):
-    """Serves what `model` holds; the rest of attention and head through `host`, on the CPU."""
+class CudaAttentionService(Service):
+    """Serves what `model` holds of attention and head; `host` serves the rest on the CPU."""
 
     def __init__(
         self,
@@ -68,8 +65,7 @@ class CudaService(Service):
         model: CudaModel,
         layout: ArenaLayout,
     ) -> None:
-        """Takes work space for requests of `layout`. `host` must be set where the model lacks some
-        of attention and head.
+        """Allocates the workspace for `layout`; `host` must be set unless `model` has all parts.
 
         Errors:  DeviceMemoryError
         """
@@ -83,7 +79,7 @@ class CudaService(Service):
         if layout.bundle_bytes:
             self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)
         self._graphs = GraphCache(device)
-        self._places = TokenPositions(device, self._work, layout.max_tokens)
+        self._positions = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
         self._num_fired = device.pinned((2,), np.int32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
@@ -94,8 +90,7 @@ class CudaService(Service):
         self.times = DeviceTimes(device)
 
     def try_out(self) -> None:
-        """Run what takes most memory once, over whatever the arrays hold: what cannot be had is
-        found out now, and kernels are compiled.
+        """Run once what needs most memory, on arbitrary values, and compile the kernels.
 
         Errors:  DeviceMemoryError
         """
@@ -124,9 +119,9 @@ class CudaService(Service):
         device.wait(device.record(spin=False))
 
     def prepare(self, layout: ArenaLayout) -> None:
-        """Let copies use the arena."""
+        """Register the arena for copies."""
         self._link = Link(self._device, self._arena)
-        self._places.forget()
+        self._positions.forget()
         self._begun = None
         if self._neuron_upload is not None:
             self._neuron_upload.attach(layout, self._arena, self._link)
@@ -134,34 +129,35 @@ class CudaService(Service):
             self.host.attach(layout, self._arena, self.buffers)
 
     def prepare_prompts(self) -> None:
-        """See `Service.prepare_prompts`."""
+        """Prepare the host's part for long prompts; the GPU needs nothing."""
         if self.host is not None:
             self.host.prepare_prompts()
 
     def use_matmul(self, choice: MatmulChoice) -> None:
-        """See `Service.use_matmul`."""
+        """Use `choice` in the host's part; the GPU has its own matmul."""
         if self.host is not None:
             self.host.use_matmul(choice)
 
     def release(self) -> None:
-        """Let go of the arena."""
+        """Unregister the arena."""
         self._link.close()
         if self.host is not None:
             self.host.stop()
 
     def device_report(self, measure: bool) -> dict[str, float]:
-        """Bytes taken of the device's memory, and ms of its parts since the last call, if they were
-        measured; from now on they are with `measure`.
+        """Bytes of device memory in use, and ms of each part since the last call, if measured.
+
+        `measure`: whether to measure from now on.
         """
         self.times.measures = measure
         return {"used_bytes": float(self._device.used_bytes())} | self.times.take()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Wait for the next request, without the GIL; all of them are Python's."""
+        """Wait for the next request, without the GIL; Python answers all of them."""
         return int(next_request(self.buffers.cells, self.index, np.int32(seen)))
 
     def answer_in_python(self) -> None:
-        """Answer any request. An error of the device's own is a DeviceFailure."""
+        """Answer any request. Errors of the device become DeviceFailure."""
         request = self.buffers.requests[self.index]
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         num_tokens = int(request[NUM_TOKENS])
@@ -181,14 +177,14 @@ class CudaService(Service):
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
             self._begun = None
-            if told := self._device.explain(error):
-                raise DeviceFailure(f"{GPU_FAILED}: {told}") from error
+            if reason := self._device.explain(error):
+                raise DeviceFailure(f"{GPU_FAILED}: {reason}") from error
             raise
 
     def _attention(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         self._begun = None
         if self._model.attention[layer] is None:
-            self._ask_host()
+            self._request_host()
         elif num_tokens <= KERNEL_TOKENS:
             self._attention_of_few(layer, num_tokens, thresholds)
         else:
@@ -197,7 +193,7 @@ class CudaService(Service):
     def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
         self.times.mark("")
-        self._places.put(buffers, num_tokens)
+        self._positions.put(buffers, num_tokens)
         self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
         self.times.mark("copies")
         longest = int(buffers.positions[:num_tokens].max()) + 1
@@ -209,7 +205,7 @@ class CudaService(Service):
         found = work.mixed_and_input[:, : targets[0].size]
         land = self._link.download("mixed", targets, found)
         self.times.mark("copies")
-        done = self._device.record(spin=True)  # nothing else of the system works meanwhile
+        done = self._device.record(spin=True)  # the rest of the system is idle
         if self._model.ffn[layer] is not None:
             self._begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(done)
@@ -226,13 +222,13 @@ class CudaService(Service):
         land = self._link.download("partial", [target], found)
         self._device.copy_out(self._num_fired, work.num_fired)
         self.times.mark("copies")
-        # Threads of CPU services work now: a thread that spins would take a core from them.
+        # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
         return _Begun((layer, num_tokens, thresholds), event, land)
 
     def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         begun, self._begun = self._begun, None
-        if begun is None or begun.question != (layer, num_tokens, thresholds):
+        if begun is None or begun.request != (layer, num_tokens, thresholds):
             x, whole = self.buffers.ffn_input[:num_tokens], whole_step(num_tokens)
             self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
             begun = self._begin_hot(layer, num_tokens, thresholds)
@@ -243,7 +239,7 @@ class CudaService(Service):
 
     def _head(self, first: int, last: int) -> None:
         if self._model.head is None:
-            self._ask_host()
+            self._request_host()
             return
         num_tokens = last - first
         hidden, work = self.buffers.hidden[first:last], self._work
@@ -258,7 +254,7 @@ class CudaService(Service):
             found = work.logits.reshape(-1)[: target.size]
         else:
             with self._device.stream():
-                found = self._prompts.head(self._brought(hidden)).reshape(-1)
+                found = self._prompts.head(self._uploaded(hidden)).reshape(-1)
         land = self._link.download("logits", [target], found)
         self.times.mark("copies")
         self._finish(land)
@@ -267,10 +263,10 @@ class CudaService(Service):
     def _attention_of_many(self, layer: int, num_tokens: int) -> None:
         buffers = self.buffers
         with self._device.stream():
-            positions, slots = self._places.put_prompt(buffers, num_tokens)
+            positions, slots = self._positions.put_prompt(buffers, num_tokens)
             mixed, ffn_input = self._prompts.attention(
                 layer,
-                self._brought(buffers.hidden[:num_tokens]),
+                self._uploaded(buffers.hidden[:num_tokens]),
                 positions,
                 slots,
                 self._work.tables,
@@ -286,14 +282,14 @@ class CudaService(Service):
         self._finish(*lands)
 
     def _hot_of_many(self, layer: int, num_tokens: int, counts: bool) -> None:
-        """Also of few tokens where neurons that fire are counted."""
+        """For prompts, and for few tokens when neurons that fire are counted."""
         self._begun = None
         part = self._model.ffn[layer]
         assert part is not None
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         size = part.num_neurons
         with self._device.stream():
-            x = self._brought(self.buffers.ffn_input[:num_tokens])
+            x = self._uploaded(self.buffers.ffn_input[:num_tokens])
             out = self._device.empty(x.shape, np.float32)
             fired = self._device.empty((size,), np.int64) if counts else None
             self._prompts.hot(part, x, out, add=False, counts=fired)
@@ -306,13 +302,13 @@ class CudaService(Service):
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = size
 
     def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
-        """A round of a layer's neurons; the last one ends with the whole FFN's output."""
+        """One round of a layer's neurons; the last round returns the whole FFN's output."""
         self._begun, upload = None, self._neuron_upload
         if upload is None:
-            raise ValueError(f"{self.name} was not told that neurons would be brought to it")
+            raise ValueError(f"{self.name} has no buffers for neuron upload")
         if number == 0:
             with self._device.stream():
-                x = self._brought(self.buffers.ffn_input[:num_tokens])
+                x = self._uploaded(self.buffers.ffn_input[:num_tokens])
             upload.begin(layer, x)
         elif not upload.is_done(number):
             upload.add(number)
@@ -320,8 +316,8 @@ class CudaService(Service):
             target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
             self._finish(self._link.download("partial", [target], upload.result.reshape(-1)))
 
-    def _brought(self, source: np.ndarray) -> Any:
-        """A new array on the device with the rows of `source`, to come."""
+    def _uploaded(self, source: np.ndarray) -> Any:
+        """A new device array with the rows of `source`, once the stream gets there."""
         target = self._device.empty(source.shape, np.float32)
         self._link.upload("prompt", target, source, source.shape[0])
         return target
@@ -331,6 +327,6 @@ class CudaService(Service):
         for land in lands:
             land()
 
-    def _ask_host(self) -> None:
+    def _request_host(self) -> None:
         assert self.host is not None
-        self.host.ask()
+        self.host.request()

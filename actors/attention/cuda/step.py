@@ -1,8 +1,7 @@
-"""What a GPU computes for a step of few tokens, as launches of kernels: one request of the service
-each, so that a graph can hold it.
+"""The kernel launches of a step of few tokens, one graph for each request of the service.
 
-A step is filled up to one of a few numbers of tokens with copies of its last one, so that few
-graphs serve all steps. A copy has its original's position and page: it writes and finds the same.
+A step is padded to one of a few numbers of tokens with copies of its last one, so that few graphs
+serve all steps. A copy has the same position and page: it writes and reads the same values.
 """
 
 from __future__ import annotations
@@ -16,43 +15,44 @@ from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.model import CudaModel, Norms
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.serve_attention import AttentionShape, adds_late
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
 
 def whole_step(num_tokens: int) -> int:
-    """The number of tokens that a step of `num_tokens` is filled up to."""
+    """The number of tokens that a step of `num_tokens` is padded to."""
     return _TOKENS[bisect_left(_TOKENS, num_tokens)]
 
 
 def whole_length(length: int, most: int) -> int:
-    """Positions that a graph for sequences of `length` counts with: a power of two of pages."""
+    """Positions that a graph for sequences of `length` covers: a power of two of pages."""
     return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
 
 
 def norm_queries_and_keys(
-    kernels: DeviceKernels, shape: AttentionShape, norms: Norms, qkv: Any
+    kernels: CudaKernels, shape: AttentionShape, norms: Norms, qkv: Any
 ) -> None:
-    """Norm, in place, what a layer norms of qkv (T, rows): each head of q and k, or all of them."""
+    """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
     queries = shape.num_heads * shape.head_dim
     keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
-    if norms.q_weight.shape[0]:
-        kernels.norm_parts(qkv, 0, queries, norms.q_weight, epsilon)
-    if norms.k_weight.shape[0]:
-        kernels.norm_parts(qkv, queries, queries + keys, norms.k_weight, epsilon)
+    if norms.q_norm_weight.shape[0]:
+        kernels.norm_parts(qkv, 0, queries, norms.q_norm_weight, epsilon)
+    if norms.k_norm_weight.shape[0]:
+        kernels.norm_parts(qkv, queries, queries + keys, norms.k_norm_weight, epsilon)
 
 
 class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
-    hidden, then, for T tokens, `mixed_and_input` with rows 0 (mixed) and 1 (ffn_input) of T * d;
-    partial (T, d), logits (T, V), num_fired (2,) int32. positions, slots (32,) and page_tables
-    (slots, pages) int32 are one array, `place`.
+    For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
+    (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (slots,
+    pages) int32 are one array, `place`.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -96,7 +96,7 @@ class StepWork:
 
         def norm(x: Any) -> Any:
             out = ffn_input if x is mixed else normed
-            return self._norm(x, norms.weight, norms.bias, out)
+            return self._norm(x, norms.norm_weight, norms.norm_bias, out)
 
         def add_attention(x: Any, residual: Any) -> Any:
             self._add_attention(layer, x, residual, max_length, mixed)
@@ -106,7 +106,7 @@ class StepWork:
             self._shape.order,
             self._layer_input(layer, num_tokens),
             norm=norm,
-            ffn_norm=lambda x: self._norm(x, norms.ffn_weight, norms.ffn_bias, ffn_input),
+            ffn_norm=lambda x: self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, ffn_input),
             add_attention=add_attention,
         )
         for source, target in zip(found, (mixed, ffn_input), strict=True):
@@ -145,7 +145,7 @@ class StepWork:
             return
         added = self._added[:num_tokens]
         kernels.gemv(part.out, part.out_bias, heads, added)
-        weight = self._model.norms[layer].attention_weight
+        weight = self._model.norms[layer].attention_norm_weight
         self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
 
     def hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
@@ -197,7 +197,7 @@ class StepWork:
     def _layer_input(self, layer: int, num_tokens: int) -> Any:
         def ffn_norm(layer: int, x: Any) -> Any:
             norms, out = self._model.norms[layer], self._residual[:num_tokens]
-            return self._norm(x, norms.ffn_weight, norms.ffn_bias, out)
+            return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, out)
 
         return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
 
@@ -209,6 +209,49 @@ class StepWork:
         return out
 
     def _copy(self, source: Any, target: Any) -> None:
-        """A norm without weights copies, and can be part of a graph."""
+        """A norm without weights copies, and can be in a graph."""
         nothing = source.reshape(-1)[:0]
         self._norm(source, nothing, nothing, target)
+
+
+class TokenPositions:
+    """Copies positions, slots and page tables to the device, once a step for all layers."""
+
+    def __init__(self, device: Device, work: StepWork, max_tokens: int) -> None:
+        """`max_tokens` of a prompt."""
+        self._device, self._work = device, work
+        self._placed = device.pinned(work.place.shape, np.int32)
+        self._prompt = device.pinned((2, max_tokens), np.int32)
+
+    def forget(self) -> None:
+        """Copy again in any case: there is another arena."""
+        self._placed[:] = -1
+
+    def put(self, buffers: SharedBuffers, num_tokens: int) -> None:
+        """Put a step's positions on the stream; padding tokens repeat the last one.
+
+        The previous copy must have been waited for.
+        """
+        tokens = KERNEL_TOKENS
+        place = np.empty_like(self._placed)
+        for first, values in ((0, buffers.positions), (tokens, buffers.slots)):
+            place[first : first + num_tokens] = values[:num_tokens]
+            place[first + num_tokens : first + tokens] = values[num_tokens - 1]
+        place[2 * tokens :] = buffers.page_tables.reshape(-1)
+        if not np.array_equal(place, self._placed):
+            self._placed[:] = place
+            self._device.copy_in(self._work.place, self._placed)
+
+    def put_prompt(self, buffers: SharedBuffers, num_tokens: int) -> tuple[Any, Any]:
+        """Put a prompt's positions and page tables on the stream; returns positions, slots (T,).
+
+        Errors:  ValueError unless tokens are consecutive ones of one sequence
+        """
+        positions, slots = buffers.positions[:num_tokens], buffers.slots[:num_tokens]
+        if np.ptp(slots) or (np.diff(positions) != 1).any():
+            raise ValueError("prefill takes consecutive positions of one sequence")
+        self.put(buffers, 1)
+        self._prompt[0, :num_tokens], self._prompt[1, :num_tokens] = positions, slots
+        on_device = self._device.empty(self._prompt.shape, np.int32)
+        self._device.copy_in(on_device, self._prompt)
+        return on_device[0, :num_tokens], on_device[1, :num_tokens]

@@ -1,4 +1,4 @@
-"""The families of models that are supported: a new one is a file here and an entry in FAMILIES."""
+"""The supported families of models: a new one is a file here and an entry in FAMILIES."""
 
 from __future__ import annotations
 
@@ -27,5 +27,6 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """Return what the model's tensors are called in a checkpoint, without its prefix."""
-    return FAMILIES[config.family].tensor_names(config)
+    """Return the names of the model's tensors in a checkpoint, without the family's prefix."""
+    names = FAMILIES[config.family].tensor_names
+    return names(config) if callable(names) else names

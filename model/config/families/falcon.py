@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hotcold.model.config.activations import activation_fn
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
-    activation_fn,
     grouped_kv_heads,
     head_sizes,
     max_positions,

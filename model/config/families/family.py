@@ -1,4 +1,4 @@
-"""What a family of models is to the rest of the project, and what several families read alike."""
+"""`Family`: how a family's config.json and tensors are read; readers that families share."""
 
 from __future__ import annotations
 
@@ -6,69 +6,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import ActivationFn, ModelConfig
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import shown
 
-# What config.json calls them. fatrelu comes with a threshold, which only some families have.
-ACTIVATION_FNS: dict[str, ActivationFn] = {
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "relu2": "relu2",
-}
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_MAX_WINDOW = 1 << 26
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family: how its config.json and its checkpoints are read. Defaults are transformers'."""
+    """One family of models. Defaults of keys are transformers'."""
 
     name: str  # model_type in config.json
-    architectures: tuple[str, ...]  # any of them in config.json; errors name the first
-    prefixes: tuple[str, ...]  # of tensors' names, but the head's; new checkpoints have the first
-    bos_id: int | None
-    eos_id: int | None
-    tied_embeddings: bool
-    read_fields: Callable[[ConfigReader], dict[str, Any]]  # those that not all families share
-    tensor_names: Callable[[ModelConfig], TensorNames]
-    reads: tuple[str, ...] = ()  # keys that others would have to refuse (`model.config.build`)
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that all others must have
-
-
-def activation(reader: ConfigReader, key: str, default: str) -> dict[str, Any]:
-    """Return activation_fn and activation_threshold, which fatrelu has: hidden_act_param.
-
-    Errors:  ConfigError for an unknown function
-    """
-    if reader.text(key, default) != "fatrelu":
-        return {"activation_fn": activation_fn(reader, key, default)}
-    if not reader.has("hidden_act_param"):
-        raise reader.fail(key, "is fatrelu, but its threshold hidden_act_param is missing")
-    threshold = reader.number("hidden_act_param", low=0.0, high=1e6)
-    return {"activation_fn": "fatrelu", "activation_threshold": threshold}
-
-
-def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
-    """Return the FFN's function, which `key` names. Errors: ConfigError for an unknown one."""
-    name = reader.text(key, default)
-    if name not in ACTIVATION_FNS:
-        supported = ", ".join(sorted(set(ACTIVATION_FNS.values())))
-        raise reader.fail(key, f"is {shown(name)}, which is not supported; supported: {supported}")
-    for other in ("hidden_act", "activation_function", "activation"):
-        if reader.has(other) and reader.values[other] != reader.values.get(key, name):
-            raise reader.fail(
-                other, f"is {shown(reader.values[other])} but {key} is {shown(name)}; keep one"
-            )
-    return ACTIVATION_FNS[name]
+    architectures: tuple[str, ...]  # accepted in config.json; errors name the first
+    # Of tensors' names, but for the head's; new checkpoints have the first.
+    prefixes: tuple[str, ...] = ("model.",)
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tied_embeddings: bool = False
+    read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
+    tensor_names: TensorNames | Callable[[ModelConfig], TensorNames] = LLAMA_NAMES
+    reads: tuple[str, ...] = ()  # keys that `model.config.build` refuses for other families
+    # Of keys that are required for other families.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def max_positions(reader: ConfigReader) -> int:
@@ -82,7 +47,7 @@ def num_layers(reader: ConfigReader) -> int:
 
 
 def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, int]:
-    """Return hidden_size, num_heads and head_dim, which is hidden / heads unless it is free."""
+    """Return hidden_size, num_heads and head_dim: hidden / heads, unless `free_head_dim`."""
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
     if hidden % heads and not (reader.has("head_dim") and free_head_dim):
@@ -96,8 +61,42 @@ def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, i
 
 
 def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
-    """Return the number of KV heads, each of which as many query heads share."""
+    """Return the number of KV heads, which divides the number of query heads."""
     kv_heads = reader.integer(key, heads, high=heads)
     if heads % kv_heads:
         raise reader.fail(key, f"is {kv_heads}, which does not divide num_attention_heads {heads}")
     return kv_heads
+
+
+def sliding_layers(
+    reader: ConfigReader, is_sliding: Callable[[int], bool], num_layers: int
+) -> tuple[bool, ...]:
+    """Return which layers have a window: by `layer_types`, or by `is_sliding` without that key.
+
+    Errors:  ConfigError for other kinds of layers, or another number of them
+    """
+    if not reader.has("layer_types"):
+        return tuple(is_sliding(layer) for layer in range(num_layers))
+    kinds = reader.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise reader.fail("layer_types", f"is {shown(kinds, 60)}; give one for each layer")
+    for kind in kinds:
+        if kind not in _LAYER_KINDS:
+            raise reader.fail(
+                "layer_types",
+                f"has {shown(kind)}, which is not supported; {' or '.join(_LAYER_KINDS)}",
+            )
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def windows(
+    reader: ConfigReader, sliding: tuple[bool, ...], default: int | None = None
+) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none; () where no layer has one.
+
+    Errors:  ConfigError where a layer has one and config.json has no size
+    """
+    if not any(sliding):
+        return ()
+    size = reader.integer("sliding_window", default, high=_MAX_WINDOW)
+    return tuple(size if is_windowed else 0 for is_windowed in sliding)

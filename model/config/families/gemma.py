@@ -1,19 +1,24 @@
 """Gemma 2 and 3: four norms a layer of weights 1 + w, GeGLU, embeddings times sqrt(d), windows.
 
-Gemma 2 caps scores and logits; Gemma 3 norms q and k, and windowed layers have a rope of their own.
+Gemma 2 caps scores and logits; Gemma 3 norms q and k, and its windowed layers have another rope.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.family import (
+    Family,
+    max_positions,
+    num_layers,
+    sliding_layers,
+    windows,
+)
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope, read_rope_object
-from hotcold.model.config.windows import sliding_layers, windows
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
 _READS = (
@@ -32,7 +37,7 @@ def _fields(
     ropes: tuple[RopeConfig, ...],
     softcaps: tuple[float, float],
 ) -> dict[str, Any]:
-    """What both have; `softcaps` are the defaults of scores and logits, 0 for none."""
+    """Fields of both; `softcaps` are the defaults for scores and logits, 0 for none."""
     reader.refuse(
         "use_bidirectional_attention",
         lambda value: value is False,
@@ -58,20 +63,20 @@ def _fields(
 
 
 def _softcap(reader: ConfigReader, key: str, default: float) -> float:
-    """0 for null, and for a key that is not there unless it has a default."""
+    """Read a cap: 0 for null, `default` without the key."""
     if not reader.has(key):
         return 0.0 if key in reader.values else default
     return reader.number(key, low=1e-6, high=1e9)
 
 
 def _gemma2_fields(reader: ConfigReader) -> dict[str, Any]:
-    """Every other layer is windowed, from the first on."""
+    """Every other layer has a window, the first one too."""
     sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
     return _fields(reader, sliding, (read_rope(reader, max_positions(reader)),), (50.0, 30.0))
 
 
 def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
-    """Five windowed layers to one that sees all."""
+    """Five layers with a window to one without."""
     pattern = reader.integer("sliding_window_pattern", 6, high=1 << 20)
     layers = num_layers(reader)
     sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0, layers)
@@ -83,7 +88,7 @@ def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _gemma3_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
-    """The rope of layers that see all, and of those that are windowed; both spellings."""
+    """Read the ropes of layers without and with a window, in both spellings."""
     found = reader.values.get("rope_parameters")
     positions = max_positions(reader)
     if isinstance(found, dict) and found.keys() & {"full_attention", "sliding_attention"}:
@@ -100,16 +105,10 @@ def _gemma3_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     return read_rope(reader, positions, theta=_THETA), RopeConfig(theta=theta)
 
 
-_LAYER = replace(
-    LLAMA_NAMES.layer,
+_GEMMA2_NAMES = LLAMA_NAMES.with_layer(
     attention_norm="post_attention_layernorm",
     ffn_norm="pre_feedforward_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
-)
-_GEMMA2_NAMES = replace(LLAMA_NAMES, layer=_LAYER)
-_GEMMA3_NAMES = replace(
-    LLAMA_NAMES,
-    layer=replace(_LAYER, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
 )
 _DEFAULTS = {
     "head_dim": 256,
@@ -120,12 +119,11 @@ _DEFAULTS = {
 GEMMA2 = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
-    prefixes=("model.",),
     bos_id=2,
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma2_fields,
-    tensor_names=lambda config: _GEMMA2_NAMES,
+    tensor_names=_GEMMA2_NAMES,
     reads=_READS,
     defaults=_DEFAULTS,
 )
@@ -137,7 +135,7 @@ GEMMA3 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma3_fields,
-    tensor_names=lambda config: _GEMMA3_NAMES,
+    tensor_names=_GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
 )

@@ -1,19 +1,18 @@
-"""Llama: RMSNorm, rotary positions, an FFN with a gate. Many families are it, with changes."""
+"""Llama: RMSNorm, rotary positions, a gated FFN. Many families are Llama with changes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from hotcold.model.config.activations import activation
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
-    activation,
     grouped_kv_heads,
     head_sizes,
     max_positions,
 )
-from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope
@@ -27,9 +26,9 @@ def llama_fields(
     norm_eps: float = 1e-6,
     ropes: tuple[RopeConfig, ...] = (),
 ) -> dict[str, Any]:
-    """Read what Llama's config.json has; other families give their defaults, and change some of it.
+    """Read Llama's keys; other families pass their defaults and change some fields.
 
-    `ropes` are read by whoever has several.
+    Families with other ropes pass `ropes`.
     """
     sizes = head_sizes(reader, free_head_dim=True)
     bias = reader.boolean("attention_bias", False)
@@ -48,30 +47,12 @@ def llama_fields(
     }
 
 
-LLAMA_NAMES = TensorNames(
-    tokens="embed_tokens",
-    layers="layers.{}.",
-    layer=LayerNames(
-        norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out="self_attn.o_proj",
-        ffn_norm="post_attention_layernorm",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-    ),
-    final_norm="norm",
-)
-
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=2,
-    tied_embeddings=False,
     read_fields=llama_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
 )
 # ProSparse-Llama-2: its activation is fatrelu.
 SPARSE_LLAMA = replace(

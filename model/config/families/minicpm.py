@@ -1,18 +1,18 @@
-"""MiniCPM-S: Llama with fatrelu, and scales of embeddings, of what layers add, and of logits."""
+"""MiniCPM-S: Llama with fatrelu, and scales of embeddings, residual updates and logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hotcold.model.config.families.family import MAX_WIDTH, Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 
 _LOW, _HIGH = 1e-6, 1e6
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    """Its own code takes 1 for each key that is not there."""
+    """Missing scales are 1, as in its own code."""
     fields = llama_fields(reader)
     depth = reader.number("scale_depth", 1.0, low=_LOW, high=_HIGH)
     base = reader.integer("dim_model_base", 1, high=MAX_WIDTH)
@@ -27,11 +27,9 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
 MINICPM = Family(
     name="minicpm",
     architectures=("MiniCPMForCausalLM", "MiniCPMModel"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=2,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("scale_emb", "scale_depth", "dim_model_base"),
 )

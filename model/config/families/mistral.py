@@ -1,18 +1,17 @@
-"""Mistral: Llama with a window over the positions that attention sees. Bamboo: it with dReLU."""
+"""Mistral: Llama with sliding-window attention. Bamboo: Mistral with dReLU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.family import Family, num_layers, windows
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.windows import windows
 
 
 def mistral_fields(reader: ConfigReader) -> dict[str, Any]:
-    """Llama's; a window that config.json leaves out is 4096, and null is none."""
+    """Llama's fields, and a window: 4096 without the key, none for null."""
     has_window = reader.values.get("sliding_window", 0) is not None
     sliding = (has_window,) * num_layers(reader)
     return {**llama_fields(reader), "windows": windows(reader, sliding, 4096)}
@@ -21,26 +20,23 @@ def mistral_fields(reader: ConfigReader) -> dict[str, Any]:
 MISTRAL = Family(
     name="mistral",
     architectures=("MistralForCausalLM", "MistralModel"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=2,
-    tied_embeddings=False,
     read_fields=mistral_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("sliding_window",),
     defaults={"num_key_value_heads": 8},
 )
 
 
 def _bamboo_fields(reader: ConfigReader) -> dict[str, Any]:
-    """The gate's function, relu, is up's too."""
+    """Mistral's fields; the gate's relu is applied to up, too."""
     fields = mistral_fields(reader)
     if fields["activation_fn"] != "relu":
         raise reader.fail("hidden_act", f"is {fields['activation_fn']}; Bamboo's is relu")
     return {**fields, "activation_fn": "drelu"}
 
 
-# Bamboo and TurboSparse-Mistral, whose predictors in the checkpoint --mode lowrank reads.
+# Bamboo and TurboSparse-Mistral, with predictors in the checkpoint for --mode lowrank.
 BAMBOO = replace(
     MISTRAL,
     name="bamboo",

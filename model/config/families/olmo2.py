@@ -1,12 +1,12 @@
-"""OLMo 2: norms of what attention and FFN add, none before them; q and k normed as a whole."""
+"""OLMo 2: norms after attention and FFN, none before; q and k normed over all heads."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 
 
@@ -20,25 +20,18 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-_NAMES = replace(
-    LLAMA_NAMES,
-    layer=replace(
-        LLAMA_NAMES.layer,
-        norm="",
-        ffn_norm="",
-        attention_norm="post_attention_layernorm",
-        ffn_output_norm="post_feedforward_layernorm",
-        q_norm="self_attn.q_norm",
-        k_norm="self_attn.k_norm",
-    ),
+_NAMES = LLAMA_NAMES.with_layer(
+    norm="",
+    ffn_norm="",
+    attention_norm="post_attention_layernorm",
+    ffn_output_norm="post_feedforward_layernorm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
 )
 OLMO2 = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM", "Olmo2Model"),
-    prefixes=("model.",),
-    bos_id=None,
     eos_id=50279,
-    tied_embeddings=False,
     read_fields=_read_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=_NAMES,
 )

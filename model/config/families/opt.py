@@ -1,10 +1,11 @@
-"""OPT: LayerNorm, learned positions, an FFN of two matrices; opt-350m norms after its sums."""
+"""OPT: LayerNorm, learned positions, an FFN of two matrices; opt-350m has post-norm."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import MAX_WIDTH, Family, activation_fn, head_sizes
+from hotcold.model.config.activations import activation_fn
+from hotcold.model.config.families.family import MAX_WIDTH, Family, head_sizes
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.json_reader import ConfigReader
 
@@ -58,5 +59,5 @@ OPT = Family(
     eos_id=2,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=_NAMES,
 )

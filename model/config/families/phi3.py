@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.family import Family, max_positions, num_layers, windows
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
-from hotcold.model.config.windows import windows
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -24,23 +23,15 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-_NAMES = replace(
-    LLAMA_NAMES,
-    layer=replace(
-        LLAMA_NAMES.layer,
-        qkv=("self_attn.qkv_proj",),
-        gate="mlp.gate_up_proj",
-        up="mlp.gate_up_proj",
-    ),
+_NAMES = LLAMA_NAMES.with_layer(
+    qkv=("self_attn.qkv_proj",), gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
 )
 PHI3 = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM", "Phi3Model"),
-    prefixes=("model.",),
     bos_id=1,
     eos_id=32000,
-    tied_embeddings=False,
     read_fields=_read_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=_NAMES,
     reads=("sliding_window", "partial_rotary_factor"),
 )

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.family import Family, num_layers, sliding_layers, windows
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.windows import sliding_layers, windows
 
 _READS = ("sliding_window", "layer_types")
 
 
 def _windows(reader: ConfigReader) -> tuple[int, ...]:
-    """Windows are off unless use_sliding_window, then in the layers from max_window_layers on."""
+    """Read windows: with use_sliding_window, in the layers from max_window_layers on."""
     layers = num_layers(reader)
     uses = reader.boolean("use_sliding_window", False)
     first = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
     has_size = reader.values.get("sliding_window", 0) is not None
     sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first, layers)
-    return windows(reader, sliding, 4096) if uses else _no_windows(reader, sliding)
-
-
-def _no_windows(reader: ConfigReader, sliding: tuple[bool, ...]) -> tuple[int, ...]:
-    if any(sliding):
+    if any(sliding) and not uses:
         raise reader.fail("layer_types", "has windows, which use_sliding_window turns off")
-    return ()
+    return windows(reader, sliding, 4096)
 
 
 def _qwen2_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -41,24 +36,14 @@ def _qwen3_fields(reader: ConfigReader) -> dict[str, Any]:
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-    prefixes=("model.",),
-    bos_id=None,
-    eos_id=None,
-    tied_embeddings=False,
     read_fields=_qwen2_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=_READS,
 )
-_QWEN3_LAYER = replace(LLAMA_NAMES.layer, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-    prefixes=("model.",),
-    bos_id=None,
-    eos_id=None,
-    tied_embeddings=False,
     read_fields=_qwen3_fields,
-    tensor_names=lambda config: replace(LLAMA_NAMES, layer=_QWEN3_LAYER),
+    tensor_names=LLAMA_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={"head_dim": 128},
 )

@@ -1,21 +1,26 @@
-"""SmolLM3: Llama whose every fourth layer does not rotate its heads."""
+"""SmolLM3: Llama without rope in every fourth layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.family import (
+    Family,
+    max_positions,
+    num_layers,
+    sliding_layers,
+    windows,
+)
+from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
-from hotcold.model.config.windows import sliding_layers, windows
 from hotcold.model.errors import shown
 
 _THETA = 2_000_000.0
 
 
 def _rotates(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Whether each layer rotates: no_rope_layers, whose ones say that it does, or an interval."""
+    """Whether each layer has rope: where no_rope_layers is 1, or by an interval."""
     if not reader.has("no_rope_layers"):
         interval = reader.integer("no_rope_layer_interval", 4, high=1 << 20)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
@@ -42,12 +47,10 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
 SMOLLM3 = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
-    prefixes=("model.",),
     bos_id=128000,
     eos_id=128001,
     tied_embeddings=True,
     read_fields=_read_fields,
-    tensor_names=lambda config: LLAMA_NAMES,
     reads=("sliding_window", "layer_types", "no_rope_layers"),
     defaults={"num_key_value_heads": 4},
 )

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.family import Family, max_positions
-from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
 
@@ -17,7 +18,7 @@ def _arcee_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _nemotron_fields(reader: ConfigReader) -> dict[str, Any]:
-    """LayerNorms of weights 1 + w; half of a head's dimensions are rotated."""
+    """LayerNorms with weights 1 + w; half of a head's dimensions are rotated."""
     rope = read_rope(reader, max_positions(reader), share=0.5)
     return {
         **llama_fields(reader, activation_default="relu2", ropes=(rope,)),
@@ -28,16 +29,13 @@ def _nemotron_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-_NAMES = replace(LLAMA_NAMES, layer=replace(LLAMA_NAMES.layer, gate="mlp.up_proj", up=""))
 ARCEE = Family(
     name="arcee",
     architectures=("ArceeForCausalLM", "ArceeModel"),
-    prefixes=("model.",),
     bos_id=128000,
     eos_id=128001,
-    tied_embeddings=False,
     read_fields=_arcee_fields,
-    tensor_names=lambda config: _NAMES,
+    tensor_names=LLAMA_NAMES.with_layer(gate="mlp.up_proj", up=""),
 )
 NEMOTRON = replace(
     ARCEE,

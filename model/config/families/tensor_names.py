@@ -1,8 +1,8 @@
-"""What a model's tensors are called; each family fills these in, and all else looks here."""
+"""Names of a checkpoint's tensors, by role; each family fills them in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -15,13 +15,13 @@ class LayerNames:
     out: str
     ffn_norm: str
     gate: str
-    up: str  # of gate and up in one module the same name
+    up: str  # gate's name where one module holds both
     down: str
-    attention_norm: str = ""  # of what attention adds
+    attention_norm: str = ""  # of attention's output
     ffn_output_norm: str = ""
     q_norm: str = ""
     k_norm: str = ""
-    # Of checkpoints that bring PowerInfer's predictors, which are not part of the model itself.
+    # PowerInfer's predictors, in checkpoints that have them.
     predictor: tuple[str, ...] = ("mlp.predictor.fc1", "mlp.predictor.fc2")
 
     def below(self, prefix: str) -> LayerNames:
@@ -40,7 +40,7 @@ class TensorNames:
     """Modules of the whole model, without a checkpoint's prefix; "" where there is none."""
 
     tokens: str
-    layers: str  # before the names of layer {}
+    layers: str  # prefix of layer {}
     layer: LayerNames
     final_norm: str
     positions: str = ""
@@ -51,3 +51,23 @@ class TensorNames:
     def of_layer(self, layer_id: int) -> LayerNames:
         """Return the names of layer `layer_id`."""
         return self.layer.below(self.layers.format(layer_id))
+
+    def with_layer(self, **changes: Any) -> TensorNames:
+        """Return the names with some of a layer's replaced."""
+        return replace(self, layer=replace(self.layer, **changes))
+
+
+LLAMA_NAMES = TensorNames(
+    tokens="embed_tokens",
+    layers="layers.{}.",
+    layer=LayerNames(
+        norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.o_proj",
+        ffn_norm="post_attention_layernorm",
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+    ),
+    final_norm="norm",
+)

@@ -45,7 +45,7 @@ def all_entries() -> list[Entry]:
 
 
 def _products() -> Iterator[Entry]:
-    for file, macro in (("rows", "ROWS_TIMES_VECTORS"), ("gates", "GATES")):
+    for file, macro in (("gemv", "GEMV"), ("gates", "GATES")):
         for weight_format in _FORMATS:
             for is_vector, tiles in (("true", (1, 2, 4, 8)), ("false", (1, 8))):
                 for tokens in tiles:

@@ -32,16 +32,16 @@ class _Launch(ctypes.Structure):
 class EmulatedLauncher:
     """`cuda_kernels.launch.Launcher` over a library that `build_library` made.
 
-    A launch may touch nothing but the arrays whose addresses were asked for since the launch
-    before it, and `empty_bytes`'.
-    Errors:  RuntimeError for an access that a GPU would not forgive, or that threads race for
+    A launch may only access arrays passed to `pointer` since the previous launch, and those of
+    `empty_bytes`.
+    Errors:  RuntimeError for an invalid access and for a race between threads
     """
 
     def __init__(self, library: Path, is_reversed: bool = False) -> None:
         self._run = ctypes.CDLL(str(library)).run_kernel
         self._run.restype = ctypes.c_char_p
         self._is_reversed = is_reversed
-        self._asked: dict[int, np.ndarray] = {}
+        self._allowed: dict[int, np.ndarray] = {}
 
     def empty_bytes(self, count: int) -> np.ndarray:
         """Aligned as CuPy's, and full of what must not be read."""
@@ -50,7 +50,7 @@ class EmulatedLauncher:
     def pointer(self, array: np.ndarray) -> np.uint64:
         """See `Launcher`."""
         assert array.flags.c_contiguous
-        self._asked[array.ctypes.data] = array
+        self._allowed[array.ctypes.data] = array
         return np.uint64(array.ctypes.data)
 
     def launch(
@@ -60,7 +60,7 @@ class EmulatedLauncher:
         assert min(grid) > 0 and max(grid[1:]) < 1 << 16, grid
         cells = [np.array([value]) for value in arguments]
         places = [cell.ctypes.data for cell in cells]
-        buffers = list(self._asked.values())
+        buffers = list(self._allowed.values())
         launch = _Launch(
             kinds=b"".join(_KINDS[type(value)] for value in arguments),
             arguments=(ctypes.c_void_p * len(places))(*places),
@@ -72,15 +72,15 @@ class EmulatedLauncher:
             is_reversed=self._is_reversed,
         )
         problem = self._run(entry.name.encode(), ctypes.byref(launch))
-        self._asked.clear()
+        self._allowed.clear()
         if problem:
             raise RuntimeError(f"{entry.name}: {problem.decode()}")
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy at a multiple of 256 bytes, as a device's allocations are."""
-    room = np.empty(array.nbytes + 256, np.uint8)
-    start = -room.ctypes.data % 256
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(array.nbytes + 256, np.uint8)
+    start = -buffer.ctypes.data % 256
+    copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

@@ -1,1 +1,1 @@
-"""Ollama's API, over the same answers as OpenAI's."""
+"""Ollama's API, by the same requests as OpenAI's."""

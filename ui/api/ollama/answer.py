@@ -1,4 +1,4 @@
-"""Answers as Ollama tells them: an object a line, the last of which says how long it took."""
+"""Answers of Ollama's API: JSON objects a line, the last with durations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import as_api_error, timed_out
+from hotcold.ui.api.errors import as_api_error, refusal, timed_out
+from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.ollama.options import penalty_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
-from hotcold.ui.api.refusals import refusal
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tokens import chat_logprobs, content_tokens
-from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
@@ -33,7 +32,7 @@ Body = OllamaGenerate | OllamaChat
 
 
 class OllamaAnswer:
-    """One answer of /api/generate or /api/chat, from its request to its end."""
+    """One answer of /api/generate or /api/chat."""
 
     def __init__(self, backend: Backend, body: Body) -> None:
         """Errors:  ApiError 400"""
@@ -67,7 +66,7 @@ class OllamaAnswer:
         return last | self._said(text, thought, calls, logprobs)
 
     async def stream(self) -> sse.LineStream:
-        """The answer a line a piece; it has begun. Errors: ApiError, HotcoldError."""
+        """The answer as lines; it has begun. Errors: ApiError, HotcoldError."""
         answers = await self._start()
         events = await first_then_rest(answers)
 
@@ -77,7 +76,7 @@ class OllamaAnswer:
                     for piece in self._pieces(event):
                         calls = [] if piece.call is None else [piece.call]
                         said = self._said(piece.text, piece.thought, calls, piece.logprobs)
-                        yield sse.line({**self._head(), **said, "done": False})
+                        yield sse.line({**_head(self._body), **said, "done": False})
                     if event.result is not None:
                         yield sse.line(self._end(event.result) | self._said("", "", [], []))
             except Exception as error:
@@ -106,7 +105,7 @@ class OllamaAnswer:
         return answers
 
     def _pieces(self, event: TokenEvent) -> list[_Piece]:
-        """What one event says and calls; its logprobs stand with the first of them."""
+        """The pieces of one event; its logprobs are in the first."""
         found = list(self._reader.of(event.text, event.result is not None))
         if self._body.logprobs:
             tokens = content_tokens(event, self._backend.eos_ids)
@@ -116,25 +115,22 @@ class OllamaAnswer:
                 found[:1] = [first._replace(logprobs=content)]
         return found
 
-    def _head(self) -> Line:
-        return _head(self._body)
-
     def _said(self, text: str, thought: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
-        """The part of a line that differs between the two routes."""
-        told = _said(self._body, text)
+        """The keys of a line that differ between the two routes."""
+        said = _said(self._body, text)
         if thought:
-            told.get("message", told)["thinking"] = thought
+            said.get("message", said)["thinking"] = thought
         if calls:
-            told["message"]["tool_calls"] = calls
-        return told | ({"logprobs": logprobs} if logprobs else {})
+            said["message"]["tool_calls"] = calls
+        return said | ({"logprobs": logprobs} if logprobs else {})
 
     def _end(self, result: Generation) -> Line:
-        """The last line. Durations are nanoseconds; loading is all before the prompt's turn."""
+        """The last line. Durations in nanoseconds; loading is all before the prompt is read."""
         queued_ns, prompt_ns, new_ns = (
             round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
         )
         return {
-            **self._head(),
+            **_head(self._body),
             "done": True,
             "done_reason": result.finish_reason,
             "total_duration": time.monotonic_ns() - self._started_ns,
@@ -147,7 +143,7 @@ class OllamaAnswer:
 
 
 async def loaded_or_ended(backend: Backend, body: Body) -> Line:
-    """Have the model loaded, or with `keep_alive` 0 given up, and say so.
+    """Load the model, or with `keep_alive` 0 unload it, and return that.
 
     Errors:  ApiError 503 and 504, HotcoldError
     """
@@ -187,16 +183,16 @@ class _Piece(NamedTuple):
 
 
 class _WholeCalls:
-    """Parts of an answer; a call is given once it is whole, as Ollama gives it."""
+    """Parts of an answer as pieces; a call is one once it is complete, as in Ollama."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self._open: tuple[str, str] | None = None  # id and name
         self._arguments = ""
-        self._num_told = 0
+        self._num_calls = 0
 
     def of(self, text: str, is_last: bool) -> Iterator[_Piece]:
-        """What `text`, which follows all that came before, says and calls."""
+        """The pieces after this further `text`."""
         yield from self._read(self._reader.push(text, is_last))
         if is_last:
             yield from self._close()
@@ -204,19 +200,19 @@ class _WholeCalls:
     def _read(self, parts: Iterable[Part]) -> Iterator[_Piece]:
         for part in parts:
             match part:
-                case Argued(_, text):
+                case ArgumentsPart(_, text):
                     self._arguments += text
-                case Called(_, call_id, name):
+                case CallPart(_, call_id, name):
                     yield from self._close()
                     self._open, self._arguments = (call_id, name), ""
-                case Thought(text):
+                case ReasoningPart(text):
                     yield _Piece(thought=text)
-                case Said(text):
+                case TextPart(text):
                     yield from self._close()
                     yield _Piece(text)
 
     def _close(self) -> Iterator[_Piece]:
-        """The call that was open; one that the answer's end cut off is none."""
+        """The open call, unless it was cut off."""
         if self._open is None:
             return
         (call_id, name), self._open = self._open, None
@@ -224,28 +220,24 @@ class _WholeCalls:
             arguments = json.loads(self._arguments)
         except ValueError:
             return
-        function = {"index": self._num_told, "name": name, "arguments": arguments}
-        self._num_told += 1
+        function = {"index": self._num_calls, "name": name, "arguments": arguments}
+        self._num_calls += 1
         yield _Piece(call={"id": call_id, "function": function})
 
 
 def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
-    """What OpenAI's route would be asked. Errors: ApiError 400."""
+    """The same request of OpenAI's API. Errors: ApiError 400."""
     tokenizer = backend.prompts.tokenizer
     if body.think and (tokenizer is None or tokenizer.thinking is None):
         raise body.unable("thinking", "think")
     try:
         if isinstance(body, OllamaChat):
-            return _chat(body.asked())
+            return ChatRequest.model_validate(body.asked())
         kind, fields = body.asked(tokenizer)
         if kind == "chat":
-            return _chat(fields)
+            return ChatRequest.model_validate(fields)
         return CompletionRequest.model_validate(
             {"max_tokens": backend.settings.max_tokens, **fields}
         )
     except ValidationError as error:
         raise refusal(error) from None
-
-
-def _chat(fields: Line) -> ChatRequest:
-    return ChatRequest.model_validate(fields)

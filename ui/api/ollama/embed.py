@@ -13,7 +13,7 @@ from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.embeddings import embeddings, prompts_to_embed
 from hotcold.ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
 
-_MAX_CHARS_A_TOKEN = 1000  # more are never looked at: encoding them would take minutes
+_MAX_CHARS_A_TOKEN = 1000  # more are cut before encoding, which would take minutes
 
 
 async def embed(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What /api/tags, /api/ps and /api/show say of a model."""
+"""The models in answers of /api/tags, /api/ps and /api/show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KV_BYTES = {"float32": 4, "float16": 2}
 
 
 class _Facts(NamedTuple):
-    """What a model's files say."""
+    """Facts from a model's files."""
 
     config: ModelConfig
     digest: str
@@ -42,7 +42,7 @@ def tagged(name: str) -> str:
 
 
 async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
-    """All models, loaded or not; of one whose files cannot be read, what is known without them."""
+    """All models, loaded or not; without their files' facts where these cannot be read."""
     found = []
     for backend in backends:
         facts = await _known_facts(backend)
@@ -60,7 +60,7 @@ async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
 
 
 async def running(backends: Iterable[Backend]) -> dict[str, Any]:
-    """The models that are loaded, and what each takes of memory by its plan; 0 where unknown."""
+    """The loaded models, and the memory of each by its plan; 0 where unknown."""
     found = []
     for backend in backends:
         if not backend.is_loaded:
@@ -134,7 +134,7 @@ def _details(backend: Backend, facts: _Facts) -> dict[str, Any]:
 
 
 def _capabilities(backend: Backend) -> list[str]:
-    """Tools can be told to every model that has a chat template; grammars hold its calls."""
+    """Every model with a chat template can use tools: grammars enforce its calls."""
     tokenizer = backend.prompts.tokenizer
     has_template = tokenizer is not None and tokenizer.has_chat_template
     found = ["completion", "tools"] if has_template else ["completion"]
@@ -157,7 +157,7 @@ async def _facts(backend: Backend) -> _Facts:
 
 
 async def _known_facts(backend: Backend) -> _Facts:
-    """So that one model whose files are gone or damaged hides no other, nor itself."""
+    """`_facts`, or what is known without the model's files."""
     try:
         return await _facts(backend)
     except HotcoldError:

@@ -1,4 +1,4 @@
-"""Ollama's `options`, by the fields of OpenAI's requests."""
+"""Ollama's `options` as fields of OpenAI's requests."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from hotcold.ui.api.errors import ApiError
 _MAX_TOKENS = (1 << 31) - 1
 _WHOLE = ("num_predict", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p")
-# What would change tokens and cannot be had here, each with the value that does nothing.
+# Unsupported options that would change tokens, each with the value that has no effect.
 _UNCHANGING = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
-# Of the last tokens, the prompt's too: not what OpenAI's routes mean by two of these names.
+# Over the last tokens, the prompt's too; OpenAI's fields of these names count otherwise.
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _WINDOW = "repeat_last_n"
-# Memory and speed: the server was started with its own. A prompt is never cut to num_ctx: one that
-# is longer than the context is refused. Beside them is what matters only beside the above.
+# Memory and speed, which the server's own options set. A prompt is never cut to num_ctx: a longer
+# one than the context is refused. The last ones only matter with an option above.
 _OWN = frozenset(
     ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
      "use_mlock", "low_vram", "f16_kv", "numa", "vocab_only", "logits_all", "embedding_only",
@@ -22,11 +22,10 @@ _OWN = frozenset(
 
 
 def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields of a `SamplingRequest`, and `max_tokens`, that stand for `options`.
+    """The fields of a `SamplingRequest`, and `max_tokens`, that `options` set.
 
-    Ollama ignores names that it does not know, and tells its log; here whoever asks is told.
-    Errors:  ApiError 400 for such a name, for a value of a wrong type, and for one that would
-             change tokens in a way that cannot be had here
+    Errors:  ApiError 400 for an unknown name, which Ollama ignores; for a value of a wrong type;
+             for an unsupported option that would change tokens
     """
     found: dict[str, Any] = {}
     for name, value in _given(options):
@@ -45,7 +44,7 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def penalty_fields(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields of `SamplingParams` besides. Errors: ApiError 400 for a value of a wrong type."""
+    """The penalties, as fields of `SamplingParams`. Errors: ApiError 400 for a wrong type."""
     return {
         name: int(_number(name, value)) if name == _WINDOW else float(_number(name, value))
         for name, value in _given(options)
@@ -58,7 +57,7 @@ def _given(options: dict[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def _as_fields(found: dict[str, Any]) -> dict[str, Any]:
-    """By OpenAI's names and bounds: no limit, no seed and no top_k are left out there."""
+    """In OpenAI's names and bounds; no limit, seed or top_k: left out."""
     num_predict = found.pop("num_predict", 0)
     if num_predict > 0:
         found["max_tokens"] = min(num_predict, _MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Ollama's routes: what its clients ask, answered by the models of this server."""
+"""Ollama's routes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hotcold.ui.api.ollama.schemas import (
 )
 from hotcold.ui.api.route import JsonAnswer, answered
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.described import body_of
+from hotcold.ui.openapi import body_of
 from hotcold.ui.served_models import ServedModels
 
 SCHEMAS: list[type[BaseModel]] = [
     OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,
 ]  # fmt: skip
-_VERSION = "0.32.15"  # of Ollama whose API this is: clients ask before they use a part of it
+_VERSION = "0.32.15"  # of Ollama's API: clients check it before they use newer parts
 _FORBIDDEN = 403
 _ELSEWHERE = {
     ("POST", "/api/pull"): "models are not fetched here: use `hotcold pull`, then `hotcold serve`",
@@ -53,13 +53,13 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
     async def answer(request: Request, body: Body, is_load: bool) -> Response:
         backend = _choose(models, request, body)
 
-        async def told() -> Response:
+        async def work() -> Response:
             if is_load:
                 return JSONResponse(await loaded_or_ended(backend, body))
             found = OllamaAnswer(backend, body)
             return await found.stream() if body.is_streamed else JsonAnswer(await found.whole())
 
-        made: Response = await answered(request, told())
+        made: Response = await answered(request, work())
         return made
 
     @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate))
@@ -106,11 +106,11 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
         """The models that are loaded."""
         return JSONResponse(await answered(request, facts.running(models.backends)))
 
-    looks: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    getters: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "version": version, "tags": tags, "ps": running,
     }  # fmt: skip
-    for name, look in looks.items():
-        app.add_api_route(f"/api/{name}", look, methods=["GET"])
+    for name, getter in getters.items():
+        app.add_api_route(f"/api/{name}", getter, methods=["GET"])
 
     @app.post("/api/show", openapi_extra=body_of(OllamaShow))
     async def show(request: Request) -> Response:
@@ -127,7 +127,7 @@ def _add_refusal(app: FastAPI, method: str, path: str, reason: str) -> None:
 
 
 def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:
-    """The model that is asked for; a name may carry the tag that Ollama gives to those without.
+    """The model of a request; its name may have the tag that Ollama adds.
 
     Errors:  ApiError 400 and 404
     """

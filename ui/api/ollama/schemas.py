@@ -1,4 +1,4 @@
-"""What Ollama's requests may hold, by its names, and what each asks of OpenAI's routes."""
+"""Schemas of Ollama's requests, and the same requests of OpenAI's API."""
 
 import json
 import re
@@ -8,9 +8,8 @@ from pydantic import Field, field_validator
 
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
+from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
-from hotcold.ui.strict import StrictModel
 
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
 _MAX_MESSAGES = 10_000
@@ -19,7 +18,7 @@ _MAX_TOOLS = 128
 
 
 class OllamaModel(Request):
-    """Which model; `name` is what older clients say."""
+    """The model; older clients send `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -37,20 +36,20 @@ class OllamaShow(OllamaModel):
 
 
 class OllamaRequest(OllamaModel):
-    """What all requests share that need the model: none of it changes an answer."""
+    """Fields of all requests that need the model."""
 
-    keep_alive: str | float | None = None  # but for 0 it stays as long as the server lets it
+    keep_alive: str | float | None = None  # only 0 has an effect: the model is unloaded
     options: dict[str, Any] | None = None
 
     @property
     def stays(self) -> bool:
-        """Whether the model is not to be given up after this request."""
+        """Whether the model stays loaded after this request."""
         given = self.keep_alive
         return not (_NO_TIME.fullmatch(given) if isinstance(given, str) else given == 0)
 
 
 class _Answered(OllamaRequest):
-    """What both kinds of answers share."""
+    """Fields of /api/generate and /api/chat."""
 
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
@@ -60,22 +59,22 @@ class _Answered(OllamaRequest):
 
     @property
     def is_streamed(self) -> bool:
-        """Ollama's requests are unless they say otherwise."""
+        """Whether to stream; the default."""
         return self.stream is not False
 
     def _fields(self) -> dict[str, Any]:
-        """Those of a `SamplingRequest`. Errors: ApiError 400."""
+        """The fields of a `SamplingRequest`. Errors: ApiError 400."""
         return {**sampling_fields(self.options), "response_format": self._response_format()}
 
     def _thinking(self) -> dict[str, Any]:
-        """Whether, or how much, to think, as a `ChatRequest` has it."""
+        """Whether, or how much, to think, as fields of a `ChatRequest`."""
         if isinstance(self.think, str):
             return {"reasoning_effort": self.think or None}
         return {"enable_thinking": self.think}
 
     @property
     def _num_top(self) -> int | None:
-        """How many tokens are told beside each; None: no logprobs are wanted."""
+        """How many alternatives of each token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _response_format(self) -> dict[str, Any] | None:
@@ -88,7 +87,7 @@ class _Answered(OllamaRequest):
         return {"type": "json_schema", "json_schema": {"schema": self.format}}
 
     def unable(self, what: str, param: str) -> ApiError:
-        """The refusal of what this model cannot."""
+        """400: this model lacks a capability."""
         return ApiError(400, f'"{self.wanted[:100]}" does not support {what}', param=param)
 
 
@@ -104,10 +103,9 @@ class OllamaGenerate(_Answered):
     images: list[Any] | None = None
 
     def asked(self, tokenizer: Tokenizer | None) -> tuple[Literal["chat", "text"], dict[str, Any]]:
-        """Whether it stands for a `ChatRequest` or a `CompletionRequest`, and that one's fields.
+        """ "chat" and fields of a `ChatRequest`, or "text" and those of a `CompletionRequest`.
 
-        The prompt is what a user says; where the model has no chat template, or the request is
-        `raw`, a text to go on with. Errors: ApiError 400.
+        The latter with `raw` or where the model has no chat template. Errors: ApiError 400.
         """
         for what, param in (("insert", "suffix"), ("images", "images")):
             if getattr(self, param):
@@ -137,7 +135,7 @@ class OllamaGenerate(_Answered):
 
 
 class OllamaCalled(StrictModel):
-    """What was called; the arguments are an object here."""
+    """A called function; its arguments are an object."""
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -162,7 +160,7 @@ class OllamaMessage(StrictModel):
     tool_call_id: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """The same for a `ChatRequest`."""
+        """The message for a `ChatRequest`."""
         calls = [
             {
                 "id": call.id or f"call_{number}",

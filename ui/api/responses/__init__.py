@@ -1,1 +1,1 @@
-"""OpenAI's newer way to ask: /v1/responses, over the same answers as chat completions."""
+"""OpenAI's /v1/responses, by the same requests as chat completions."""

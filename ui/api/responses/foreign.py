@@ -1,9 +1,8 @@
-"""Items and tools of /v1/responses that are run by OpenAI's servers, or by some clients alone.
+"""Items and tools of /v1/responses that OpenAI's servers or some clients run.
 
-Agents add such tools by themselves, and a conversation that was begun elsewhere holds such items.
-Tools that nobody runs here are left out of what an answer may call. Of the items, those that say
-nothing to another model are passed over; calls with their results stay in the conversation, as
-those of a function; what the answer would lack is refused.
+Agents add such tools, and conversations that began elsewhere have such items. The tools are left
+out of those that an answer may call. Of the items, calls and their results become those of
+functions, some are skipped, and those that the answer would miss are refused.
 """
 
 import json
@@ -12,11 +11,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import StrictModel
 
 Message = dict[str, Any]
 
-# Kinds of calls -> the function's name (None: the item's own), and where arguments and results are.
+# Kinds of calls -> the function's name (None: the item's own), fields of arguments and results.
 _CALLS: dict[str, tuple[str | None, str, str | None]] = {
     "apply_patch_call": ("apply_patch", "operation", None),
     "code_interpreter_call": ("code_interpreter", "code", "outputs"),
@@ -26,15 +25,15 @@ _CALLS: dict[str, tuple[str | None, str, str | None]] = {
     "mcp_call": (None, "arguments", "output"),
     "shell_call": ("shell", "action", None),
 }
-# Kinds of results -> where they say which call it was.
+# Kinds of results -> the field of their call's id.
 _RESULTS = {
     "apply_patch_call_output": "call_id",
     "custom_tool_call_output": "call_id",
     "local_shell_call_output": "id",
     "shell_call_output": "call_id",
 }
-# What the model thought (it is told with what follows), what it looked for, which tools there were.
-_PASSED_OVER = ("mcp_list_tools", "reasoning", "web_search_call")
+# Reasoning goes with the item that follows.
+_SKIPPED = ("mcp_list_tools", "reasoning", "web_search_call")
 _REFUSED = {
     "additional_tools": "give them as tools",
     "compaction": "its content can be read by OpenAI alone; send the conversation",
@@ -51,11 +50,11 @@ _REFUSED = {
     "tool_search_call": "give all tools with the request",
     "tool_search_output": "give all tools with the request",
 }
-KINDS = (*_CALLS, *_RESULTS, *_PASSED_OVER, *_REFUSED)
+KINDS = (*_CALLS, *_RESULTS, *_SKIPPED, *_REFUSED)
 
 
 class ForeignItem(StrictModel):
-    """An item of another kind than messages, calls of functions, and their results."""
+    """An item that is no message, function call or result of one."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
@@ -63,14 +62,14 @@ class ForeignItem(StrictModel):
 
     @property
     def thought(self) -> str:
-        """What the model thought before the item that follows, where this says so."""
+        """The reasoning before the next item."""
         content = (self.model_extra or {}).get("content")
         if self.type != "reasoning" or not isinstance(content, list):
             return ""
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
     def messages(self, place: int) -> list[Message]:
-        """What it says, for a `ChatRequest`. Errors: ApiError 400 for one that cannot be told."""
+        """Its messages for a `ChatRequest`. Errors: ApiError 400 for a refused kind."""
         kind, fields = self.type, self.model_extra or {}
         if kind in _REFUSED:
             text = f"input.{place}: items of type {kind} are not supported: {_REFUSED[kind]}"
@@ -82,7 +81,7 @@ class ForeignItem(StrictModel):
         name, arguments_at, result_at = _CALLS[kind]
         call_id = str(fields.get("call_id") or fields.get("id"))
         result = fields.get(result_at) or fields.get("error") if result_at else None
-        if result_at and not result:  # whoever ran it kept what it gave
+        if result_at and not result:  # its server kept the result
             return []
         arguments = fields.get(arguments_at)
         if kind != "mcp_call" and not isinstance(arguments, dict):
@@ -116,7 +115,7 @@ class ForeignChoice(ForeignTool):
 
     @property
     def wanted(self) -> str:
-        """The tool, as it is named."""
+        """The tool's name."""
         names = (self.type, self.server_label, self.name)
         return " ".join(ascii(name[:100]) for name in names if name)
 
@@ -126,7 +125,7 @@ def _result(call_id: str, output: Any) -> Message:
 
 
 def _text(value: Any) -> str:
-    """Texts and lists of text parts as they are, all else as JSON."""
+    """Texts and text parts as text, all else as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(

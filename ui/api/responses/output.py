@@ -1,4 +1,4 @@
-"""The items of one response, and the events that tell of them as they come."""
+"""The items of one response, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 
 Event = dict[str, Any]
 
 
 class Output:
-    """Thoughts, messages and calls, in the order in which the answer has them."""
+    """Reasoning, messages and calls, in order."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._is_open = False  # the last item
 
     def of(self, parts: Iterable[Part]) -> Iterator[Event]:
-        """Take the next parts; the events that tell of them."""
+        """Add the next parts; yields their events."""
         for part in parts:
             match part:
-                case Thought(text):
+                case ReasoningPart(text):
                     if not self._is_open or self._last["type"] != "reasoning":
                         yield from self._begin_thoughts()
                     self._last["content"][0]["text"] += text
                     yield self._event("response.reasoning_text.delta", delta=text)
-                case Said(text):
+                case TextPart(text):
                     if not self._is_open or self._last["type"] != "message":
                         yield from self._begin_message()
                     self._last["content"][0]["text"] += text
                     yield self._event("response.output_text.delta", delta=text, logprobs=[])
-                case Called(_, call_id, name):
+                case CallPart(_, call_id, name):
                     call = {"call_id": call_id, "name": name, "arguments": ""}
                     yield from self._begin("function_call", "fc", call)
-                case Argued(_, text):
+                case ArgumentsPart(_, text):
                     self._last["arguments"] += text
                     yield self._event("response.function_call_arguments.delta", delta=text)
 
     def end(self, status: str) -> Iterator[Event]:
-        """End the answer, whose last item is as `status` says: completed or incomplete."""
+        """End the answer; `status` of the last item: completed or incomplete."""
         if not self.items or (self._last["type"] == "reasoning" and status == "completed"):
             yield from self._begin_message()
         yield from self._close(status)

@@ -14,8 +14,7 @@ from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import as_api_error
-from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.errors import as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ResponsesRequest
@@ -24,7 +23,7 @@ from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ResponsesRoute:
-    """Answers conversations of items."""
+    """The answers of /v1/responses."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -36,7 +35,7 @@ class ResponsesRoute:
         try:
             async with aclosing(answers.events()) as events:
                 async for _, event in events:
-                    for _told in response.take(event):
+                    for _event in response.take(event):
                         pass
         finally:
             answers.close()
@@ -49,9 +48,9 @@ class ResponsesRoute:
         events = await first_then_rest(answers)
         number = 0
 
-        def sent(told: Iterable[Event]) -> Iterator[bytes]:
+        def sent(events: Iterable[Event]) -> Iterator[bytes]:
             nonlocal number
-            for event in told:
+            for event in events:
                 yield sse.event({**event, "sequence_number": number}, event["type"])
                 number += 1
 
@@ -72,7 +71,7 @@ class ResponsesRoute:
 
 
 class _Response:
-    """One response, from its request to its end; `content` is what is known of it."""
+    """One response; `content` is its object so far."""
 
     def __init__(self, backend: Backend, body: ResponsesRequest) -> None:
         """Errors:  ApiError 400"""
@@ -108,7 +107,7 @@ class _Response:
         }
 
     async def start(self) -> Answers:
-        """Ask the system. Errors: ApiError, HotcoldError."""
+        """Queue the request. Errors: ApiError, HotcoldError."""
         answers = await self._backend.start(1, lambda: chat_requests(self._backend, self._chat))
         prompt_ids = answers.requests[0].prompt_ids or ()
         self._num_prompt_tokens = len(prompt_ids)
@@ -122,7 +121,7 @@ class _Response:
             yield {"type": kind, "response": {**self.content, "output": []}}
 
     def take(self, event: TokenEvent) -> Iterator[Event]:
-        """Take what the system says next; the events that tell of it."""
+        """Add an event of the system; yields the events of the stream."""
         parts = self._reader.push(event.text, is_last=event.result is not None)
         yield from self._output.of(parts)
         if event.result is not None:

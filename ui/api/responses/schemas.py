@@ -1,15 +1,14 @@
-"""What POST /v1/responses may hold, and the conversation that it stands for."""
+"""Schemas of /v1/responses, and the same request as a chat completion."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
+from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
 from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
-from hotcold.ui.strict import StrictModel
 
 _MAX_ITEMS = 10_000
 _MAX_TOOLS = 128
@@ -34,7 +33,7 @@ _Text = str | Annotated[list[InputText | Declined], Field(fail_fast=True)]
 
 
 class InputMessage(StrictModel):
-    """A message, of whoever said it."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -51,7 +50,7 @@ class InputCall(StrictModel):
 
 
 class InputResult(StrictModel):
-    """What a call gave."""
+    """A call's result."""
 
     type: Literal["function_call_output"]
     call_id: str | None = None
@@ -96,7 +95,7 @@ class AllowedTool(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """A `tool_choice` that leaves some of the tools."""
+    """A `tool_choice` of some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -104,7 +103,7 @@ class AllowedTools(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """What the text of an answer must be; a schema stands beside its type here."""
+    """The form of an answer's text; its schema is beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
     content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
@@ -112,13 +111,13 @@ class TextFormat(StrictModel):
 
 
 class TextOptions(StrictModel):
-    """How the text of an answer is to be."""
+    """Options of an answer's text."""
 
     format: TextFormat | None = None
 
 
 class ResponsesRequest(Request):
-    """POST /v1/responses. Nothing is kept: each request holds its whole conversation."""
+    """POST /v1/responses. Nothing is stored: each request has its whole conversation."""
 
     input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
     model: str | None = None
@@ -147,7 +146,7 @@ class ResponsesRequest(Request):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that an answer may call; the others are for those who can run them."""
+        """The tools that an answer may call."""
         functions = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
         if isinstance(self.tool_choice, AllowedTools):
             names = {tool.name for tool in self.tool_choice.tools if tool.type == "function"}
@@ -155,7 +154,7 @@ class ResponsesRequest(Request):
         return functions
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat completion. Errors: ValidationError, as of one; ApiError 400."""
+        """The same request as a chat completion. Errors: ValidationError, ApiError 400."""
         functions, choice = self.functions, self._choice()
         if choice == "required" and self.tools and not functions:
             text = "tool_choice asks for a call, but there is no function among the tools to call"
@@ -179,7 +178,7 @@ class ResponsesRequest(Request):
         return ChatRequest.model_validate(asked)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Instructions, then the conversation; calls belong to what was said before them."""
+        """Instructions, then the conversation; calls are part of the message before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})

@@ -1,1 +1,1 @@
-"""Tools that answers may call, by OpenAI's names."""
+"""Tool calls: what requests say of tools, the grammar of calls, calls read from answers."""

@@ -1,4 +1,4 @@
-"""What an answer is held to: JSON of a shape, or text and calls whose arguments fit."""
+"""Grammars of answers: JSON of a schema, or text and tool calls with JSON arguments."""
 
 import json
 from collections.abc import Sequence
@@ -9,37 +9,39 @@ from llguidance import LLMatcher
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
+from hotcold.ui.api.tools.enforced import Enforced, enforced, is_taken
+from hotcold.ui.api.tools.schema_repair import WHOLE, Lost
 from hotcold.ui.api.tools.schemas import Callable, Function
 
-# Arguments stand in one line: small models write blanks for ever where they may.
+# Arguments are on one line: small models may write white space for ever.
 _ARGUMENT_BLANKS = " ?"
-_SHAPE_BLANKS = r"(?: |\n {0,24})"
+_SCHEMA_BLANKS = r"(?: |\n {0,24})"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
-def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
-    """A shape as answers can be held to it; to all of it, unless `strict` is said to be false.
+def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None:
+    """A JSON schema as llguidance can enforce it; other grammars unchanged.
 
-    A `format` that is not known counts only where `strict` is true: in JSON Schema it is a note.
-    Errors:  UsageError that names what an answer cannot be held to
+    Unless `strict` is false, all of it must be enforced. An unknown `format` is an error only where
+    `strict` is true: in JSON Schema it is an annotation.
+    Errors:  UsageError that names the part that cannot be enforced
     """
-    if shape is None or shape.kind != "json_schema":
-        return shape
-    found = enforced(json.loads(shape.text))
+    if given is None or given.kind != "json_schema":
+        return given
+    found = enforced(json.loads(given.text))
     for lost in found.lost:
         if strict or (strict is None and lost.keyword != "format"):
             raise _unable("the JSON schema", lost)
-    return replace(shape, text=_text_of(found, _SHAPE_BLANKS))
+    return replace(given, text=_text_of(found, _SCHEMA_BLANKS))
 
 
-def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Grammar:
-    """Calls in the model's own syntax; beside them any text, or JSON of the schema `shape`.
+def calls_grammar(wanted: Callable, syntax: CallSyntax, schema: str | None) -> Grammar:
+    """Calls in the model's own syntax; beside them any text, or JSON of `schema`.
 
-    Errors:  UsageError for a strict tool whose arguments cannot be held to its schema
+    Errors:  UsageError for a strict tool whose schema cannot be enforced
     """
     schemas = [_of_arguments(function) for function in wanted.functions]
-    text = _of_calls(wanted, syntax, shape, schemas)
+    text = _of_calls(wanted, syntax, schema, schemas)
     largest = sorted(range(len(schemas)), key=lambda number: -len(str(schemas[number].schema)))
     while len(text) > _SURE_CHARS and not is_taken(LLMatcher.grammar_from_lark(text)):
         if not largest:
@@ -50,12 +52,12 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Gr
                 raise _unable(f"the tool {wanted.functions[number].name!a}", Lost((), WHOLE))
             schemas[number] = enforced({}, is_object=True)
         del largest[:half]
-        text = _of_calls(wanted, syntax, shape, schemas)
+        text = _of_calls(wanted, syntax, schema, schemas)
     return Grammar("calls", text)
 
 
 def _of_arguments(function: Function) -> Enforced:
-    """What arguments are held to. Errors: UsageError for what a strict tool cannot have."""
+    """The schema enforced on arguments. Errors: UsageError for a strict tool's lost parts."""
     found = enforced(function.parameters, is_object=True)
     if function.strict and found.lost:
         raise _unable(f"the tool {function.name!a}", found.lost[0])
@@ -69,19 +71,19 @@ def _unable(whose: str, lost: Lost) -> UsageError:
 
 
 def _of_calls(
-    wanted: Callable, syntax: CallSyntax, shape: str | None, schemas: Sequence[Enforced]
+    wanted: Callable, syntax: CallSyntax, schema: str | None, schemas: Sequence[Enforced]
 ) -> str:
-    """The same as Lark.
+    """The Lark grammar of `calls_grammar`.
 
-    Text is whatever does not begin a call. That is told lexeme by lexeme: `head` is lazy, so that
-    it ends, and a call begins, as soon as the words that begin one are there.
+    Text is everything that does not begin a call: `head` is lazy, so it ends as soon as the text
+    that begins a call is there.
     """
     several = wanted.may_be_several and bool(syntax.end)
     calls = "call+" if several else "call"
     rules = [f"call: {_text(syntax.begin)} body" if syntax.begin else "call: body"]
     if wanted.is_required:
         rules.append(f"start: {calls}")
-    elif shape is not None:
+    elif schema is not None:
         rules.append(f"start: {calls} | tail")
     elif syntax.begin:
         rules.append("start: (head body)* tail" if several else "start: head body | tail")
@@ -90,20 +92,20 @@ def _of_calls(
         rules.append("start: call | tail")
     if not wanted.is_required:
         any_text = r"/(.|\n)*/" if syntax.begin else r"/([^{](.|\n)*)?/"
-        rules.append(f"tail: {any_text if shape is None else f'%json {shape}'}")
-    if several and (wanted.is_required or shape is not None):
+        rules.append(f"tail: {any_text if schema is None else f'%json {schema}'}")
+    if several and (wanted.is_required or schema is not None):
         rules[0] += r' "\n"?'
     bodies = []
-    for number, (function, schema) in enumerate(zip(wanted.functions, schemas, strict=True)):
+    for number, (function, arguments) in enumerate(zip(wanted.functions, schemas, strict=True)):
         opening = syntax.opening(function.name).removeprefix(syntax.begin)
         bodies.append(f"{_text(opening)} arguments_{number}")
-        rules.append(f"arguments_{number}: %json {_text_of(schema, _ARGUMENT_BLANKS)}")
+        rules.append(f"arguments_{number}: %json {_text_of(arguments, _ARGUMENT_BLANKS)}")
     rules.append(f"body: ({' | '.join(bodies)}) {_text(syntax.closing)}")
     return "\n".join(rules) + "\n"
 
 
 def _text_of(found: Enforced, blanks: str) -> str:
-    """A schema for llguidance, with what may stand between its words."""
+    """A schema for llguidance, with the pattern of white space."""
     options = {"coerce_one_of": True, "whitespace_pattern": blanks}
     return json.dumps(found.schema | {"x-guidance": options})
 

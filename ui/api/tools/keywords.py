@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: what llguidance holds an answer to, and with which values."""
+"""Keywords of JSON Schema: those that llguidance enforces, and with which values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 _LARGEST = 1 << 53  # beyond it neighbouring whole numbers are one float
-_MAX_COUNTED = 1 << 20  # no answer has as many tokens
+_MAX_COUNTED = 1 << 20  # more than any answer's tokens
 _MAX_REPEATED = 10_000  # of a pattern's counts, multiplied
 _MAX_PATTERN_CHARS = 5000
 
@@ -22,7 +22,7 @@ SINGLE = ("additionalProperties", "items")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 OWN = (*NAMES, "additionalProperties")
-TYPE_OF = {  # keyword -> the only type of values that it speaks of
+TYPE_OF = {  # keyword -> the only type that it applies to
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
     **dict.fromkeys((*BOUNDS, "multipleOf"), "number"),
     **dict.fromkeys(("items", "prefixItems", "additionalItems", "minItems", "maxItems"), "array"),
@@ -31,7 +31,7 @@ TYPE_OF = {  # keyword -> the only type of values that it speaks of
     **dict.fromkeys(("propertyNames", "unevaluatedProperties"), "object"),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object"),
 }
-# Keywords that llguidance lacks -> whether one with this value, in this node, says nothing.
+# Keywords that llguidance lacks -> whether this value, in this node, has no effect.
 LACKED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "not": lambda value, _: value is False,
     "if": lambda _, node: "then" not in node and "else" not in node,
@@ -45,13 +45,13 @@ LACKED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "$dynamicRef": lambda *_: False,
     "$recursiveRef": lambda *_: False,
 }
-# A keyword -> the one that would forbid more without it.
+# Keyword -> the one that would be stricter without it.
 GOES_WITH = {
     "properties": "additionalProperties",
     "patternProperties": "additionalProperties",
     "prefixItems": "items",
 }
-# Where a node is refused, the first that helps is left out: limits before what has nodes.
+# Where llguidance refuses a node, the first of these that helps is dropped.
 LIMITS = ("format", "pattern", "multipleOf", *COUNTS, *BOUNDS, "enum", "const", "required")
 STRUCTURE = (
     "patternProperties", *UNIONS, "$ref", "prefixItems", "items", "additionalProperties",
@@ -62,7 +62,7 @@ _COUNTED = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class _Bytes:
-    """Tokens to try grammars with, one a byte: whether they can be used is no matter of these."""
+    """A tokenizer of single bytes, to try grammars with: the result does not depend on it."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -81,13 +81,13 @@ def _table() -> LLTokenizer:
 
 
 def problem_with(grammar: str) -> str:
-    """What llguidance says against a grammar, as it makes them of texts; empty: it takes it."""
+    """llguidance's error for a grammar; empty if it accepts it."""
     matcher = LLMatcher(_table(), grammar, log_level=0)
     return matcher.get_error() if matcher.is_error() else ""
 
 
 def problem_of(schema: dict[str, Any], coerce: bool = True) -> str:
-    """The same of a schema; with `coerce` a `oneOf` is as `anyOf`."""
+    """llguidance's error for a schema; with `coerce` a `oneOf` counts as `anyOf`."""
     options = {"x-guidance": {"coerce_one_of": coerce}}
     return problem_with(LLMatcher.grammar_from_json_schema(json.dumps(schema | options)))
 
@@ -98,7 +98,7 @@ def _is_taken(keyword: str, value: str) -> bool:
 
 
 def is_possible_pattern(pattern: str) -> bool:
-    """Whether llguidance reads the pattern, as it is meant, and at a bounded cost."""
+    """Whether llguidance reads the pattern as JSON Schema means it, at a bounded cost."""
     repeated = 1
     for counts in _COUNTED.findall(pattern[:_MAX_PATTERN_CHARS]):
         repeated *= max(1, *(int(count[:9] or 0) for count in counts))
@@ -114,14 +114,14 @@ def types_in(value: Any) -> list[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that stays itself as a float."""
+    """Whether it is a number that a float holds exactly enough."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= _LARGEST
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether all numbers in it stay themselves."""
+    """Whether floats hold all numbers in it."""
     if isinstance(value, dict | list):
         return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str | bool | None) or is_number(value)
@@ -140,7 +140,7 @@ def is_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-# Keywords without schemas in them -> whether an answer can be held to such a value.
+# Keywords without schemas in them -> whether their value can be enforced.
 PLAIN: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(COUNTS, _is_count),
     **dict.fromkeys(BOUNDS, is_number),

@@ -1,4 +1,4 @@
-"""An answer's text as it comes, told apart: what is said, and what is called."""
+"""Splits an answer's text, as it comes, into text and tool calls."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.tools.schemas import NAME_CHARACTERS
 
 
-class Said(NamedTuple):
+class TextPart(NamedTuple):
     """Text beside calls."""
 
     text: str
 
 
-class Thought(NamedTuple):
-    """What the model thinks before it answers."""
+class ReasoningPart(NamedTuple):
+    """Reasoning before the answer."""
 
     text: str
 
 
-class Called(NamedTuple):
+class CallPart(NamedTuple):
     """A call begins, the `number`-th of the answer."""
 
     number: int
@@ -30,22 +30,21 @@ class Called(NamedTuple):
     name: str
 
 
-class Argued(NamedTuple):
+class ArgumentsPart(NamedTuple):
     """More of a call's arguments, as JSON text."""
 
     number: int
     text: str
 
 
-Part = Thought | Said | Called | Argued
+Part = ReasoningPart | TextPart | CallPart | ArgumentsPart
 _NAME = f"({NAME_CHARACTERS}+)"
 
 
 class CallReader:
-    """Reads one answer that was held to `calls_grammar`; nothing that it gives is taken back.
+    """Parses one answer of `calls_grammar` incrementally.
 
-    Blanks around calls are dropped. So is a call that ends before its name is whole, where an
-    answer was as long as it may be.
+    White space around calls is dropped, and a call that is cut off before its name ends.
     """
 
     def __init__(self, syntax: CallSyntax) -> None:
@@ -55,12 +54,12 @@ class CallReader:
         self._begin = syntax.begin or before
         self._opening = re.compile(re.escape(before) + _NAME + re.escape(after))
         self._read = self._read_text
-        self._text = ""  # not yet given
-        self._is_first = True  # no text has been given since the answer or the last call began
+        self._text = ""  # not returned yet
+        self._is_first = True  # no text was returned since the answer or the last call began
         self._object = _Object()
 
     def push(self, text: str, is_last: bool = False) -> list[Part]:
-        """What `text`, which follows all that came before, makes certain."""
+        """The parts that are certain after this further `text`."""
         self._text += text
         parts: list[Part] = []
         while True:
@@ -70,7 +69,7 @@ class CallReader:
                 return parts
 
     def _read_text(self, is_last: bool) -> list[Part]:
-        """Text, but for blanks and the beginning of a call at its end."""
+        """Text, without white space or the beginning of a call at its end."""
         at = self._text.find(self._begin)
         if not self._syntax.begin:  # a call is the whole answer, or there is none
             is_open = self._is_first and self.num_calls == 0
@@ -87,7 +86,7 @@ class CallReader:
         return self._say(len(certain), certain)
 
     def _num_held(self) -> int:
-        """How many characters at the text's end may begin a call."""
+        """Characters at the text's end that may begin a call."""
         if not self._syntax.begin:
             return 0
         most = min(len(self._begin) - 1, len(self._text))
@@ -95,19 +94,19 @@ class CallReader:
         return next((n for n in lengths if self._begin.startswith(self._text[-n:])), 0)
 
     def _say(self, length: int, text: str) -> list[Part]:
-        """Give `text`, all of the next `length` characters that is to be given."""
+        """Return `text`, and drop the next `length` characters, from which it comes."""
         self._text = self._text[length:]
         if self._is_first and self.num_calls:
             text = text.lstrip()
         self._is_first = self._is_first and not text
-        return [Said(text)] if text else []
+        return [TextPart(text)] if text else []
 
     def _read_name(self, is_last: bool) -> list[Part]:
         if match := self._opening.match(self._text):
             self._text = self._text[match.end() :]
             self._read, self._object = self._read_arguments, _Object()
             self.num_calls += 1
-            return [Called(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", match[1])]
+            return [CallPart(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", match[1])]
         if is_last:
             self._text = ""
         return []
@@ -117,7 +116,7 @@ class CallReader:
         text, self._text = self._text[:length], self._text[length:]
         if self._object.has_ended:
             self._read = self._read_closing
-        return [Argued(self.num_calls - 1, text)] if text else []
+        return [ArgumentsPart(self.num_calls - 1, text)] if text else []
 
     def _read_closing(self, is_last: bool) -> list[Part]:
         if self._text.startswith(self._syntax.closing):
@@ -129,7 +128,7 @@ class CallReader:
 
 
 class _Object:
-    """Finds where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -137,7 +136,7 @@ class _Object:
         self._in_string = self._is_escaped = False
 
     def length_in(self, text: str) -> int:
-        """How many characters of the next piece belong to the object."""
+        """Characters of the next piece that belong to the object."""
         for place, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""What a request says of tools, and calls that a conversation holds."""
+"""Schemas of tools, `tool_choice`, and calls in a conversation."""
 
 import json
 from contextlib import suppress
@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hotcold.ui.strict import StrictModel
+from hotcold.ui.api.fields import StrictModel
 
 _MAX_TOOLS = 128
 _MAX_CALLS = 128
-# OpenAI's and MCP's: more than these have their own meaning where a call is written.
+# OpenAI's and MCP's; others may have a meaning in a model's syntax of calls.
 NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 
@@ -18,7 +18,7 @@ _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 class Function(StrictModel):
     """A function that an answer may call; `parameters` is a JSON schema of its arguments.
 
-    It is advice: what of it an answer cannot be held to is left out, or refused where `strict`.
+    Parts of it that cannot be enforced are dropped, or an error where `strict`.
     """
 
     name: _Name
@@ -35,7 +35,7 @@ class Tool(StrictModel):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The tool for a chat template, which may want every key."""
+        """The tool for a chat template, with every key that one may read."""
         function = self.function
         described: dict[str, Any] = {
             "name": function.name,
@@ -61,7 +61,7 @@ class NamedTool(StrictModel):
 
 
 class CalledFunction(StrictModel):
-    """What was called, with which arguments, as JSON; cut off where the answer was."""
+    """A called function, with its arguments as JSON, which may be cut off."""
 
     name: _Name
     arguments: str
@@ -76,7 +76,7 @@ class ToolCall(StrictModel):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template: its arguments as an object, where they are whole."""
+        """The call for a chat template; complete arguments as an object."""
         arguments: Any = self.function.arguments or "{}"
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
@@ -91,7 +91,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class Callable(NamedTuple):
-    """What an answer may call, as one request says."""
+    """The functions that the answer to a request may call."""
 
     functions: list[Function]
     is_required: bool  # nothing but calls
@@ -101,10 +101,7 @@ class Callable(NamedTuple):
 def callable_functions(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Callable | None:
-    """What an answer may call, or None where it may call nothing.
-
-    Errors:  ValueError, for a validator of pydantic's
-    """
+    """The functions that an answer may call, or None. Errors: ValueError, for pydantic."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ValueError("tool_choice is for requests with tools")

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer."""
+"""Splits a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hotcold.actors.protocol.messages import Grammar
-from hotcold.model.text.thinking import Thinking
+from hotcold.model.text.chat_template import Thinking
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.reader import CallReader, Part, Said, Thought
+from hotcold.ui.api.tools.reader import CallReader, Part, ReasoningPart, TextPart
 
 _TAIL_TOKENS = 32  # of a prompt, in which thoughts may have been begun or ended
 
 
 class Thoughts(NamedTuple):
-    """How one answer may begin: with thoughts, or in the midst of them."""
+    """How one answer may begin: with thoughts, or within them."""
 
     tokenizer: Tokenizer
     way: Thinking
-    are_open: bool  # the prompt ends with what begins them
+    are_open: bool  # the prompt ends with their begin tag
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> Thoughts | None:
-        """Those of the answer to a prompt; None where there are none, or the prompt ended them."""
+        """For the answer to a prompt; None for models without, or if the prompt ended them."""
         if tokenizer is None or (way := tokenizer.thinking) is None:
             return None
         tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
@@ -35,7 +35,7 @@ class Thoughts(NamedTuple):
         return cls(tokenizer, way, tail.endswith(way.begin))
 
     def before(self, grammar: Grammar) -> Grammar:
-        """The grammar of an answer that begins with thoughts, which are free."""
+        """The grammar after unconstrained thoughts."""
         end = re.sub(r"[!-/:;=?@\[-^`{-~]", r"\\\g<0>", self.way.end)
         begun = "thoughts blanks"
         if not self.are_open:
@@ -48,9 +48,9 @@ class Thoughts(NamedTuple):
         return replace(grammar, frame=frame)
 
     def num_tokens(self, ids: Sequence[int]) -> int:
-        """How many of an answer's tokens are thoughts, with what begins and ends them."""
+        """How many of an answer's tokens are thoughts, tags included."""
         ids, end = list(ids), self.tokenizer.token_id(self.way.end)
-        if end in ids:  # in a moment, of however many
+        if end in ids:  # fast, for any number of ids
             del ids[ids.index(end) + 1 :]
 
         def text(count: int) -> str:
@@ -67,18 +67,18 @@ class Thoughts(NamedTuple):
 
 
 class AnswerReader:
-    """Reads one answer as it comes: what is thought, said and called. Nothing is taken back.
+    """Parses one answer incrementally into reasoning, text and tool calls.
 
-    Blanks around thoughts are dropped. Thoughts that do not end are all of the answer.
+    White space around reasoning is dropped. Reasoning that does not end is the whole answer.
     """
 
     def __init__(self, thoughts: Thoughts | None, syntax: CallSyntax | None) -> None:
-        """Without `thoughts` nothing is thought, without `syntax` nothing is called."""
+        """`thoughts` None: no reasoning; `syntax` None: no calls."""
         self._thoughts = thoughts
         self._calls = None if syntax is None else CallReader(syntax)
-        self._text = ""  # not yet given
+        self._text = ""  # not returned yet
         self._read = self._read_answer if thoughts is None else self._read_beginning
-        self._is_first = True  # of the thoughts, nothing has been given
+        self._is_first = True  # no reasoning was returned yet
 
     @property
     def num_calls(self) -> int:
@@ -86,7 +86,7 @@ class AnswerReader:
         return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str, is_last: bool = False) -> list[Part]:
-        """What `text`, which follows all that came before, makes certain."""
+        """The parts that are certain after this further `text`."""
         self._text += text
         parts: list[Part] = []
         while True:
@@ -122,7 +122,7 @@ class AnswerReader:
             thought = self._text[: len(self._text) - held].rstrip()
             self._text = self._text[len(thought) :]
         self._is_first &= not thought
-        return [Thought(thought)] if thought else []
+        return [ReasoningPart(thought)] if thought else []
 
     def _read_blanks(self, is_last: bool) -> list[Part]:
         self._text = self._text.lstrip()
@@ -134,4 +134,4 @@ class AnswerReader:
         text, self._text = self._text, ""
         if self._calls is not None:
             return self._calls.push(text, is_last)
-        return [Said(text)] if text else []
+        return [TextPart(text)] if text else []

@@ -1,0 +1,152 @@
+"""What the engine runs at once: next tokens of several requests, or a chunk of a long prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.engine import Engine
+
+NO_LOGITS = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step of kernels, with counts[i] tokens of requests[i]."""
+
+    requests: list[ActiveRequest]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, requests: Sequence[ActiveRequest], max_tokens: int, max_logits: int) -> "Batch":
+        """One token of each request, and more of the first ones' prompts up to `max_tokens`.
+
+        Every token of a scored prompt takes one of the `max_logits` rows of logits; any other
+        request takes one row at most.
+        """
+        counts, free, free_logits = [], max_tokens - len(requests), max_logits - len(requests)
+        for request in requests:
+            more = min(request.num_left - 1, free, free_logits if request.is_scored else free)
+            counts.append(1 + more)
+            free -= more
+            free_logits -= more if request.is_scored else 0
+        return cls(list(requests), counts)
+
+    def step(self, engine: Engine) -> list[tuple[ActiveRequest, np.ndarray]]:
+        """Run the step; returns the requests at their last token, each with its logits (V,).
+
+        One that embeds has NO_LOGITS. Tokens whose logits are wanted stand last, because the head
+        is computed for the last tokens of a step.
+        Errors:  ServiceError, RequestError
+        """
+        without: list[tuple[ActiveRequest, int]] = []  # tokens by request and place
+        with_logits: list[tuple[ActiveRequest, int]] = []
+        for request, count in zip(self.requests, self.counts, strict=True):
+            for place in range(request.num_done, request.num_done + count):
+                (with_logits if request.wants_logits(place) else without).append((request, place))
+        tokens = [(one.tokens[at], at, one.slot) for one, at in (*without, *with_logits)]
+        token_ids, positions, slots = zip(*tokens, strict=True)
+        logits = engine.step(token_ids, positions, slots, len(with_logits))
+        for request, count in zip(self.requests, self.counts, strict=True):
+            request.num_done += count
+        embedding = [request for request in self.requests if request.embeds]
+        if embedding:
+            hidden = engine.exchange.buffers.hidden
+            for row, (request, place) in enumerate(without):
+                if request.embeds:
+                    request.embed(place, hidden[row])
+        ends = [(one, NO_LOGITS) for one in embedding if not one.num_left]
+        for (request, place), scores in zip(with_logits, logits, strict=True):
+            if place == len(request.tokens) - 1:
+                ends.append((request, scores))
+            else:
+                request.score(place, scores)
+        return ends
+
+
+class PromptChunk:
+    """One chunk of a request's prompt, layer by layer; other steps may run between two layers."""
+
+    def __init__(self, engine: Engine, request: ActiveRequest, before: int = 0) -> None:
+        """The chunk of `request.chunk_sizes` with `before` others before it."""
+        self.request = request
+        self._engine = engine
+        self._first = request.num_done + sum(request.chunk_sizes[:before])
+        self._size = request.chunk_sizes[before]
+        self._saved: list[np.ndarray] | None = None
+        self.next_layer = 0
+
+    def pause(self, num_tokens: int) -> None:
+        """Save what another step of `num_tokens` would overwrite."""
+        if self.next_layer > 0 and self._saved is None:
+            self._saved = [rows.copy() for rows in self._shared_rows(num_tokens)]
+
+    def run_layer(self, following: int) -> np.ndarray | None:
+        """Run one more layer; after the last one the prompt's logits (V,), if it ends here.
+
+        `request.chunk_sizes` then loses this chunk, the first, and `request.num_done` counts it.
+        The engine will run layer `following` next.
+        Errors:  ServiceError, RequestError
+        """
+        engine, request = self._engine, self.request
+        first, last = self._first, self._first + self._size
+        if self.next_layer == 0:
+            engine.place(
+                request.tokens[first:last], range(first, last), [request.slot] * self._size
+            )
+        elif self._saved is not None:
+            for rows, saved in zip(self._shared_rows(self._size), self._saved, strict=True):
+                rows[: len(saved)] = saved
+            self._saved = None
+        engine.run_layer(self.next_layer, self._size, following)
+        self.next_layer += 1
+        if not self.is_done:
+            return None
+        request.num_done = last
+        del request.chunk_sizes[0]
+        return engine.logits(self._size, 1)[0] if request.num_left == 0 else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers have been run."""
+        return self.next_layer == self._engine.config.num_layers
+
+    def _shared_rows(self, num_tokens: int) -> list[np.ndarray]:
+        buffers = self._engine.exchange.buffers
+        num_rows = min(self._size, num_tokens)
+        return [rows[:num_rows] for rows in (buffers.hidden, buffers.positions, buffers.slots)]
+
+
+class PromptChunks:
+    """The next chunks of a request's prompt, `engine.chunks_at_once` of them side by side.
+
+    A layer is run for each of them before the next layer, so neurons that have to be read for it
+    are read once. Each chunk is computed as it is alone.
+    """
+
+    def __init__(self, engine: Engine, request: ActiveRequest) -> None:
+        self.request = request
+        self._engine = engine
+        count = min(engine.chunks_at_once, len(request.chunk_sizes))
+        self._chunks = [PromptChunk(engine, request, i) for i in range(count)]
+        self._turn = 0
+
+    def pause(self) -> None:
+        """Save what a step of kernels would overwrite."""
+        self._chunks[self._turn].pause(self._engine.kernel_tokens)
+
+    def run_layer(self) -> np.ndarray | None:
+        """Run one more layer of one chunk; as `PromptChunk.run_layer`."""
+        chunk = self._chunks[self._turn]
+        is_last = self._turn + 1 == len(self._chunks)
+        logits = chunk.run_layer(chunk.next_layer + is_last)
+        if len(self._chunks) > 1 and not chunk.is_done:
+            chunk.pause(self._engine.max_tokens)
+        self._turn = 0 if is_last else self._turn + 1
+        return logits
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers of all of them have been run."""
+        return self._chunks[-1].is_done

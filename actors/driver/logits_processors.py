@@ -1,0 +1,189 @@
+"""What changes a request's logits before its next token is drawn: penalties, biases, a grammar.
+
+A grammar's allowed tokens are found by llguidance.
+"""
+
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.errors import UsageError
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.text.tokenizer import Tokenizer
+
+# One blank, or a new line with its indentation: small models write blanks for ever where they may.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
+
+
+class Penalties:
+    """One request's logit biases, and penalties of tokens that came before."""
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        self._repeat = np.float32(params.repeat_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._last = params.repeat_last_n
+        self._first_counted = 0 if params.penalize_prompt else num_prompt_tokens
+        self._repeats = self._last != 0 and self._repeat != 1
+        self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
+        self._biased = [token_id for token_id, _ in params.logit_bias]
+        self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
+
+    def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """The logits changed, in a copy, or the same array where nothing changes.
+
+        Biases are added first. Then, for a token among the last `repeat_last_n` of `tokens` (prompt
+        and answer), which counts c > 0 times:
+            z' = (z / repeat if z > 0 else z * repeat) - c * frequency - presence
+        Shapes:  logits, out (V,) float32
+        """
+        if not (self._biased or self._repeats or self._counts):
+            return logits
+        found = logits.copy()
+        found[self._biased] += self._biases
+        first = 0 if self._last < 0 else max(0, len(tokens) - self._last)
+        if self._repeats:
+            ids = np.unique(np.asarray(tokens[first:], np.int64))
+            old = found[ids]
+            found[ids] = np.where(old > 0, old / self._repeat, old * self._repeat)
+        if self._counts:
+            counted = np.asarray(tokens[max(first, self._first_counted) :], np.int64)
+            ids, counts = np.unique(counted, return_counts=True)
+            less = counts.astype(np.float32) * self._frequency
+            found[ids] = found[ids] - less - self._presence
+        return found
+
+
+class Constraint:
+    """One answer's place in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        """`matcher`: an llguidance matcher of this object's own."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        """A copy of `logits` (V,) with -inf for each token that the grammar does not allow next.
+
+        Errors:  UsageError where the grammar allows nothing, or became too complex
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._require_valid()
+        allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
+        if not allowed.any():
+            raise UsageError("no token of the model can continue the answer by the grammar")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; True where none can follow it. Errors: UsageError."""
+        self._matcher.consume_token(token_id)
+        self._require_valid()
+        return bool(self._matcher.is_stopped())
+
+    def _require_valid(self) -> None:
+        if self._matcher.is_error():
+            problem = _one_line(self._matcher.get_error())
+            raise UsageError(f"the answer cannot follow the grammar any further: {problem}")
+
+
+class Grammars:
+    """Makes constraints for one model; builds its token table at the first one."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int]
+    ) -> None:
+        """`eos_ids` may come where the grammar allows the answer to end."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._table: Any = None
+        self._making = threading.Lock()
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """A constraint at the grammar's start.
+
+        Errors:  UsageError for text that is no such grammar, or where llguidance is missing
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise UsageError(
+                "grammars need llguidance, which is not installed; pip install 'hotcold[ui]'"
+            ) from None
+        table = self._token_table()
+        try:
+            if grammar.kind == "json_schema":
+                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+            else:
+                source = LLMatcher.grammar_from_lark(grammar.text)
+        except ValueError as problem:
+            raise _grammar_error(grammar, str(problem)) from None
+        if grammar.frame:
+            is_lark = grammar.kind != "json_schema"
+            inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+            frame = {"lark_grammar": grammar.frame}
+            source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
+        matcher = LLMatcher(table, source, log_level=0)
+        if matcher.is_error():
+            raise _grammar_error(grammar, matcher.get_error())
+        return Constraint(matcher, self._vocab_size)
+
+    def _token_table(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if self._tokenizer is None:
+            raise UsageError("this model has no tokenizer, so no text; leave out the grammar")
+        with self._making:
+            if self._table is None:
+                eos = self._eos_ids or None
+                table = LLTokenizer(self._tokenizer.to_json(), self._vocab_size, eos)
+                if any(map(table.is_special_token, self._tokenizer.added_texts)):
+                    tokens = TokenizerWrapper(_Tokens(table, self._tokenizer))
+                    table = LLTokenizer(tokens, self._vocab_size, eos)
+                self._table = table
+        return self._table
+
+
+class _Tokens:
+    """A tokenizer for llguidance, to which every token that shows as text is text.
+
+    By itself llguidance takes all added tokens of the form <...> for special ones, which no text of
+    a grammar matches: a model could not write <tool_call> as the token that it learned.
+    """
+
+    def __init__(self, table: Any, tokenizer: Tokenizer) -> None:
+        """`table` is llguidance's own of the same tokenizer."""
+        shown = tokenizer.added_texts
+        ids = range(table.vocab_size)
+        self.eos_token_id, self.bos_token_id = table.eos_token, None
+        self.tokens = [
+            shown[one].encode() if one in shown else table.decode_bytes([one]) for one in ids
+        ]
+        self.special_token_ids = [
+            one for one in ids if table.is_special_token(one) and one not in shown
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text."""
+        return self._tokenizer.encode(text.decode(errors="replace"), False)
+
+
+def _grammar_error(grammar: Grammar, problem: str) -> UsageError:
+    if grammar.kind == "calls":
+        return UsageError(
+            "the tools are too many, or their schemas too large, for calls to be held to them; "
+            "send fewer of them"
+        )
+    name = "JSON schema" if grammar.kind == "json_schema" else "Lark grammar"
+    return UsageError(f"the {name} cannot be used: {_one_line(problem)}")
+
+
+def _one_line(problem: str, limit: int = 200) -> str:
+    text = "".join(c if c.isprintable() else " " for c in problem)
+    return " ".join(text.split())[:limit]

@@ -1,0 +1,127 @@
+"""Which of two modes decodes faster here: both run the same tokens in turn, after loading.
+
+The result is kept on disk. Otherwise two modes that are about as fast would be chosen by chance at
+each start, and with them the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hotcold.actors.driver.engine import Engine
+from hotcold.model.files.whole_file import write_first
+from hotcold.numba_kernels.own_cache import own_folder
+
+_TRIED_TOKENS = 16  # each timed again and again, at its own position
+_FEWEST_ROUNDS, _SECONDS = 3, 2.0
+
+
+@dataclass(frozen=True)
+class ModeTrial:
+    """Tokens a second of each mode.
+
+    path: the file that keeps them for later starts, "" for none; is_kept: they are from there
+    """
+
+    tokens_per_s: dict[str, float]
+    path: str = ""
+    is_kept: bool = False
+
+    @property
+    def fastest(self) -> str:
+        """The mode to take."""
+        return max(self.tokens_per_s, key=lambda mode: self.tokens_per_s[mode])
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        speeds = [f"{mode} {speed:.1f}" for mode, speed in self.tokens_per_s.items()]
+        found = f"mode {self.fastest}: of {' and '.join(speeds)} tokens/s, in turn, the faster"
+        if not self.path:
+            return found
+        when = ", as an earlier start found" if self.is_kept else ", now and at later starts"
+        return f"{found}{when}; remove {self.path} to measure again"
+
+
+def compare_modes(
+    predicting: Engine, other: Engine, first_id: int, context_length: int
+) -> ModeTrial:
+    """Time both engines on what `other` generates after `first_id`, as sequence 0.
+
+    A round runs every token in both modes, one right after the other, so that other work of the
+    machine slows both alike. Rates are of the medians. The KV cache is overwritten.
+    Units:   about _SECONDS, and three rounds at least
+    Errors:  those of `Engine.step`
+    """
+    ids = [first_id]
+    for position in range(min(_TRIED_TOKENS, context_length - 1)):
+        ids.append(int(other.step(ids[position:], [position], [0])[0].argmax()))
+    engines = (predicting, other)
+    times_s: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + _SECONDS
+    num_rounds = 0
+    while num_rounds < _FEWEST_ROUNDS or time.perf_counter() < end:
+        for position, token_id in enumerate(ids[:-1]):
+            for engine, times in zip(engines, times_s, strict=True):
+                started = time.perf_counter()
+                engine.step([token_id], [position], [0])
+                times.append(time.perf_counter() - started)
+        num_rounds += 1
+    return ModeTrial(
+        {
+            engine.mode: 1 / max(1e-9, median(times))
+            for engine, times in zip(engines, times_s, strict=True)
+        }
+    )
+
+
+def kept_trial(
+    modes: Sequence[str], key: Mapping[str, Any], try_modes: Callable[[], ModeTrial]
+) -> ModeTrial:
+    """The trial of these modes kept under this key; else `try_modes` now, kept for later.
+
+    `key`: all that speed depends on, as JSON. Systems that try at the same time all take the trial
+    that was kept first.
+    Errors:  those of `try_modes`
+    """
+    try:
+        path = trial_path(key)
+    except OSError:
+        return try_modes()
+    found = _read(path, modes)
+    if found is not None:
+        return found
+    tried = try_modes()
+    with suppress(OSError):
+        if _read(path, modes) is None:
+            path.unlink(missing_ok=True)  # it is damaged
+        write_first(path, json.dumps(tried.tokens_per_s).encode())
+    first = _read(path, modes)  # perhaps of another system, which tried meanwhile
+    if first is None:
+        return tried
+    return replace(first, is_kept=first.tokens_per_s != tried.tokens_per_s)
+
+
+def trial_path(key: Mapping[str, Any]) -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache. Errors: OSError where no folder is only ours."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return own_folder("modes") / f"{digest}.json"
+
+
+def _read(path: Path, modes: Sequence[str]) -> ModeTrial | None:
+    """The kept trial; None where there is none, or it is damaged."""
+    try:
+        speeds = json.loads(path.read_bytes())
+        is_whole = list(speeds) == list(modes)
+        is_whole = is_whole and all(isinstance(speed, float) for speed in speeds.values())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return ModeTrial(speeds, str(path), is_kept=True) if is_whole else None

@@ -1,0 +1,166 @@
+"""What a request hands out besides token ids: text up to a stop string, logprobs, an embedding."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from hotcold.actors.protocol.messages import TokenLogprob
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.text.tokenizer import StreamDecoder
+from hotcold.model.weights.embedding import EmbeddingWeights
+from hotcold.numba_kernels.decode.norm import add_normed_kernel, norm_kind
+from hotcold.numba_kernels.decode.sampling import largest
+from hotcold.numba_kernels.decode.scoring import log_sum_exp_kernel
+
+
+class StopStrings:
+    """Shows text until a stop string appears; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str], includes: bool = False) -> None:
+        """The text ends before the first of `stops` that appears, or `includes` it."""
+        self.text = ""  # all that was shown
+        self.found = False
+        self._stops = [stop for stop in stops if stop]
+        self._includes = includes
+        self._held = ""
+
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Add new text; returns what can be shown now: all of it unless it `may_stop` there."""
+        if self.found:
+            return ""
+        self._held += text
+        if not may_stop:
+            return self._show(len(self._held))
+        places = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if places:
+            self.found = True
+            at, size = min(places)
+            return self._show(at + size if self._includes else at)
+        return self._show(len(self._held) - self._longest_beginning())
+
+    def flush(self) -> str:
+        """The text held back, once no more comes."""
+        return "" if self.found else self._show(len(self._held))
+
+    def _longest_beginning(self) -> int:
+        sizes = [
+            size
+            for stop in self._stops
+            for size in range(1, min(len(stop), len(self._held) + 1))
+            if self._held.endswith(stop[:size])
+        ]
+        return max(sizes, default=0)
+
+    def _show(self, size: int) -> str:
+        shown, self._held = self._held[:size], self._held[size:]
+        self.text += shown
+        return shown
+
+
+def token_logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprob:
+    """log softmax(logits)[token_id], and the `num_top` largest of all, largest first.
+
+    Shapes:  logits (V,) float32
+    Errors:  ValueError where the logits hold a NaN or the largest is infinite
+    """
+    log_sum = float(log_sum_exp_kernel(logits)[1])
+    if not np.isfinite(log_sum):
+        raise ValueError("the logits hold a NaN or an infinite number")
+    ids = largest(logits, min(num_top, logits.size)).tolist() if num_top else []
+    top = tuple((top_id, float(logits[top_id]) - log_sum) for top_id in ids)
+    return TokenLogprob(token_id, float(logits[token_id]) - log_sum, top)
+
+
+class AnswerLogprobs:
+    """Logprobs of an answer's tokens, handed out with the text that they begin or end in.
+
+    Those of a token that a stop string cuts off altogether are never handed out.
+    """
+
+    def __init__(self, num_top: int | None) -> None:
+        self._num_top = num_top  # None: no logprobs are wanted
+        self._held: deque[tuple[int, TokenLogprob]] = deque()  # each with where its text begins
+
+    def add(self, logits: np.ndarray, token_id: int, decoder: StreamDecoder | None) -> None:
+        """Add a chosen token, which `decoder` has not seen yet. Errors: ValueError."""
+        if self._num_top is not None:
+            begin = len(decoder.text) if decoder is not None else -1
+            self._held.append((begin, token_logprob(logits, token_id, self._num_top)))
+
+    def take(self, num_shown: int | None) -> tuple[TokenLogprob, ...]:
+        """The logprobs of the answer's first `num_shown` characters; None: all."""
+        taken = []
+        while self._held and (num_shown is None or self._held[0][0] < num_shown):
+            taken.append(self._held.popleft()[1])
+        return tuple(taken)
+
+
+class PromptLogprobs:
+    """Logprobs of a prompt's tokens, each from all tokens before it."""
+
+    def __init__(self, tokens: Sequence[int], num_top: int | None) -> None:
+        self._tokens = list(tokens) if num_top is not None else []
+        self._num_top = num_top or 0
+        self._found = [TokenLogprob(token_id, None) for token_id in self._tokens[:1]]
+        self._is_taken = not self._found
+        self._problem: ValueError | None = None
+
+    def wants(self, place: int) -> bool:
+        """Whether the logits after the token at `place` are still to come."""
+        return len(self._found) - 1 <= place < len(self._tokens) - 1
+
+    def add(self, place: int, logits: np.ndarray) -> None:
+        """Add the logits (V,) after the token at `place`; if they are bad, `check` raises."""
+        next_id = self._tokens[place + 1]
+        try:
+            self._found.append(token_logprob(logits, next_id, self._num_top))
+        except ValueError as problem:
+            self._found.append(TokenLogprob(next_id, None))
+            self._problem = self._problem or problem
+
+    def check(self) -> None:
+        """Raise ValueError if any logits were bad."""
+        if self._problem is not None:
+            raise self._problem
+
+    def take(self) -> tuple[TokenLogprob, ...]:
+        """All of them, once."""
+        if self._is_taken:
+            return ()
+        self._is_taken = True
+        return tuple(self._found)
+
+
+class StateMean:
+    """A prompt's embedding: the mean of its tokens' hidden states after the last layer and norm.
+
+    Tokens are added one after another, so that it has the same bits however they were batched.
+    """
+
+    def __init__(self, config: ModelConfig, weights: EmbeddingWeights) -> None:
+        self._num_added = 0
+        self._sum = np.zeros(config.hidden_size, np.float64)
+        self._normed = np.empty(config.hidden_size, np.float32)
+        self._kind = norm_kind(config.norm_kind)
+        self._weight, self._bias = weights.last_norm_weight, weights.last_norm_bias
+        self._epsilon = np.float32(config.norm_eps)
+
+    def add(self, place: int, hidden: np.ndarray) -> None:
+        """Add the hidden state (d,) float32 of the token at `place`, unless it was added before.
+
+        All places before it have been added.
+        """
+        if place != self._num_added:
+            return
+        add_normed_kernel(
+            self._kind, hidden, self._weight, self._bias, self._epsilon, self._normed, self._sum
+        )
+        self._num_added += 1
+
+    def mean(self) -> list[float]:
+        """d float32 numbers. Errors: ValueError where one is not finite."""
+        found = (self._sum / self._num_added).astype(np.float32)
+        if not np.isfinite(found).all():
+            raise ValueError("the hidden states hold a NaN or an infinite number")
+        return [float(number) for number in found]

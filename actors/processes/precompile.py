@@ -1,0 +1,218 @@
+"""Compiles a system's kernels ahead of time, in a process of its own.
+
+LLVM takes several hundred megabytes to compile a service's kernels, and keeps that memory. With a
+memory budget (--cpu-memory) one process therefore goes first: it runs services without weights, one
+token, several tokens and part of a prompt. The compiled kernels are in the disk cache when it ends,
+and the system's own processes load them from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import llvmlite.binding
+import numpy as np
+
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.processes.child_process import (
+    begin_process,
+    end_with_parent,
+    give_back_freed_memory,
+)
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
+from hotcold.actors.setup.storage import offloaded_share
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.whole_file import write_whole
+from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
+from hotcold.placement.machine.core_affinity import CoreAffinity
+from hotcold.placement.machine.pinning import find_cores
+
+
+def precompile_once(system: SystemConfig) -> None:
+    """Compile the kernels of `system` in another process, once per machine and kind of system.
+
+    Does nothing without a memory budget, or where the kernel cache cannot be written. If that
+    process fails, the system's own processes compile.
+    """
+    marker = None if system.storage is None else _marker(system)
+    if marker is None or marker.exists():
+        return
+    with suppress(OSError):
+        process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(system.as_json())
+        if process.wait() == 0:
+            write_whole(marker, b"")
+
+
+def _marker(system: SystemConfig) -> Path | None:
+    """The file that marks such a system's kernels as compiled; None without a kernel cache."""
+    kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
+    options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms
+    key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    try:
+        return own_folder("numba", f"precompiled-{sources_digest()}") / digest
+    except OSError:
+        return None
+
+
+class _ThreadWatch:
+    """The `doorbell_exchange.Watch` of services that are threads of this process."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services = services
+
+    def check(self, services: Sequence[int], num_polls: int) -> None:
+        for index in services:
+            self._services[index].check([index], num_polls)
+
+    def explain(self, service: int) -> str:
+        return self._services[service].explain(service)
+
+
+class _Services(NamedTuple):
+    """Threads of this process on one arena; shards[s][l] are the neurons of CPU service s."""
+
+    services: list[Service]
+    shards: list[list[np.ndarray]]
+    buffers: SharedBuffers
+
+
+def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    """Reads one row of each matrix; the others are zero pages, which take no memory."""
+    from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+    from hotcold.actors.attention.attention_service import AttentionService
+    from hotcold.model.config.weight_formats import requested_dtype
+    from hotcold.model.weights.attention import read_attention
+    from hotcold.model.weights.embedding import read_head
+    from hotcold.model.weights.tensor_reader import TensorReader
+
+    assert spec.cache is not None
+    checkpoint = Checkpoint(Path(spec.model_path), keeps_pages=False)
+    dtype = requested_dtype(spec.weight_dtype)
+    with TensorReader(checkpoint, dtype=dtype, most_rows=1) as reader:
+        attention, head = read_attention(reader, config), read_head(reader, config)
+    arrays = attention_arrays(config, spec.cache, attention, head)
+    return AttentionService(
+        spec.name, spec.index, spec.num_threads, attention_shape(config), arrays
+    )
+
+
+def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    """Keeps as little in memory as a CPU service can: as many neurons as its largest layer has."""
+    from hotcold.actors.cpu.offloaded_service import load_offloaded_service
+
+    assert spec.storage is not None and spec.neuron_ids is not None
+    path, predictors = Path(spec.model_path), spec.storage.predictors
+    share = offloaded_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+    most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
+    share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
+    return load_offloaded_service(
+        path,
+        config,
+        spec.index,
+        spec.num_threads,
+        spec.neuron_ids,
+        spec.index == 1,
+        lambda num_bytes: None,
+        Path(spec.storage.path),
+        share,
+        spec.weight_dtype,
+        Path(predictors) if predictors else None,
+        spec.has_down_norms,
+        spec.among,
+    )
+
+
+def _start(system: SystemConfig, indices: Sequence[int] | None = None) -> _Services:
+    """Start services of `system`, or those of `indices`, on one arena."""
+    config = read_config(system.model_path)
+    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    specs, services = service_specs(system, served), []
+    layout = arena_layout(system, served)
+    arena = layout.new_arena()
+    for spec in specs if indices is None else [specs[index] for index in indices]:
+        service = (_cpu_service if spec.index else _attention_service)(spec, config)
+        cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
+        service.affinity = CoreAffinity(cores) if cores else None
+        service.attach(layout, arena)
+        service.try_out()
+        services.append(service)
+    shards = [spec.neuron_ids or [] for spec in specs[1:]]
+    return _Services(services, shards, layout.buffers(arena))
+
+
+def precompile(system: SystemConfig) -> None:
+    """Run what the processes of `system` will run. Errors: HotcoldError."""
+    from hotcold.actors.cpu.matmul_choice import choose_matmul
+    from hotcold.actors.driver.driver import Driver
+
+    services, shards, buffers = _start(system)
+
+    def prepare() -> None:
+        choice = system.products or choose_matmul()
+        for service in services:
+            service.use_matmul(choice)
+
+    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), shards, prepare)
+    engine, length = driver.engine, driver.generator.context_length
+
+    def run() -> None:
+        tokens = min(MATRIX_TOKENS, length, engine.max_tokens)
+        for count in (2, tokens):  # several tokens, and a part of a prompt
+            with suppress(NotFiniteError):
+                engine.place([0] * count, range(count), [0] * count)
+                engine.run_layer(0, count, 1)
+                engine.logits(count, 1)
+
+    driver.between_requests(run)
+
+
+def _in_own_process(function: Callable[[], object]) -> bool:
+    """Call `function` in a forked child; whether it returned."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        end_with_parent()
+        give_back_freed_memory()
+        function()
+        os._exit(0)  # threads wait for requests
+    finally:
+        os._exit(1)
+
+
+def _main() -> None:
+    """Compile for each kind of service first: that leaves less to the process that has all."""
+    end_with_parent()
+    system = system_of_json(sys.stdin.buffer.read())
+    parts = (
+        (lambda: _start(system, [0])),
+        (lambda: _start(system, [1])),
+        (lambda: precompile(system)),
+    )
+    sys.exit(sum(not _in_own_process(part) for part in parts))
+
+
+if __name__ == "__main__":
+    _main()

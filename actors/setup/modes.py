@@ -1,0 +1,147 @@
+"""`--mode auto`: which predictors it tries; `--mode threshold`: for which models, by which file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+
+from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD, SystemConfig
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_thresholds import Calibrated, read_thresholds, thresholds_path
+from hotcold.predictors.predictor_file import Predictors, predictors_path, read_predictors
+
+AUTO_RECALL = 0.99  # target of predictors that `--mode auto` tries
+_INSTRUCTIONS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+_FILES = ("predictors_path", "plan_path")
+
+
+def auto_mode(path: Path, config: ModelConfig, weight_dtype: str) -> str | None:
+    """The predicted mode to try: of those with enough recall the one that reads fewest bytes.
+
+    None where there is none.
+    Errors:  ArtifactError for predictors that are damaged or another model's
+    """
+    found = dict(_candidates(path, config, weight_dtype))
+    return min(found, key=lambda mode: found[mode]) if found else None
+
+
+def _candidates(path: Path, config: ModelConfig, weight_dtype: str) -> Iterator[tuple[str, float]]:
+    """Modes, and the bytes that a token reads of predictors and gates."""
+    for mode in PREDICTED_MODES:
+        own = predictors_path(path, mode, weight_dtype)
+        file = own if own.exists() else predictors_path(path, mode)
+        if not file.exists():
+            continue
+        predictors = read_predictors(file, ModelIdentity.of(path), config)
+        if (predictors.target_recall or 0.0) >= AUTO_RECALL:
+            yield mode, predictors.num_bytes + _gate_bytes(predictors, config)
+
+
+def _gate_bytes(predictors: Predictors, config: ModelConfig) -> float:
+    """Bytes of the gates that predictors select; all of them where that was not measured."""
+    layer = config.ffn_size * RowBytes.of(config).first
+    if predictors.qualities is None:
+        return float(config.num_layers * layer)
+    return sum(quality.computed * layer for quality in predictors.qualities)
+
+
+def trial_key(system: SystemConfig) -> dict[str, Any]:
+    """All that the speed of a system's modes depends on: options, files, processor. Can be JSON.
+
+    Files count by content, not by path.
+    Errors:  CheckpointError, ConfigError; OSError for a file that is gone
+    """
+    key = asdict(system) | {
+        "model_path": ModelIdentity.of(system.model_path).digest,
+        "kernels": sources_digest(),
+        "cpu": llvmlite.binding.get_host_cpu_name(),
+        "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],
+    }
+    for name in _FILES:
+        if key[name]:
+            found = Path(key[name]).stat()
+            key[name] = [found.st_size, found.st_mtime_ns]
+    return key
+
+
+def has_thresholds(config: ModelConfig) -> bool:
+    """Whether the model can use threshold mode: gated, and its activation never exactly zero."""
+    return config.has_gate and not config.is_sparse
+
+
+def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | None) -> str:
+    """The checked thresholds file of threshold mode; "" in other modes.
+
+    Errors:  UsageError for another mode or kind of model; ArtifactError for a file that is missing,
+             damaged or another model's
+    """
+    if mode != THRESHOLD:
+        if named is not None:
+            raise UsageError(f"--thresholds go with --mode {THRESHOLD}, not with {mode}")
+        return ""
+    if not has_thresholds(config):
+        gate = " of a gate" if config.has_gate else ", without a gate"
+        raise UsageError(
+            f"--mode {THRESHOLD} is for gated models whose activation is never exactly zero; this "
+            f"one's is {config.activation_fn}{gate}: leave it out"
+        )
+    found = named or thresholds_path(path)
+    check_artifact(found, "thresholds", ModelIdentity.of(path))
+    return str(found.resolve())
+
+
+def require_memory_to_calibrate(is_stored: bool) -> None:
+    """Raise UsageError with neurons on storage: each of many trials would read all of them."""
+    if is_stored:
+        raise UsageError(
+            "thresholds are calibrated with all neurons in memory; give more --cpu-memory, or a "
+            "--dtype of fewer bits"
+        )
+
+
+def system_thresholds(system: SystemConfig, config: ModelConfig) -> Calibrated | None:
+    """The system's thresholds; None where its mode has none. Errors: ArtifactError."""
+    if not system.thresholds_path:
+        return None
+    identity = ModelIdentity.of(system.model_path)
+    return read_thresholds(Path(system.thresholds_path), identity, config)
+
+
+def threshold_note(system: SystemConfig, config: ModelConfig) -> str:
+    """A line about what the thresholds cost and save; "" without any.
+
+    `config` has the formats that weights are loaded in.
+    Errors:  ArtifactError
+    """
+    found = system_thresholds(system, config)
+    return "" if found is None else f"threshold: not exact; {promise(found, config)}"
+
+
+def promise(found: Calibrated, config: ModelConfig) -> str:
+    """The expected error of thresholds, and the bytes that they save."""
+    return (
+        f"expected mean KL divergence from dense {found.mean_kld:.2g} nats, reads "
+        f"{ffn_share(found, config):.0%} of the FFN's bytes"
+    )
+
+
+def ffn_share(found: Calibrated, config: ModelConfig) -> float:
+    """The share of the FFN's bytes that a token reads, in the formats of `config`."""
+    rows = RowBytes.of(config)
+    shares = float(found.up_share.mean()), float(found.down_share.mean())
+    return rows.read(1, *shares) / (rows.first + rows.rest)
+
+
+def own_thresholds(path: Path, config: ModelConfig) -> Calibrated | None:
+    """The thresholds beside the model, or None. Errors: ArtifactError for an unusable file."""
+    file = thresholds_path(path)
+    return read_thresholds(file, ModelIdentity.of(path), config) if file.exists() else None

@@ -1,0 +1,114 @@
+"""How fast a model larger than memory would be, by how much memory it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hotcold.actors.setup.gpu_share import num_cold_neurons
+from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.storage_shares import token_reads
+from hotcold.model.bundles.direct import PAGE_BYTES
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.placement.storage import Disk, token_seconds
+
+_SIZES = 5  # of memory, from what was asked for to all
+_MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """The expected speed with one size of memory; `most_tokens_per_s` is the disk's limit.
+
+    Units:  bytes; milliseconds and bytes a token; tokens a second
+    """
+
+    cpu_memory_bytes: int
+    reads_ahead: bool
+    num_gates: int
+    num_up_downs: int
+    num_neurons: int
+    num_on_gpu: int
+    read_bytes: float
+    read_ms: float
+    tokens_per_s: float
+    most_tokens_per_s: float
+
+
+def offload_plans(
+    path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
+) -> list[OffloadPlan]:
+    """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
+
+    `memory_s` is what a token takes with everything in memory.
+    The disk is measured on the file of neurons, if it exists.
+    Errors:  MemoryBudgetError naming the least that would do
+    """
+    given = options.cpu_memory_bytes
+    if given is None:
+        return []
+    system, config = prepare_system(path, options)
+    if system.storage is None:
+        return []
+    all_bytes = memory_beside_gpu(system, config).total_bytes
+    file = Path(system.storage.path)
+    disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
+    step = (all_bytes - 1 - given) / (num_sizes - 1)
+    sizes = [given + int(step * i) for i in range(num_sizes)]
+    return list(_plans(path, options, sizes, disk, memory_s))
+
+
+def _measured(file: Path, geometry: BundleGeometry) -> Disk:
+    """By reads of a gate's size, and by larger ones."""
+    pages = -(-geometry.gate_bytes // PAGE_BYTES)
+    sizes = min(_MAX_SMALL, pages * PAGE_BYTES), _LARGE
+    small, large = zip(sizes, measure_disk(file, sizes), strict=True)
+    return Disk.of_rates(small, large)
+
+
+def _plans(
+    path: Path, options: SystemOptions, sizes: list[int], disk: Disk, memory_s: float
+) -> Iterator[OffloadPlan]:
+    for size in sizes:
+        system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
+        if system.storage is None:
+            return
+        geometry, share = BundleGeometry.of(config), expected_gpu(system, config)
+        reads = token_reads(path, share, config, system.storage)
+        seconds = disk.seconds(reads)
+        num_neurons = geometry.num_layers * geometry.num_neurons
+        num_cold = num_cold_neurons(share, config)
+        token_s = token_seconds(memory_s, seconds, reads, system.num_threads)
+        yield OffloadPlan(
+            size,
+            bool(system.storage.predictors),
+            min(num_cold, system.storage.num_gates),
+            min(num_cold, system.storage.num_up_downs),
+            num_neurons,
+            num_neurons - num_cold,
+            reads.num_bytes,
+            1e3 * seconds,
+            1 / max(token_s, 1e-9),
+            1 / max(seconds, 1e-9),
+        )
+
+
+def offload_text(plans: list[OffloadPlan]) -> str:
+    """A line for each size."""
+    lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
+    for plan in plans:
+        num_cold = plan.num_neurons - plan.num_on_gpu
+        gates, up_downs = plan.num_gates / plan.num_neurons, plan.num_up_downs / plan.num_neurons
+        in_memory = f"{gates:.0%} of the gates and {up_downs:.0%} of the other rows in memory"
+        if plan.num_gates >= num_cold:
+            in_memory = f"all gates and {up_downs:.0%} of the other rows in memory"
+        on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
+        lines.append(
+            f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {in_memory}, {on_gpu}"
+            f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: expect "
+            f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
+        )
+    return "\n".join(lines)

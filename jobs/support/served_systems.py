@@ -1,0 +1,219 @@
+"""The systems of `hotcold serve`: checked before a start, started and ended, found by commands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import click
+import psutil
+
+from hotcold.actors.exchange.watch import Pulse
+from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.system import System
+from hotcold.jobs.kept.endpoint import ControlEndpoint
+from hotcold.jobs.kept.identity import model_text
+from hotcold.jobs.support.loading import require_bundles, running_system
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError, shown
+from hotcold.model.files.locate import locate_model, model_name
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.server_thread import ServerThread, SocketServer
+
+_TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
+_ENDED_S = 10.0
+_CLOSED_S = 20.0
+_RAY = ("raylet", "gcs_server")
+
+_OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model and the system that will hold it."""
+
+    name: str  # in requests
+    model: str  # of `model_text`
+    system: SystemConfig
+    memory_bytes: int
+    shared_bytes: int = 0  # of these, in shared memory, which the first start reserves for all
+
+
+def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
+    """A plan for each model, as if alone on this machine; for the demo model where none is named.
+
+    Errors:  HotcoldError; UsageError for two of one name, and for options of one model alone
+    """
+    given = [text for name, text in _OF_ONE_MODEL.items() if getattr(options, name) is not None]
+    if given and len(models) > 1:
+        raise UsageError(
+            f"{given[0]} is of one model, and these are {len(models)}; leave it out, or serve one"
+        )
+    if len(models) < 2:
+        return [_plan(models[0] if models else None, options)]
+    plans = []
+    for model in models:
+        try:
+            plans.append(_plan(model, options))
+        except HotcoldError as problem:
+            raise UsageError(f"{shown(model)}: {problem}") from problem
+    by_name = {plan.name: plan for plan in plans}
+    for plan in plans:
+        if by_name[plan.name] is not plan:
+            raise UsageError(
+                f"two models are called {plan.name!r}, by which requests could not tell them "
+                "apart; give one of the folders or files another name"
+            )
+    return plans
+
+
+def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
+    path = locate_model(model)
+    system, config = prepare_system(path, options)
+    need = system_need(system, config)
+    shared = need.arena_bytes + need.predictor_bytes
+    return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)
+
+
+class SystemStarter:
+    """Starts and ends the systems of one server, all in the private Ray of the first.
+
+    `lost` and `start_first` are called in the main thread, `start` and `end` in any other.
+    """
+
+    def __init__(
+        self, server: ServerThread, url: str, plans: Sequence[ModelPlan], options: SystemOptions
+    ) -> None:
+        self._server = server
+        self._url = url
+        self._plans = {plan.name: plan for plan in plans}
+        self._options = options
+        self._endpoints: dict[
+            str, tuple[ControlEndpoint, SocketServer]
+        ] = {}  # by name, of what is found
+        self._pulses: dict[Backend, Pulse] = {}
+        self._is_closed = False
+        self._working = threading.Lock()  # one starts or ends at a time
+        self._ray: list[psutil.Process] = []
+
+    def start_first(
+        self, backend: Backend, show: Callable[[LoadProgress], None], stack: ExitStack
+    ) -> System:
+        """Start the first system, with a progress bar; it and Ray end with `stack`.
+
+        `show` is called with its progress. Errors: HotcoldError
+        """
+        plan = self._plans[backend.name]
+        others = [one.system for one in self._plans.values() if one is not plan]
+        found = self._register(plan)
+        stack.callback(self.unregister_all)
+
+        def show_both(progress: LoadProgress) -> None:
+            show(progress)
+            found(progress)
+
+        system = stack.enter_context(running_system(plan.system, show_both, others))
+        stack.callback(self.unregister_all)  # before the system ends
+        children = psutil.Process().children()
+        self._ray = [process for process in children if process.name() in _RAY]
+        self._answer(backend, system)
+        return system
+
+    def start(self, backend: Backend) -> System:
+        """Start the system of a model. Errors: HotcoldError."""
+        plan = self._plans[backend.name]
+        with self._working, ExitStack() as undo:
+            found = self._register(plan)
+            undo.callback(self._unregister, plan.name)
+
+            def show(progress: LoadProgress) -> None:
+                self._require_open()
+                found(progress)
+
+            self._require_open()
+            require_bundles(plan.system)
+            system = System.start(plan.system, on_progress=show)
+            undo.callback(system.end)
+            self._answer(backend, system)
+            undo.pop_all()
+            return system
+
+    def end(self, backend: Backend, system: System) -> None:
+        """End a system, and wait until its processes have ended."""
+        with self._working:
+            self._pulses.pop(backend, None)
+            self._unregister(backend.name)
+            processes = []
+            with suppress(HotcoldError):
+                for pid in system.call("processes").values():
+                    with suppress(psutil.NoSuchProcess):
+                        processes.append(psutil.Process(pid))
+            system.end()
+            psutil.wait_procs(processes, timeout=_ENDED_S)  # their memory is free then
+
+    def lost(self) -> list[tuple[Backend, ServiceError]]:
+        """The loaded models whose systems have failed since the last call, and how."""
+        found = []
+        for backend, pulse in list(self._pulses.items()):
+            try:
+                pulse.look(_TIMEOUT_POLLS)
+            except ServiceError as problem:
+                if backend.is_loaded:  # else it was just unloaded
+                    found.append((backend, problem))
+                    self._pulses.pop(backend, None)
+        return found
+
+    def require_ray(self) -> None:
+        """Raise ServiceError where no system can run or be started any more."""
+        for process in self._ray:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise ServiceError("Ray has ended, so no model can run; restart `hotcold serve`")
+
+    def unregister_all(self) -> None:
+        """Remove all systems from the registry, so that no command finds them; may be repeated."""
+        for endpoint, _ in list(self._endpoints.values()):
+            endpoint.close()
+
+    def close(self) -> None:
+        """Refuse new starts, and wait for those under way. May be repeated."""
+        self._is_closed = True
+        if self._working.acquire(timeout=_CLOSED_S):
+            self._working.release()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ServiceError("the server is being stopped")
+
+    def _register(self, plan: ModelPlan) -> Callable[[LoadProgress], None]:
+        """Register a system that is about to start; returns the function to call with its progress.
+
+        Where the registry's folder cannot be used, a line says so.
+        """
+        try:
+            gate = self._server.loading_gate
+            endpoint = ControlEndpoint.of_server(
+                gate, plan.name, self._url, plan.model, self._options
+            )
+        except (UsageError, OSError) as problem:
+            click.echo(f"other commands will not find this system: {problem}", err=True)
+            return lambda progress: None
+        server = self._server.open_control_api(*endpoint.socket_app)
+        self._endpoints[plan.name] = endpoint, server
+        return endpoint.show
+
+    def _answer(self, backend: Backend, system: System) -> None:
+        """Answer requests with a system that has loaded."""
+        if backend.name in self._endpoints:
+            self._endpoints[backend.name][0].open(backend, system.call("describe"), None)
+        self._pulses[backend] = Pulse("driver", partial(system.begin, "driver_load"))
+
+    def _unregister(self, name: str) -> None:
+        if name in self._endpoints:
+            endpoint, server = self._endpoints.pop(name)
+            endpoint.close()
+            self._server.close_control_api(server)

@@ -1,0 +1,80 @@
+"""A GGUF file's metadata as the content of config.json, BOS and EOS among it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hotcold.model.config.gguf_architectures import ARCHITECTURES, Architecture
+from hotcold.model.config.gguf_metadata import Metadata
+from hotcold.model.errors import ConfigError, shown
+from hotcold.model.gguf.file import GgufModel, open_gguf
+
+# Tokens that end an answer, by their key in the metadata or their text.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
+_CONTROL = 3
+# By general.type: GGUF files that hold no model.
+_NO_MODELS = {
+    "adapter": "is an adapter (LoRA), and no model; merge it into its model, and give that file",
+    "mmproj": "reads pictures for a model; give the model's own file, which is mostly beside it",
+    "imatrix": "says which weights matter, and holds none; give the model's own file",
+}
+_POWERINFER_SPLIT = "generic.gpu_index"
+
+
+def architecture_of(model: GgufModel) -> Architecture:
+    """Return the model's entry in the table. Errors: ConfigError where it has none."""
+    name = model.metadata.get("general.architecture")
+    if name == _POWERINFER_SPLIT:
+        raise ConfigError(
+            f"{model.path}: says which neurons PowerInfer puts on a GPU, and holds no model; give "
+            "the model's own file (`hotcold plan` places its neurons)"
+        )
+    kind = "mmproj" if name == "clip" else model.metadata.get("general.type")
+    if isinstance(kind, str) and kind in _NO_MODELS:
+        raise ConfigError(f"{model.path}: {_NO_MODELS[kind]}")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{model.path}: general.architecture is {shown(name)}, which is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    found = ARCHITECTURES[name]
+    while True:
+        names = set(model.names)
+        variant = next((one for tensor, one in found.variants if tensor in names), None)
+        if variant is None:
+            return found
+        found = variant
+
+
+def gguf_values(path: str | Path) -> dict[str, Any]:
+    """Return what config.json of the model would hold. Errors: ConfigError, CheckpointError."""
+    model = open_gguf(path)
+    architecture = architecture_of(model)
+    metadata = Metadata(model)
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    names = architecture.names
+    return {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
+        "num_hidden_layers": metadata.integer("block_count"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "vocab_size": metadata.rows_of(f"{names.tokens}.weight"),
+        "tie_word_embeddings": not metadata.has_tensor(f"{names.head}.weight"),
+        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(model) if tokens is not None else None,
+        **architecture.values(metadata),
+    }
+
+
+def _end_ids(model: GgufModel) -> list[Any]:
+    """The ids of tokens that end a text, or a turn of a conversation."""
+    ids = [model.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    found = [token_id for token_id in ids if token_id is not None]
+    texts = model.first.strings("tokenizer.ggml.tokens") or []
+    kinds = model.first.numbers("tokenizer.ggml.token_type")
+    if kinds is not None and len(kinds) == len(texts):
+        ends = set(_END_TEXTS)
+        found += [i for i, text in enumerate(texts) if text in ends and kinds[i] == _CONTROL]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,90 @@
+"""With a memory budget, short-lived processes compile kernels before services take memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hotcold.actors.processes.precompile import precompile_once
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.storage import pack_model
+from tests.conftest import TinyCheckpoint
+
+ROOT = Path(__file__).parents[2]
+_NUM_RESTS = 100  # fewer neurons than the model has
+_POLL_S = 0.25
+_KEPT = 1.03  # of what was promised
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_a_start_that_compiles_keeps_the_promise(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+) -> None:
+    model = tiny("llama-relu").path
+    pack_model(model, read_model(model))
+    command = [sys.executable, "-m", "tests.actors.promise_script", str(model), str(_NUM_RESTS)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as running:
+        most = 0
+        while running.poll() is None:
+            most = max(most, memory_of(running.pid))
+            time.sleep(_POLL_S)
+        assert running.stdout is not None
+        told = json.load(running.stdout)
+    (note,) = tmp_path.glob("hotcold/numba/precompiled-*/*")
+    end = note.stat().st_mtime_ns
+    kernels = list(tmp_path.glob("hotcold/numba/*/*.nbc"))
+    assert len(kernels) > 100
+    assert [kernel.name for kernel in kernels if kernel.stat().st_mtime_ns > end] == []
+    assert 0 < most <= _KEPT * told["promised_bytes"]
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of a process and all below it; a page that several have counts once."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(OSError):
+                lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:")
+    return total
+
+
+def test_kernels_are_precompiled_once(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    begun: list[Any] = []
+
+    class Process:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            begun.append(self)
+            self.stdin, self.status = io.BytesIO(), 1 if len(begun) == 1 else 0
+
+        def wait(self) -> int:
+            return self.status
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    system = SystemConfig(str(tiny("llama-relu").path))
+    stored = replace(system, storage=NeuronStorage("f", 1, 1))
+    precompile_once(system)
+    assert not begun  # nothing is promised
+    for asked in (stored, stored, stored, replace(stored, mode="dense")):
+        precompile_once(asked)
+    assert len(begun) == 3  # one failed, one did not, and one was of another mode

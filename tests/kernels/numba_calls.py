@@ -1,0 +1,120 @@
+"""Numba's kernels as functions of NumPy arrays, with the names and arguments of `reference`.
+
+Nothing is checked: arrays have the shapes and dtypes that services give kernels.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
+from hotcold.numba_kernels.decode.attention import attend_kernel, rope_kernel
+from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
+from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
+from hotcold.numba_kernels.decode.vectors import NO_BIAS
+from hotcold.numba_kernels.formats import row_width
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    out = np.empty_like(x)
+    rms_norm_kernel(x, weight, np.float32(epsilon), out)
+    return out
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
+) -> np.ndarray:
+    out = np.empty_like(x)
+    layer_norm_kernel(x, weight, floats(bias), np.float32(epsilon), out)
+    return out
+
+
+def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    out = heads.copy()
+    for head in out:
+        rope_kernel(head, cos_sin)
+    return out
+
+
+def decode_attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    length: int,
+    pages: np.ndarray | None = None,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+) -> np.ndarray:
+    """Without `pages`, keys and values (G, P, hd) are one page."""
+    if pages is None:
+        keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
+    out, scores = np.empty_like(queries), np.empty(length, np.float32)
+    factor = np.float32(queries.shape[1] ** -0.5 if scale is None else scale)
+    start, heads_a_group = max(0, length - window) if window else 0, len(queries) // keys.shape[1]
+    for h in range(len(queries)):
+        attend_kernel(
+            queries[h], keys, values, h // heads_a_group, pages, start, length, factor,
+            np.float32(softcap), scores, out[h],
+        )  # fmt: skip
+    return out
+
+
+def sparse_ffn(
+    gate: np.ndarray,
+    up: np.ndarray | None,
+    down: np.ndarray,
+    x: np.ndarray,
+    ids: np.ndarray | None = None,
+    token_masks: np.ndarray | None = None,
+    *,
+    gate_bias: np.ndarray | None = None,
+    up_bias: np.ndarray | None = None,
+    activation_fn: str = "relu",
+    threshold: float = 0.0,
+    skip_silent: bool = True,
+    thresholds: Thresholds | None = None,
+    down_norms: np.ndarray | None = None,
+    num_threads: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`layer_ffn` of one layer by `num_threads` threads: the output, and the ids that fired."""
+    num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
+    arrays = FfnArrays(
+        np.array([0, num_neurons]), gate, gate[:0] if up is None else up, down, floats(gate_bias),
+        floats(up_bias), np.empty((1, 0), np.float32), floats(down_norms),
+    )  # fmt: skip
+    function = activation(activation_fn, threshold)
+    if thresholds is None:
+        thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
+    # Read-only as in services, so that the same specialisations are compiled.
+    candidates = read_only(NO_IDS if ids is None else ids)
+    masks = read_only(NO_MASKS if token_masks is None else token_masks)
+    out = np.zeros((len(x), width), np.float32)
+    scratch = new_scratch(num_threads, len(x), max(num_neurons, candidates.size), width)
+    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
+
+    def run(thread: int) -> None:
+        layer_ffn(
+            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, thresholds, x,
+            arrays, scratch, function, out,
+        )  # fmt: skip
+
+    if num_threads == 1:
+        run(0)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(run, range(num_threads)))
+    fired = [scratch.fired_ids[t, : scratch.counts[t]] for t in range(num_threads)]
+    return out, np.concatenate(fired)
+
+
+def floats(array: np.ndarray | None) -> np.ndarray:
+    """The array, or an empty one for None."""
+    return NO_BIAS if array is None else array

@@ -1,0 +1,63 @@
+"""What only some commands need is an extra, and a missing one is named in a line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hotcold
+from hotcold.jobs.cli import main
+from hotcold.jobs.support.extras import EXTRAS
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_extras_are_those_of_the_project() -> None:
+    for name, packages in EXTRAS.items():
+        installed = " ".join(PROJECT["optional-dependencies"][name]).replace("-", "_")
+        assert all(package in installed for package in packages)
+
+
+def test_the_test_extra_has_all_others_that_commands_use() -> None:
+    (own,) = (one for one in PROJECT["optional-dependencies"]["test"] if "hotcold[" in one)
+    assert {*EXTRAS, "cluster"} == set(own.removeprefix("hotcold[").rstrip("]").split(","))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["serve"], "serve needs fastapi, uvicorn, prometheus_client, llguidance, which are"),
+        (["plan"], "plan needs scipy, which is"),
+        (["profile", "--plot", "a.png"], "--plot needs matplotlib, which is"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    line: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    needed = {package for packages in EXTRAS.values() for package in packages}
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> object:
+        return None if name in needed else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    assert main(line) == 1
+    extra = {"serve": "ui", "plan": "plan", "profile": "plot"}[line[0]]
+    expected = f"hotcold: error: {told} not installed; pip install 'hotcold[{extra}]'\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hotcold, version {hotcold.__version__}\n"
+    assert main(["doctor", "--no-measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["version"] == hotcold.__version__

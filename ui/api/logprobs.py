@@ -1,0 +1,95 @@
+"""Tokens as text and bytes, and logprobs in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hotcold.actors.protocol.messages import TokenEvent, TokenLogprob
+from hotcold.model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hotcold.ui.api.answer import Answer
+
+_MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+class TokenTexts:
+    """Text and bytes of each token of a model, within a text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer all texts are empty."""
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's bytes, which may be part of a character; of a special token its name."""
+        if self._tokenizer is None:
+            return b""
+        if token_id not in self._known:
+            self._known[token_id] = self._tokenizer.token_bytes(token_id)
+        return self._known[token_id]
+
+    def text_of(self, token_id: int) -> str:
+        """A token's bytes as text; a part of a character is U+FFFD."""
+        return self.bytes_of(token_id).decode("utf-8", "replace")
+
+
+def content_tokens(event: TokenEvent | Answer, eos_ids: Collection[int]) -> list[TokenLogprob]:
+    """The scored tokens of an answer without its end token, which is no content."""
+    tokens, result = list(event.logprobs), event.result
+    has_ended = result is not None and result.finish_reason == "stop"
+    if tokens and has_ended and tokens[-1].token_id in eos_ids:
+        del tokens[-1]
+    return tokens
+
+
+def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat answer."""
+
+    def item(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token_id),
+            "logprob": max(logprob, _MIN_LOGPROB),
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    content = [
+        item(token.token_id, token.logprob or 0.0)
+        | {"top_logprobs": [item(token_id, logprob) for token_id, logprob in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a completion, piece by piece, with the tokens' offsets in the text."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        """Offsets count characters from here on, the prompt's too where it is echoed."""
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def piece(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next tokens'. The first of a prompt has null for its logprob."""
+        found: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+        }  # fmt: skip
+        for token in tokens:
+            logprob = token.logprob
+            found["tokens"].append(self._texts.text_of(token.token_id))
+            found["token_logprobs"].append(None if logprob is None else max(logprob, _MIN_LOGPROB))
+            found["top_logprobs"].append(None if logprob is None else self._top(token))
+            found["text_offset"].append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token.token_id)))
+        return found
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands here. Of equal texts the likelier one."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob or 0.0)):
+            text = self._texts.text_of(token_id)
+            found.setdefault(text, max(logprob, _MIN_LOGPROB))
+        return found

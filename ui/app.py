@@ -1,0 +1,183 @@
+"""The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from hotcold.ui.api import sse
+from hotcold.ui.api import tokenize as api_text
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.chat import ChatRoute
+from hotcold.ui.api.completions import CompletionRoute
+from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
+from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.ollama import routes as ollama
+from hotcold.ui.api.responses.route import ResponsesRoute
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.route import JsonAnswer, answered
+from hotcold.ui.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from hotcold.ui.openapi import add_description, body_of
+from hotcold.ui.served_models import ServedModels
+
+_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
+_CLIENT_GONE = 499  # no client reads it
+
+
+def create_app(
+    models: ServedModels, page: Any = None, more_pages: Mapping[str, Any] | None = None
+) -> FastAPI:
+    """The application of some models; `page` is a gradio.Blocks at "/", `more_pages` by path."""
+    # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
+    app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
+    _add_error_handlers(app, models)
+    _add_completions(app, models)
+    _add_models(app, models)
+    _add_tools(app, models)
+    ollama.add_ollama(app, models)
+    add_description(
+        app,
+        [
+            ChatRequest,
+            ResponsesRequest,
+            CompletionRequest,
+            EmbeddingsRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+            *ollama.SCHEMAS,
+        ],
+    )
+    _add_unknown(app)
+    _add_heads(app)
+    if page is None:
+        _add_root(app)
+    else:
+        from hotcold.ui.page.page import mount_page  # Gradio takes seconds to import
+
+        for path, another in (more_pages or {}).items():
+            app = mount_page(app, another, path.rstrip("/"))
+        app = mount_page(app, page)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
+    async def as_answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, _GONE):
+            return Response(status_code=_CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
+        answer = as_api_error(error)
+        models.of(request).metrics.add_refusal(answer.status)
+        body = answer.body_for(request.url.path)
+        return JSONResponse(body, answer.status, answer.headers)
+
+    for kind in (ApiError, HTTPException, *_GONE, Exception):
+        app.add_exception_handler(kind, as_answer)
+
+
+def _add_completions(app: FastAPI, models: ServedModels) -> None:
+    async def answer(
+        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
+    ) -> Any:
+        body = parse(schema, await request.body())
+        route = route_of(models.choose(request, body.model))
+        if body.stream:
+            return await answered(request, route.stream(body))
+        return JsonAnswer(await answered(request, route.whole(body)))
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's chat completions do."""
+        return await answer(request, ChatRequest, ChatRoute)
+
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    async def complete(request: Request) -> Response:
+        """Continue a text, as OpenAI's completions do."""
+        return await answer(request, CompletionRequest, CompletionRoute)
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+    async def respond(request: Request) -> Response:
+        """Answer a conversation of items, as OpenAI's responses do; nothing is kept."""
+        return await answer(request, ResponsesRequest, ResponsesRoute)
+
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
+    async def embed(request: Request) -> Response:
+        """A vector for each text: the mean of the model's last hidden states."""
+        body = parse(EmbeddingsRequest, await request.body())
+        route = EmbeddingsRoute(models.choose(request, body.model))
+        return JsonAnswer(await answered(request, route.whole(body)))
+
+
+def _add_models(app: FastAPI, models: ServedModels) -> None:
+    @app.get("/v1/models")
+    async def all_models() -> dict[str, Any]:
+        """The models that are served, loaded or not."""
+        return {"object": "list", "data": [models.listed(one) for one in models.backends]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(request: Request, wanted: str) -> dict[str, Any]:
+        """The model of that name."""
+        return models.listed(models.choose(request, wanted))
+
+
+def _add_unknown(app: FastAPI) -> None:
+    """Unknown paths below /v1 and /api are errors, never the page's."""
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+
+    @app.api_route("/v1/{rest:path}", methods=methods)
+    @app.api_route("/api/{rest:path}", methods=methods)
+    async def unknown(request: Request) -> Response:
+        raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
+
+
+def _add_heads(app: FastAPI) -> None:
+    """HEAD wherever there is GET: monitors use it."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
+
+
+def _add_root(app: FastAPI) -> None:
+    """The line by which clients of Ollama recognise a server, where there is no page."""
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def root() -> PlainTextResponse:
+        return PlainTextResponse("Ollama is running")
+
+
+def _add_tools(app: FastAPI, models: ServedModels) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether all that is loaded answers, and what is loaded."""
+        found = await models.health()
+        return JSONResponse(found, 200 if found["status"] == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Counters and gauges for Prometheus."""
+        return Response(await models.metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The ids of a text, or of a conversation."""
+        body = parse(TokenizeRequest, await request.body())
+        backend = models.choose(request, body.model)
+        return JsonAnswer(await answered(request, api_text.tokenize(backend, body)))
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of ids."""
+        body = parse(DetokenizeRequest, await request.body())
+        backend = models.choose(request, body.model)
+        return JsonAnswer(await answered(request, api_text.detokenize(backend, body)))

@@ -1,0 +1,190 @@
+"""The server's thread: it answers that the system is loading until the application is there."""
+
+import asyncio
+import contextlib
+import gc
+import html
+import logging
+import socket
+import threading
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hotcold.actors.protocol.messages import LoadProgress
+from hotcold.ui.access_log import AccessLog
+from hotcold.ui.api.errors import unavailable
+from hotcold.ui.connections import ConnectionLimits, Connections
+from hotcold.ui.gate import Gate
+
+_END_S = 10.0
+SocketServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket
+_PAGE = Path(__file__).with_name("page") / "loading.html"  # reloads itself
+
+
+class LoadingGate:
+    """Passes requests on to the application, which exists once the system has loaded."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stage = "starting"
+        self._model_name = model_name
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI request."""
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._loading(Request(scope))(scope, receive, send)
+
+    def use(self, app: ASGIApp) -> None:
+        """Pass requests on to the application from now on."""
+        self._app = app
+
+    def show(self, progress: LoadProgress) -> None:
+        """Answer requests meanwhile with this progress."""
+        self.stage = progress.stage
+
+    def _loading(self, request: Request) -> Response:
+        error = unavailable(f"the model is loading ({self.stage}); try again soon", "loading")
+        if request.url.path == "/" and "text/html" in request.headers.get("accept", ""):
+            shown = {"model": self._model_name, "stage": self.stage}
+            text = _PAGE.read_text()
+            for name, value in shown.items():
+                text = text.replace(f"{{{name}}}", html.escape(value))
+            return HTMLResponse(text, error.status, error.headers)
+        body: dict[str, Any] = error.body_for(request.url.path)
+        if request.url.path == "/health":
+            body = {"status": "loading", "stage": self.stage, "model": self._model_name}
+        return JSONResponse(body, error.status, error.headers)
+
+
+class ServerThread:
+    """Uvicorn in a thread, so that the main thread is free for loading and signals."""
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        loading_gate: LoadingGate,
+        keys: Sequence[str],
+        local: bool,
+        max_body_bytes: int,
+        limits: ConnectionLimits,
+        log: str = "none",
+        control: tuple[socket.socket, ASGIApp] | None = None,
+    ) -> None:
+        """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`.
+
+        `control`: a Unix socket that only this user can reach, and the application that answers
+        there without keys. Without a `listener` there is only that one.
+        """
+        self.loading_gate = loading_gate
+        self._connections = Connections(limits)
+        self._settings = max_body_bytes, log
+        self._servers: list[SocketServer] = []
+        self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
+        if listener is not None:
+            self._servers.append((self._server(loading_gate, keys, local), listener))
+        if control is not None:
+            self._servers.append((self._server(control[1], (), True), control[0]))
+        self._lifespan = contextlib.AsyncExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self._thread.start()
+
+    def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
+        """A server of `app` behind a `Gate` and an `AccessLog`."""
+        max_body_bytes, log = self._settings
+        made: Any = self._connections  # where uvicorn's types have a class
+        app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        if log != "none":
+            app = AccessLog(app, log, partial(click.echo, err=True))
+        config = uvicorn.Config(
+            app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
+        )  # fmt: skip
+        # Defects are logged where they become answers; uvicorn would log them again, and every
+        # answer that the server's end cuts off.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
+        return uvicorn.Server(config)
+
+    def open_control_api(self, listener: socket.socket, app: ASGIApp) -> SocketServer:
+        """Serve `app`, without keys, at one more Unix socket, until `close_control_api`."""
+        opened = self._server(app, (), True), listener
+        self._servers.append(opened)
+
+        async def serve() -> None:
+            serving = asyncio.ensure_future(opened[0].serve([listener]))
+            self._opened.add(serving)
+            serving.add_done_callback(ended)
+
+        def ended(serving: asyncio.Future[None]) -> None:
+            self._opened.discard(serving)
+            self._servers.remove(opened)
+            listener.close()
+
+        self.begin(serve())
+        return opened
+
+    def close_control_api(self, opened: SocketServer) -> None:
+        """Refuse new requests there; those that run go on until `stop` cuts them off."""
+        opened[0].should_exit = True
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start `work` in the server's loop."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
+        """Run `work` in the server's loop. Errors: its own, TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def use(self, app: FastAPI) -> None:
+        """Serve the application, once its startup is done."""
+
+        async def enter() -> None:
+            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+            self.loading_gate.use(app)
+
+        self.call(enter())
+        # All objects that stay exist now. Collecting them takes 0.2 s without any answer,
+        # and every answer of many objects would start it.
+        gc.freeze()
+
+    def refuse_new(self) -> None:
+        """Stop listening; requests that run go on."""
+        for server, _ in list(self._servers):
+            server.should_exit = True
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """End; requests that still run after `timeout_s` are cut off. May be called again."""
+        self.refuse_new()
+        self._thread.join(timeout_s)
+        for server, _ in list(self._servers):
+            server.force_exit = True
+        self._thread.join(_END_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        watching = self._loop.create_task(self._connections.watch())
+        try:
+            self._loop.run_until_complete(self._serve_all())
+            watching.cancel()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0.05))
+        finally:
+            for _, listener in self._servers:
+                listener.close()
+            self._loop.close()
+
+    async def _serve_all(self) -> None:
+        await asyncio.gather(*(server.serve([listener]) for server, listener in self._servers))
+        await asyncio.gather(*self._opened)
