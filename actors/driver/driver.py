@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
-from hotcold.actors.setup.threshold_mode import system_thresholds
 
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
@@ -49,6 +48,7 @@ from hotcold.actors.setup.assignment import hot_counts
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
+from hotcold.actors.setup.threshold_mode import system_thresholds
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig

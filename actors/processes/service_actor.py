@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from hotcold.actors.telemetry.compiling import CompileCounter
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
@@ -30,6 +29,7 @@ from hotcold.actors.setup.host_files import (
     weight_bytes,
 )
 from hotcold.actors.setup.storage import offloaded_share
+from hotcold.actors.telemetry.compiling import CompileCounter
 from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig

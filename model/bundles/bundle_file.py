@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 _MAGIC = b"hotcold bundles\n"
 _HEAD = len(_MAGIC) + 8  # magic, then length and CRC-32 of the facts, JSON, that follow

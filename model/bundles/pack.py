@@ -22,6 +22,7 @@ from hotcold.model.files.whole_file import sync_folder
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
 _WRITE_BYTES = 16 << 20  # at once
