@@ -15,7 +15,8 @@ from typing import Any
 
 import numba
 
-from hotcold.numba_kernels.kernel_cache import own_cache_folder
+from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.numba_kernels.own_cache import own_folder
 
 _NEWEST = (0, 68)  # what compiling leans on was not tried with a later one
 _CORE = "numba.core."
@@ -77,12 +78,12 @@ def _is_as_tried(name: str, arguments: str | None) -> bool:
 
 
 def use_numbas_cache() -> None:
-    """Keep kernels where `numba_kernels.kernel_cache` says, by Numba's own cache alone.
+    """Keep kernels in one folder of all sources, by Numba's own cache alone.
 
     Where that folder is not to be trusted they are kept until this process ends.
     """
     try:
-        folder = str(own_cache_folder())
+        folder = str(own_folder("numba", sources_digest()))
     except OSError:
         folder = tempfile.mkdtemp(prefix="hotcold-kernels-")
         atexit.register(_remove, folder, os.getpid())

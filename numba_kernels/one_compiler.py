@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numba.core.dispatcher
+from numba.core import types
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
-from hotcold.numba_kernels.kernel_cache import cache_folder, is_called, is_ours, own_cache_folder
+from hotcold.numba_kernels.kernel_cache import (
+    is_called,
+    is_ours,
+    kernel_folder,
+    own_kernel_folder,
+)
 from hotcold.numba_kernels.own_cache import tell_full
 
 
@@ -29,7 +35,7 @@ class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
     def __init__(self, py_func: Any, py_file: str) -> None:
         """See numba.core.caching."""
         super().__init__(py_func, py_file)
-        self._cache_path = str(cache_folder())
+        self._cache_path = str(kernel_folder(Path(py_file)))
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
@@ -39,9 +45,10 @@ class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 def _cache_of(py_func: Any) -> Any:
     """A function's cache; none on disk where the folder of this package's is not to be trusted."""
-    if is_ours(py_func.__code__.co_filename):
+    source = py_func.__code__.co_filename
+    if is_ours(source):
         try:
-            own_cache_folder()
+            own_kernel_folder(Path(source))
         except OSError:
             return NullCache()
     return OneCompilerCache(py_func)
@@ -92,7 +99,18 @@ class OneCompilerCache(FunctionCache):  # type: ignore[misc]
         return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), is_called())
+        return (*super()._index_key(sig, codegen), is_called(), _field_names(sig))
+
+
+def _field_names(sig: Any) -> tuple[Any, ...]:
+    """The fields' names of all named tuples that are passed, whatever source their class is in."""
+    names: list[Any] = []
+    waiting = list(sig if isinstance(sig, tuple) else sig.args)
+    while waiting:
+        each = waiting.pop()
+        names += [each.fields] if isinstance(each, types.BaseNamedTuple) else []
+        waiting += each.types if isinstance(each, types.BaseTuple) else []
+    return tuple(names)
 
 
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last

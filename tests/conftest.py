@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.sweeps import mark_sweeps
 from tests.tiny_checkpoint import GREEDY_TOKENS as GREEDY_TOKENS
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import make_tiny
@@ -61,9 +62,13 @@ TOGETHER = [
 # begin at the same time need different kernels: one would wait for what the other compiles.
 FIRST = [
     *TOGETHER[0],
-    "kernels/test_other_cpus.py",
     "e2e/test_profile_command.py",
     *TOGETHER[1],
+    "actors/test_precompile.py",
+    "kernels/test_other_cpus.py",
+    "cluster/test_stored_hosts.py",
+    "actors/test_gguf_system.py",
+    "actors/test_stored_neurons.py",
     *TOGETHER[2],
     "actors/test_in_process.py",
     "e2e/test_generate_command.py",
@@ -121,7 +126,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is quick, and begin with what takes longest."""
+    """Mark what is quick and what is thorough, and begin with what takes longest."""
 
     @functools.cache
     def place(path: Path) -> int:
@@ -131,9 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def quick_names(path: Path) -> list[str]:
         return [name for name in QUICK if is_below(path, [name]) and not is_below(path, NOT_QUICK)]
 
+    mark_sweeps(items)
     for item in items:
         names = quick_names(item.path)
-        if any("::" not in name or item.nodeid.endswith(name) for name in names):
+        is_quick = any("::" not in name or item.nodeid.endswith(name) for name in names)
+        if is_quick and not item.get_closest_marker("thorough"):
             item.add_marker("quick")
     items.sort(key=lambda item: place(item.path))
 

@@ -40,7 +40,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.whole_file import write_whole
 from hotcold.model.weights.check import stored_config
-from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
@@ -72,10 +72,9 @@ def _marker(system: SystemConfig) -> Path | None:
     key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
-        own_folder("numba", cache_folder().name)
+        return own_folder("numba", f"precompiled-{sources_digest()}") / digest
     except OSError:
         return None
-    return cache_folder() / f"precompiled-{digest}"
 
 
 class _ThreadWatch:

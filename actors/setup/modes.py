@@ -14,7 +14,7 @@ from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD, SystemC
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
-from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.predictors.magnitude_thresholds import Calibrated, read_thresholds, thresholds_path
 from hotcold.predictors.predictor_file import Predictors, predictors_path, read_predictors
@@ -62,7 +62,7 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
     """
     key = asdict(system) | {
         "model_path": ModelIdentity.of(system.model_path).digest,
-        "kernels": cache_folder().name,
+        "kernels": sources_digest(),
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],
     }

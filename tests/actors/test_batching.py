@@ -41,6 +41,7 @@ def all_pages_are_free(driver: Driver) -> bool:
 # --- the same tokens in any batch ----------------------------------------------------------
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.parametrize(
     ("variant", "mode", "copying"),
     [
@@ -106,6 +107,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize(("variant", "dtype"), FAMILIES)
 def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
     requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
@@ -210,6 +212,7 @@ def test_those_for_whom_there_is_no_room_wait(
         assert all_pages_are_free(driver)
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("mode", ["exact", "sign"])
 def test_preempted_requests_have_the_same_tokens(
     tiny: Tiny, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -428,6 +431,7 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
         assert max(map(len, steps)) == KERNEL_TOKENS
 
 
+@pytest.mark.sweep(keep=10)
 @pytest.mark.parametrize("length", range(1, 400, 7))
 def test_chunks_depend_on_the_length_alone(length: int) -> None:
     for most in (16, 33, 64, 256):

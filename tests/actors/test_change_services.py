@@ -51,6 +51,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_threa
 Tiny = Callable[..., TinyCheckpoint]
 
 
+@pytest.mark.sweep(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_up_and_down(copied: TinyCheckpoint, host: StandInRay, kind: str) -> None:
     """A GPU's plan that the CPU carries out counts no neuron twice."""

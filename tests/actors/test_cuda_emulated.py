@@ -72,6 +72,7 @@ def device() -> Callable[[], NumpyDevice]:
     return lambda: NumpyDevice(make_kernels=kernels)
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(
     tiny: Tiny, variant: str, device: Callable[[], NumpyDevice]
@@ -83,6 +84,7 @@ def test_logits_equal_transformers(
             assert relative_difference(found, checkpoint.logits) < 1e-4
 
 
+@pytest.mark.sweep(name=["q-llama"], weight_dtype=["q4"])
 @pytest.mark.parametrize("name", ["q-llama", "q-falcon-grouped"])
 @pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
 def test_quantized_weights(

@@ -33,6 +33,8 @@ from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.unit.test_reference import relative_difference
 
+pytestmark = pytest.mark.sweep(weight_dtype=["q4"])
+
 Tiny = Callable[..., TinyCheckpoint]
 # Tokens of each step, in turn: graphs of several sizes, steps that are filled up, and prompts.
 WAYS = {"token by token": [1], "a few at once": [2, 8, 3, 5], "many": [40], "chunks": [34, 5, 1]}

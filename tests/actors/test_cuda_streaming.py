@@ -21,6 +21,8 @@ from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.unit.test_reference import relative_difference
 
+pytestmark = pytest.mark.sweep(weight_dtype=["q4"])
+
 Tiny = Callable[..., TinyCheckpoint]
 PLACE_BYTES = 4096  # half a dozen neurons
 

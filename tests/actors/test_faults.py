@@ -145,6 +145,7 @@ def test_a_lost_service_changes_no_token(eight: Eight, capfd: pytest.CaptureFixt
     assert capfd.readouterr().out == ""  # where a user's answers stand
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("service", [0, 1])
 def test_a_service_that_answers_nan_is_replaced(eight: Eight, service: int) -> None:
     def spoil(host: Any) -> None:

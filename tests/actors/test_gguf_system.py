@@ -35,6 +35,7 @@ IDS = np.array([3, 7, 1, 90, 55, 20, 3, 3, 64, 17])
 MODEL_IDS = np.array(IDS_OF_LOGITS)  # of `logits_of`
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kinds", "names"), [(("Q4_0", "Q4_K"), ("q4", "q4_k")), (("Q6_K", "Q6_K"), ("q6", "q6"))]
 )
@@ -58,6 +59,7 @@ def test_few_bits_beside_q8(kinds: tuple[str, str], names: tuple[str, str], tmp_
     assert np.abs(one_by_one - wanted).max() == pytest.approx(0, abs=most * spread)
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("num_services", [1, 2])
 @pytest.mark.parametrize("kinds", [MIXED, {"blk.1.ffn_down": "Q6_K", "ffn_down": "Q4_0"}])
 def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: Path) -> None:
@@ -119,6 +121,7 @@ def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
         service.answer_in_python()
 
 
+@pytest.mark.thorough
 def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:
     """A killed service comes back with its run of neurons; others come for more and fewer."""
     path = tmp_path / "tiny.gguf"

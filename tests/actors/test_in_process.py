@@ -21,6 +21,8 @@ from tests.patched_models import load_model
 from tests.tiny_models import VARIANTS, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
 
+pytestmark = pytest.mark.sweep
+
 Tiny = Callable[..., TinyCheckpoint]
 # How many tokens each step takes, in turn. Kernels take up to 32, torch more.
 WAYS = {

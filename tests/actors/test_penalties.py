@@ -68,6 +68,7 @@ def test_without_penalties_nothing_is_done(penalties: dict[str, Any]) -> None:
     assert Penalties(SamplingParams(**penalties), 1).applied(logits, [1, 1]) is logits
 
 
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize("penalties", PENALTIES)
 def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
     """Greedy, so that each token follows from those before it; the same beside other requests."""

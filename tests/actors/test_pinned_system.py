@@ -77,6 +77,7 @@ def test_services_stay_on_their_nodes(
     assert services[processes["cpu1"]].num_bytes > 0
 
 
+@pytest.mark.thorough
 def test_stored_neurons_are_read_on_each_node(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_stored_neurons_are_read_on_each_node(
     assert set(threads["cpu0"]) == {(first,)} and set(threads["cpu1"]) == {(second,)}
 
 
+@pytest.mark.thorough
 def test_threads_have_cores_of_their_own_until_others_want_those(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from tests.actors.batching import random_predictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
 Tiny = Callable[..., TinyCheckpoint]
 VARIANTS = [
     *("llama-relu", "opt-prenorm", "opt-postnorm", "falcon-relu", "llama-mlp-bias"),

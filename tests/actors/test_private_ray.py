@@ -272,6 +272,7 @@ def start_an_open_ray(base: Path) -> None:
     assert not list(base.glob(f"{PREFIX}*"))
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     "check",
     [

@@ -28,6 +28,8 @@ from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
+pytestmark = pytest.mark.sweep(variant=["llama-relu", "opt-prenorm", "falcon-relu"])
+
 POSITIONS, STEP = 64, 16
 # What computes the FFN's first product, and its last, of a transformers layer.
 FIRST_AND_LAST = {

@@ -150,6 +150,7 @@ def recovering(
 
 # Every so many requests that Python sends or waits for. Where compiled code sends them, those are
 # the heads', and of the others whichever had to be waited for.
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),
     [(mode, 61, False) for mode in ("dense", "exact", "sign", THRESHOLD)]

@@ -32,6 +32,8 @@ from tests.tiny_models import VOCAB_SIZE
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.sweep
+
 Tiny = Callable[..., TinyCheckpoint]
 SIZE = 37
 FIRST = SIZE // 2

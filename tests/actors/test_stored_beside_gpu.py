@@ -41,7 +41,7 @@ from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import make_tiny
 from tests.unit.test_page_cache import cached_bytes, emptied
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
 Tiny = Callable[..., TinyCheckpoint]
 GATE_BYTES = 48 * 4  # of llama-relu
 NEURON_BYTES, SLOT_BYTES = 3 * GATE_BYTES + 4, 3 * GATE_BYTES + 48
@@ -270,6 +270,7 @@ def test_what_a_gpu_has_read_is_let_go_of(tmp_path: Path, stored: bool) -> None:
     assert cached_bytes(file) < most // 4 if stored else cached_bytes(file) > most // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("local_ray")
 def test_tokens_of_a_system_also_after_a_service_was_lost(tiny: Tiny, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], mod
             assert stored.counted(BYTES_READ) > 0
 
 
+@pytest.mark.sweep(variant=["llama-gqa", "opt-postnorm"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "bamboo"])
 def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
     path = tiny(variant).path
@@ -191,6 +192,7 @@ def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny) -> None:
     assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign", "lowrank"])
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("variant", ["llama-silu", "phi3"])
 def test_the_same_bits_with_thresholds(tiny: Tiny, variant: str) -> None:
     path = tiny(variant).path
@@ -321,6 +323,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
         np.testing.assert_array_equal(found.result(), wanted)
 
 
+@pytest.mark.thorough
 def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     path = make_model("q-llama-tied", tmp_path / "m")
     common: dict[str, Any] = {"weight_dtype": "q8"}
@@ -329,6 +332,7 @@ def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weight_dtype", ["q4", "q4_1"])
 def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     path = make_model("q-llama", tmp_path / "m")

@@ -37,6 +37,8 @@ from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
 from tests.unit.test_reference import relative_difference
 
+pytestmark = pytest.mark.sweep(variant=["llama-silu", "gemma3"])
+
 Tiny = Callable[..., TinyCheckpoint]
 VARIANTS = ["llama-silu", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
 IDS = np.random.default_rng(7).integers(0, 101, 24)

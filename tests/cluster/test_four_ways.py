@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.request_files import REQUESTS
 from tests.e2e.server import serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.thorough]
 
 
 def test_the_same_answers_over_http(model: Path, expected_texts: dict[str, str]) -> None:

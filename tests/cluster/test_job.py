@@ -14,7 +14,7 @@ from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.word_model import words_of
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.timeout(420)
 
 GENERATE = ("python", "-m", "hotcold.jobs.generate")
 GREEDY = {"temperature": 0, "max_tokens": GREEDY_TOKENS, "ignore_eos": True}

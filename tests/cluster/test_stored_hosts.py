@@ -26,6 +26,8 @@ from tests.cluster.shaped_link import is_permitted
 from tests.cluster.two_nodes import TwoNodes, two_nodes
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
+pytestmark = pytest.mark.thorough
+
 _NUM_RESTS = 156  # fewer neurons than the model has
 _CPU1 = r"the cpu1 service, on .*: "
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -36,34 +37,55 @@ def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+PLACES = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
+
+
+def told(model: Path, checkpoint: TinyCheckpoint, report: Path, *options: object) -> dict[str, Any]:
+    """What benchmarks.two_hosts reports of two services a host, which are where they should be."""
+    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
+    arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]
+    done = run_program("two_hosts", model, *arguments, *options, "--json", report)
+    assert done.returncode == 0, done.stderr[-3000:]
+    row: dict[str, Any]
+    (row,) = json.loads(report.read_text())
+    assert row["ids"] == checkpoint.greedy_ids
+    assert row["hosts"] == PLACES
+    # Each layer waits for the far host once, and the link delays packets by half of that each way.
+    assert row["ms_a_layer"] >= 1
+    return row
+
+
 @pytest.mark.timeout(400)
 def test_the_same_tokens_as_on_one_host(
+    checkpoint: TinyCheckpoint, model: Path, tmp_path: Path
+) -> None:
+    """Tokens as transformers'."""
+    if reason := is_permitted():
+        pytest.skip(reason)
+    told(model, checkpoint, tmp_path / "report.json")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+def test_the_same_tokens_when_services_are_lost(
     checkpoint: TinyCheckpoint, model: Path, expected_texts: dict[str, str], tmp_path: Path
 ) -> None:
-    """Two services a host, where they should be, tokens as transformers'; one of each is lost.
+    """One service of each host is lost.
 
     Then a command on one of the hosts asks what the other ways were asked.
     """
     if reason := is_permitted():
         pytest.skip(reason)
-    report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
+    out = tmp_path / "out.jsonl"
     requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
     request_state = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
     request_state += ["--out", str(out), "--system", SYSTEM]
-    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
-    arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]
-    arguments += ["--faults", "--then", shlex.join(request_state), "--json", report]
-    done = run_program("two_hosts", model, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+    then = ("--faults", "--then", shlex.join(request_state))
+    row = told(model, checkpoint, tmp_path / "report.json", *then)
     assert texts(out) == expected_texts
-    (row,) = json.loads(report.read_text())
-    assert row["ids"] == checkpoint.greedy_ids
     assert row["lost"]["ids"] == [checkpoint.greedy_ids] * 2
-    places = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
-    assert row["hosts"] == row["lost"]["hosts"] == places
+    assert row["lost"]["hosts"] == PLACES
     assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
-    # Each layer waits for the far host once, and the link delays packets by half of that each way.
-    assert row["ms_a_layer"] >= 1
 
 
 def test_services_are_assigned_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,6 +362,7 @@ def execute(case: Case, good: Path, folder: Path) -> Outcome:
     return run(*line, stdin=case.stdin, changes={"HF_HOME": str(folder)} | changes)
 
 
+@pytest.mark.sweep(keep=24)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_bad_input_is_one_line_and_a_status(case: Case, good: Path, tmp_path: Path) -> None:
     outcome = execute(case, good, tmp_path)

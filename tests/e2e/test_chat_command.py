@@ -66,7 +66,7 @@ def test_keys_at_a_terminal(words: Path, tmp_path: Path) -> None:
             screen.wait_for_prompt()
             screen.type("\x04")
             screen.drain()
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=120) == 0
         assert "Traceback" not in screen.all_text
         assert "error" not in screen.all_text
         assert processes_left(folder) == []

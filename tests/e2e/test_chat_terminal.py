@@ -83,7 +83,7 @@ def test_a_session(
     screen.wait_for(">\n\n/help lists commands")
     screen.type("\x04")
     screen.drain()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert "Traceback" not in screen.all_text
 
     kept = state / "hotcold" / "chat-history"
@@ -98,7 +98,7 @@ def test_a_session(
         screen.wait_for("echo of secret")
         screen.type("/bye\r")
         screen.drain()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     assert "secret" not in kept.read_text() and "/set top_k 7" in kept.read_text()
 
 
@@ -116,5 +116,5 @@ def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
         screen.wait_for_prompt()
         screen.type("\x04")
         screen.drain()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     assert not state.exists()

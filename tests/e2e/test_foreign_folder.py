@@ -143,6 +143,7 @@ def test_a_kept_system_and_commands_that_use_it(full: Foreign) -> None:
         full.run("stop")
 
 
+@pytest.mark.thorough
 def test_a_server_and_its_page(full: Foreign) -> None:
     process = full.begin([str(full.program), "serve", ".", "--port", "0", "--log", "none"])
     try:
@@ -164,6 +165,7 @@ def test_a_server_and_its_page(full: Foreign) -> None:
         full.end(process)
 
 
+@pytest.mark.thorough
 def test_a_system_in_a_ray_that_starts_in_its_own_way(full: Foreign) -> None:
     """Its workers are Ray's own; they are not forked."""
     question = ["generate", ".", "--own", "--prompt", LONG, *GREEDY]
@@ -171,6 +173,7 @@ def test_a_system_in_a_ray_that_starts_in_its_own_way(full: Foreign) -> None:
     assert "Ray has started in its own way" in err
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("line", "path"),
     [

@@ -148,6 +148,7 @@ def test_bench_prefill(command: Command, words: Path, little_memory_read: None) 
     assert "tokens/s" in lines[0]
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("dtype", ["f16", "q8", "q4_1"])  # plain rows, groups, groups with minima
 def test_bench_kernels(command: Command, dtype: str) -> None:
     lines, report = command(

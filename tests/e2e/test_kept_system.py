@@ -222,6 +222,7 @@ def test_commands_use_what_is_served(machine: Machine) -> None:
         assert server.end() == (0, "")
 
 
+@pytest.mark.thorough
 def test_two_models_take_turns_where_there_is_room_for_one(
     machine: Machine, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_an_answer_comes_in_a_stream(open_page, system, long_winded) -> None:
     wait_for_answer(page)
 
 
+@pytest.mark.thorough
 def test_stop_ends_an_answer(open_page, system, long_winded) -> None:
     """A thousand tokens take less than a second: where the click came too late, once more."""
     from playwright.sync_api import TimeoutError as TooLate

@@ -42,6 +42,7 @@ def settled(page: Any) -> None:
     )
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("scheme", "rules"),
     [("light", ()), ("dark", ["color-contrast", "link-in-text-block"])],  # which colours change
@@ -122,6 +123,7 @@ def test_on_a_phone_the_list_is_a_drawer_and_the_panel_a_view(open_page, book) -
     assert not page.is_visible("#live")
 
 
+@pytest.mark.thorough
 def test_a_machine_without_a_gpu_is_told_of_none(open_page, book) -> None:
     page = open_page()
     ask(page, QUESTION)

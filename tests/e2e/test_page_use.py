@@ -99,6 +99,7 @@ def test_settings_reach_the_request(open_page, book) -> None:
     assert problem.count() == 0 and len(book.requests) == asked + 1
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("how", ["typed", "suggested"])
 def test_the_panel_watches_an_answer_from_its_question_on(open_page, book, how) -> None:
     """Also where it had stopped looking, because nothing ran; no key and no pointer wakes it."""
@@ -166,6 +167,7 @@ def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> N
     assert page.locator("#conversations li.busy").count() == 0
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_killed_is_not_shown_as_answering(browser) -> None:
     """Whether the panel, which asks for the telemetry, is shown or not."""
     line = [sys.executable, "-m", "tests.e2e.stand_in", "--tokens", "100000", "--rate", "20"]

@@ -83,6 +83,7 @@ def written_at(out: Path) -> int:
         return 0
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("exchange", ["arena", "calls"])
 def test_files_are_what_transformers_says(
     local_ray: None, capsys: pytest.CaptureFixture[str], words: Path, text: Path, ids: list[int],
@@ -176,7 +177,7 @@ def test_gelu_without_a_gate_is_never_zero(
     assert max(report["sparsity"]) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_goes_on(
     local_ray: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

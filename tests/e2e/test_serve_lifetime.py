@@ -104,6 +104,7 @@ def actors_of(server: Server, kind: str) -> set[psutil.Process]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_model_that_has_failed_is_loaded_anew(tmp_path: Path) -> None:
     """Its driver is killed; then its services are, and none can be put in their place."""
     models = [tmp_path / name for name in ("one", "two")]

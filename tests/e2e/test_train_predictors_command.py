@@ -78,6 +78,7 @@ def trained(demo: Path) -> dict[str, Path]:
     return {kind: predictors_path(demo, kind) for kind in ("sign", "lowrank")}
 
 
+@pytest.mark.thorough
 def test_predictors_for_quantized_weights(demo: Path, trained: dict[str, Path]) -> None:
     """They lie beside the others, and serve that format alone."""
     arguments = ["train-predictors", str(demo), "--kind", "sign", "--recall", "0.95"]
@@ -186,6 +187,7 @@ def test_plain_output(run: Run, small: Path, tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith(f"{tmp_path / 'p'}:")
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("kind", ["sign", "lowrank"])
 def test_generate_and_perplexity(run: Run, trained: dict[str, Path], demo: Path, kind: str) -> None:
     """Near the dense model, with the recall that was asked for, and fewer gates than all."""

@@ -11,6 +11,8 @@ import pytest
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
+
 FORMATS = [*BITS, *KINDS]
 
 

@@ -39,6 +39,8 @@ from hotcold.numba_kernels.load.quantize import (
 )
 from tests.gguf_files import random_blocks
 
+pytestmark = pytest.mark.sweep(name=["Q4_0", "Q6_K"])
+
 NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
 FROM_FLOATS = [dtype for dtype in QUANTIZED if ROW_FORMATS[dtype].is_summed]
 WIDTH, HEIGHT = 1280, 7

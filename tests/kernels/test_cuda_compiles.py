@@ -82,6 +82,7 @@ def test_the_choice_has_every_template() -> None:
         assert found == {argument for entry in everything for argument in entry.arguments}
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("file", FILES)
 def test_nvcc(file: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")

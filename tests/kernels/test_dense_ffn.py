@@ -16,6 +16,8 @@ from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import random_rows
 
+pytestmark = pytest.mark.sweep
+
 LAYERS, NEURONS, WIDTH = 2, 512, 256
 
 

@@ -17,6 +17,8 @@ from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
+pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
+
 PAGE = 64
 RELU = activation("relu")
 

@@ -159,7 +159,8 @@ def test_every_waiter_is_woken() -> None:
         woken.append(int(wait_change(cells, 0, np.int32(0), 0, 10 * LONG)))
 
     with threads(wait, wait, wait, wait):
-        time.sleep(0.1)
+        while cells[SLEEPERS] < 4:
+            time.sleep(0.001)
         assert not woken
         ring(cells, 0, np.int32(5))
     assert woken == [5] * 4
@@ -185,7 +186,8 @@ def test_a_doorbell_counts_sleeping_threads(num_killed: int) -> None:
 def test_a_waiting_thread_uses_no_processor() -> None:
     cells = new_cells(1)
     with threads(lambda: wait_change(cells, 0, np.int32(0), 100, LONG)):
-        time.sleep(0.05)
+        while not cells[SLEEPERS]:
+            time.sleep(0.001)
         before = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before < 0.05

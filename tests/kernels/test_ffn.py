@@ -19,6 +19,8 @@ from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.numba_calls import sparse_ffn
 
+pytestmark = pytest.mark.sweep(kind=["f32", "f16"])
+
 WIDTHS = [1, 3, 16, 17, 100]
 HEIGHTS = [1, 2, 5, 97]
 

@@ -7,6 +7,8 @@ import pytest
 
 from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
 
+pytestmark = pytest.mark.sweep
+
 LARGEST = np.finfo(np.float32).max
 
 

@@ -16,7 +16,10 @@ from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
-pytestmark = pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
+pytestmark = [
+    pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI"),
+    pytest.mark.sweep,
+]
 KINDS = ["f16", "bf16"]
 COLUMN_GROUP = 64
 ROOT = Path(__file__).resolve().parents[2]

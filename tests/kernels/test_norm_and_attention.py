@@ -11,6 +11,8 @@ import pytest
 from tests.kernels import reference
 from tests.kernels.arrays import random_bits, random_floats
 
+pytestmark = pytest.mark.sweep
+
 WIDTHS = [1, 3, 16, 17, 100, 4096]
 
 

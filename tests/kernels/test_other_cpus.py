@@ -39,7 +39,7 @@ HASWELL = (
     "+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 # Without AVX2 all formats' last chunks go one way.

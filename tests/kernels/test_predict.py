@@ -23,6 +23,8 @@ from hotcold.numba_kernels.decode.predict import (
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.reference import widened
 
+pytestmark = pytest.mark.sweep
+
 WIDTHS = [1, 63, 64, 65, 384, 4096]
 TIE = 1e-4  # of a level: float32 may round a number so close to the middle of two either way
 

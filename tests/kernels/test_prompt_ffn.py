@@ -28,6 +28,8 @@ from tests.kernels.quantized_rows import (
     random_rows,
 )
 
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
+
 NO_BIAS = np.empty(0, np.float32)
 
 

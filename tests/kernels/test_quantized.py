@@ -20,6 +20,8 @@ from tests.kernels.quantized_rows import (
     random_rows,
 )
 
+pytestmark = pytest.mark.sweep(kind=["q8", "q4"])
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 kinds_and_widths = pytest.mark.parametrize(("kind", "width"), KINDS_AND_WIDTHS)
 

@@ -10,6 +10,8 @@ import pytest
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
 
+pytestmark = pytest.mark.sweep(kind=["f32", "f16"])
+
 WIDTHS = [1, 3, 16, 17, 100, 4096]
 HEIGHTS = [1, 2, 5, 97]
 

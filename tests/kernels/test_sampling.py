@@ -12,6 +12,8 @@ from hotcold.numba_kernels.decode.sampling import sample, sample_kernel
 from tests.kernels.arrays import random_floats, unaligned
 from tests.kernels.reference import sample_shares
 
+pytestmark = pytest.mark.sweep
+
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 EDGES = (0.0, 1e-9, 0.25, 0.5, 0.75, 0.999999, ALMOST_ONE)
 

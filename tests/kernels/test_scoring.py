@@ -9,6 +9,8 @@ from scipy.special import log_softmax, rel_entr, softmax
 from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
 from tests.kernels.arrays import random_floats, unaligned
 
+pytestmark = pytest.mark.sweep
+
 SIZES = [1, 2, 65, 5000]
 SCALES = [0.01, 3.0, 200.0]
 

@@ -16,6 +16,8 @@ from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, ra
 from tests.kernels.test_batch_mates import random_weights
 from tests.kernels.test_ffn import Case, make_case
 
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
+
 NAN = {"f32": np.nan, "f16": 0x7E00, "bf16": 0x7FC0}
 
 

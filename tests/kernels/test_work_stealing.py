@@ -20,6 +20,8 @@ from hotcold.numba_kernels.serve.work_stealing import (
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, random_rows
 
+pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
+
 NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 

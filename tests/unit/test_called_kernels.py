@@ -17,7 +17,7 @@ from numba.core.types import Literal
 from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.called_kernels import KernelLibrary
 
-PACKAGE = Path(kernel_cache.__file__).parent
+PACKAGE = Path(kernel_cache.__file__).resolve().parent
 DOORBELLS = ("doorbell.", "mailbox.")  # whose numbers have 32 bits between processes
 
 
@@ -126,7 +126,7 @@ def called_with(folder: Path) -> Iterator[tuple[str, list[tuple[types.Type, ...]
             pickle.load(stream)  # Numba's version
             _, kept = pickle.load(stream)
         by_cpu: dict[str, list[tuple[types.Type, ...]]] = {}
-        for types_of, *others, is_called in kept:
+        for types_of, *others, is_called, _ in kept:
             if is_called:
                 by_cpu.setdefault(str(others), []).append(types_of)
         for found in by_cpu.values():
@@ -144,9 +144,10 @@ def test_no_kernel_is_compiled_again_for_another_kind_of_number(
 ) -> None:
     """Of those that are compiled here, and of all that this cache has from other tests."""
     cache, _ = compiled
-    (own,) = cache.glob("hotcold/numba/*")
+    (own,) = cache.glob("hotcold/numba/rows-*")
     assert {"rows.block_products", "rows.rows_kernel"} <= {name for name, _ in called_with(own)}
-    for folder in (own, kernel_cache.cache_folder()):
+    shared = map(kernel_cache.kernel_folder, PACKAGE.rglob("*.py"))
+    for folder in (*cache.glob("hotcold/numba/*"), *shared):
         for name, found in called_with(folder):
             written = [types for types in found if any(isinstance(t, Literal) for t in types)]
             assert not written, name

@@ -27,6 +27,8 @@ from tests.unit.family_configs import (
     SMOLLM3,
 )
 
+pytestmark = pytest.mark.sweep(keep=40)
+
 
 def refused(config: dict[str, Any]) -> str:
     """Return the one line that refuses `config`."""

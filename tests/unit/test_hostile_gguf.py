@@ -30,6 +30,8 @@ from tests.gguf_files import (
     string,
 )
 
+pytestmark = pytest.mark.sweep(keep=40)
+
 GOOD = small_llama()
 MAX_BYTES = 24 << 20
 HUGE = (1 << 64) - 1

