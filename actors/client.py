@@ -38,14 +38,14 @@ class AsyncClient:
         self._failure: Exception | None = None  # what ended the last `_take`
 
     async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
-        """Queue a request; returns its id, with which it can be cancelled.
+        """Queue a request; returns its id, by which it can be cancelled: its own, or a new one.
 
         `deliver` is called in this loop with each event, the last of which has a result, or with
         the RequestError or ServiceError that ends them.
         Errors:  PromptError, UsageError, ServiceError
         """
-        request = replace(request, request_id=uuid.uuid4().hex)
-        name = request.request_id
+        name = request.request_id or uuid.uuid4().hex
+        request = replace(request, request_id=name)
         self._readers[name] = deliver
         if self._taking is None or self._taking.done():
             self._taking = asyncio.create_task(self._take())

@@ -8,6 +8,9 @@ traceback.
 
 from __future__ import annotations
 
+import hotcold.jobs.foreign_folder  # noqa: F401
+
+# isort: split
 import atexit
 import gc
 import os

@@ -16,6 +16,9 @@ Without a name it uses, as `hotcold generate` does, one of the same model and op
 runs on this machine, kept or of `hotcold serve`; --own starts one of its own in any case.
 """
 
+import hotcold.jobs.foreign_folder  # noqa: F401
+
+# isort: split
 import time
 import uuid
 from collections import deque

@@ -34,15 +34,16 @@ def ignore_settings_there() -> None:
 
 
 def module_folders() -> list[str]:
-    """`sys.path` without the current folder, unless this program lies there.
+    """`sys.path` without the current folder and the script's, unless this program lies there.
 
     Behind the standard library are folders of what is installed, wherever one stands.
     """
     here = _current_folder()
+    foreign = {here, _script_folder()} - {_OWN}
     folders = [folder for folder in (one or here for one in sys.path) if os.path.isabs(folder)]
     is_first = [folder == _STANDARD_LIBRARY for folder in folders]
     num_before = is_first.index(True) if any(is_first) else len(folders)
-    before = [one for one in folders[:num_before] if here == _OWN or os.path.realpath(one) != here]
+    before = [one for one in folders[:num_before] if os.path.realpath(one) not in foreign]
     return before + folders[num_before:]
 
 
@@ -61,6 +62,12 @@ def _current_folder() -> str:
         return os.getcwd()
     except OSError:  # it has been removed
         return ""
+
+
+def _script_folder() -> str:
+    """The folder of the script that Python was started with, where Python looks first; or ""."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.realpath(script)) if script else ""
 
 
 @contextmanager

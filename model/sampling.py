@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.errors import HotcoldError, UsageError, shown
@@ -27,7 +28,8 @@ class SamplingParams:
     Before all that `logit_bias`, pairs of a token and what is added to its logit, applies, and the
     last `repeat_last_n` tokens, -1 for all, of prompt and answer become less likely by the three
     penalties; presence and frequency are the answer's alone without `penalize_prompt`.
-    `repeat_penalty` 1 and the others' 0 leave them as they are.
+    `repeat_penalty` 1 and the others' 0 leave them as they are. `stop` may be one text,
+    `stop_token_ids` a list, and `logit_bias` a mapping of token ids; all are kept as tuples.
     Errors:  UsageError naming the value that is out of range
     """
 
@@ -37,19 +39,20 @@ class SamplingParams:
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repeat_last_n: int = 64
     penalize_prompt: bool = True
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = ()
 
     def __post_init__(self) -> None:
+        self._keep_as_tuples()
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
         _require_number("temperature", self.temperature, 0.0, 100.0)
@@ -78,11 +81,28 @@ class SamplingParams:
             (1 << 31) if self.max_tokens is None else self.max_tokens,
         )
         _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-        if not isinstance(self.logit_bias, tuple):
+        is_pairs = isinstance(self.logit_bias, tuple)
+        if not is_pairs or any(not isinstance(one, tuple) for one in self.logit_bias):
             raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
-        for token_id, bias in self.logit_bias:
+        for token_id, bias in self.biases:
             _require_int("logit_bias", token_id, 0, (1 << 31) - 1)
             _require_number("logit_bias", bias, -100.0, 100.0)
+
+    def _keep_as_tuples(self) -> None:
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            given = getattr(self, name)
+            if isinstance(given, list):
+                object.__setattr__(self, name, tuple(given))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):
+            biases = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
+            object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:
@@ -112,22 +132,13 @@ class SamplingParams:
     def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` changed by a request's `values`, which are JSON.
 
-        `stop` may be a text or a list; `logit_bias` is an object with token ids as its keys.
         Errors:  UsageError for an unknown key or a value out of range
         """
         known = {field.name: getattr(defaults, field.name) for field in fields(cls)}
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise UsageError(f"unknown option {shown(unknown[0])}; known are {', '.join(known)}")
-        changed = dict(values)
-        if isinstance(changed.get("stop"), str):
-            changed["stop"] = (changed["stop"],)
-        if isinstance(biases := changed.get("logit_bias"), dict):
-            changed["logit_bias"] = tuple((_token_id(key), bias) for key, bias in biases.items())
-        for name in ("stop", "stop_token_ids"):
-            if isinstance(changed.get(name), list):
-                changed[name] = tuple(changed[name])
-        return cls(**(known | changed))
+        return cls(**(known | values))
 
 
 def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -143,7 +154,10 @@ def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     return config.eos_token_ids
 
 
-def _token_id(key: str) -> int:
+def _token_id(key: str | int) -> int:
+    """Also of a text, as JSON has it for a key."""
+    if isinstance(key, int):
+        return key
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
     return int(key)

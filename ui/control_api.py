@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -16,13 +16,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
 from hotcold.ui.api.schemas import parse
+from hotcold.ui.api.tokens import MIN_LOGPROB
 from hotcold.ui.strict import StrictModel
 from hotcold.ui.telemetry import telemetry_json
 
@@ -53,13 +54,27 @@ class OwnSampling(StrictModel):
     logit_bias: list[tuple[int, float]]
 
 
+class OwnGrammar(StrictModel):
+    """The fields of `Grammar`."""
+
+    kind: Literal["json_schema", "lark", "calls"]
+    text: str
+    frame: str = ""
+
+
 class OwnPrompt(StrictModel):
-    """One of a text, a conversation and token ids."""
+    """The fields of `GenerateRequest`: one of a text, a conversation and token ids."""
 
     sampling: OwnSampling
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] | None = None
+    grammar: OwnGrammar | None = None
+    num_logprobs: Annotated[int, Field(ge=0)] | None = None
+    num_prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    wants_embedding: bool = False
 
     def request(self) -> GenerateRequest:
         """The request of the system. Errors: ApiError 400, UsageError."""
@@ -70,9 +85,10 @@ class OwnPrompt(StrictModel):
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.sampling.model_dump().items()
         }
-        sampling = SamplingParams(**values)
+        grammar = None if self.grammar is None else Grammar(**self.grammar.model_dump())
+        others = {name: getattr(self, name) for name in OwnPrompt.model_fields}
         return GenerateRequest(
-            sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
+            **others | {"sampling": SamplingParams(**values), "grammar": grammar}
         )
 
 
@@ -222,7 +238,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
     async def pieces() -> AsyncGenerator[bytes, None]:
         try:
             async for _, event in events:
-                line: dict[str, Any] = {"text": event.text, "num_tokens": event.num_tokens}
+                line = _line(event)
                 if event.result is not None:
                     about = await asyncio.to_thread(_about, backend)
                     line |= {"result": asdict(event.result), "about": about}
@@ -231,6 +247,27 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
             yield sse.line(as_api_error(error).body)
 
     return sse.LineStream(pieces(), answers.deadline, answers.close)
+
+
+def _line(event: TokenEvent) -> dict[str, Any]:
+    """An event as JSON, without its result."""
+    line: dict[str, Any] = {
+        "text": event.text,
+        "num_tokens": event.num_tokens,
+        "token_ids": event.token_ids,
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if scored := getattr(event, name):
+            line[name] = [
+                (one.token_id, _finite(one.logprob), [(i, _finite(x)) for i, x in one.top])
+                for one in scored
+            ]
+    return line
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no minus infinity."""
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
 def _about(backend: Backend) -> dict[str, Any]:

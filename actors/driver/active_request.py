@@ -236,6 +236,7 @@ class ActiveRequest:
                 num_new - self._num_told,
                 self._logprobs.take(num_shown),
                 self._prompt_logprobs.take(),
+                tuple(self.tokens[self._num_prompt_tokens + self._num_told :]),
             )
         )
         self._num_told = num_new

@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,18 @@ class OwnFolders(JobConfig):
     def _serialize(self) -> bytes:
         self._py_driver_sys_path = own_folders(self._py_driver_sys_path)
         return super()._serialize()
+
+
+def look_for_own_modules() -> None:
+    """In a worker of a Ray that somebody else started: import nothing from its driver's folders.
+
+    Of those that this program lies in it does.
+    """
+    worker = ray._private.worker.global_worker
+    if worker.mode == ray.WORKER_MODE:
+        folders = list(worker.core_worker.get_job_config().py_driver_sys_path)
+        foreign = set(folders) - set(own_folders(folders))
+        sys.path[:] = [folder for folder in sys.path if folder not in foreign]
 
 
 def in_cluster() -> bool:

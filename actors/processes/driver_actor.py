@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.freed_memory import give_back_freed_memory
 from hotcold.actors.processes.load_progress import LoadingServices
 from hotcold.actors.processes.neuron_counts import NeuronCounts
@@ -54,6 +55,7 @@ class DriverActor:
         spawn_relay: SpawnRelay,
     ) -> None:
         """See `SystemServices`."""
+        look_for_own_modules()
         sys.setswitchinterval(_SWITCH_S)
         if system.storage is not None:
             give_back_freed_memory()

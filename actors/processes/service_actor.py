@@ -15,6 +15,7 @@ import ray
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
+from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.freed_memory import give_back_freed_memory
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.processes.service_loading import Loader, service_loader
@@ -50,6 +51,7 @@ class ServiceActor:
 
         The process is kept on its cores here, before anything that starts threads is imported.
         """
+        look_for_own_modules()
         self.spec = spec
         self._place = None if spec.share is None else find_place(spec.share, spec.num_threads)
         if self._place is not None:

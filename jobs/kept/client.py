@@ -16,7 +16,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.jobs.kept.records import Record, socket_path
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
@@ -203,4 +209,12 @@ def _error(answer: dict[str, Any], status: int) -> HotcoldError:
 def _event(line: dict[str, Any]) -> TokenEvent:
     result = line.get("result")
     whole = None if result is None else Generation(**result)
-    return TokenEvent(line["text"], whole, line["num_tokens"])
+    logprobs, prompt_logprobs = (
+        tuple(
+            TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top))
+            for token_id, logprob, top in line.get(name, ())
+        )
+        for name in ("logprobs", "prompt_logprobs")
+    )
+    ids = tuple(line["token_ids"])
+    return TokenEvent(line["text"], whole, line["num_tokens"], logprobs, prompt_logprobs, ids)

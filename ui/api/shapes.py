@@ -1,7 +1,5 @@
 """What the text of an answer must be, by the names that clients have for it besides OpenAI's."""
 
-import json
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -11,6 +9,7 @@ from pydantic_core import from_json, to_json
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request
+from hotcold.ui.api.tools.grammar import choice_grammar, regex_grammar
 from hotcold.ui.strict import StrictModel
 
 _MAX_CHARS = 1 << 18
@@ -62,13 +61,13 @@ class Shaped(Request):
         given: list[tuple[str, Any, Any]] = [
             ("grammar", self.grammar, _lark),
             ("guided_json", self.guided_json, json_grammar),
-            ("guided_regex", self.guided_regex, _regex),
-            ("guided_choice", self.guided_choice, _choice),
+            ("guided_regex", self.guided_regex, regex_grammar),
+            ("guided_choice", self.guided_choice, choice_grammar),
             ("guided_grammar", self.guided_grammar, _lark),
             ("json_schema", self.json_schema, json_grammar),
             ("structured_outputs.json", other.json_, json_grammar),
-            ("structured_outputs.regex", other.regex, _regex),
-            ("structured_outputs.choice", other.choice, _choice),
+            ("structured_outputs.regex", other.regex, regex_grammar),
+            ("structured_outputs.choice", other.choice, choice_grammar),
             ("structured_outputs.grammar", other.grammar, _lark),
             ("structured_outputs.json_object", other.json_object or None, any_object),
         ]
@@ -93,14 +92,3 @@ def any_object(_: Any = None) -> Grammar:
 
 def _lark(text: str) -> Grammar:
     return Grammar("lark", text)
-
-
-def _regex(text: str) -> Grammar:
-    """All of the answer has to match."""
-    written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
-    parts = re.findall(r"\\.|.", text, re.DOTALL)
-    return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")
-
-
-def _choice(texts: list[str]) -> Grammar:
-    return Grammar("lark", f"start: {' | '.join(map(json.dumps, texts))}\n")

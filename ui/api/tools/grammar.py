@@ -1,8 +1,10 @@
 """What an answer is held to: JSON of a shape, or text and calls whose arguments fit."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher
 
@@ -10,12 +12,32 @@ from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
-from hotcold.ui.api.tools.schemas import Callable, Function
 
 # Arguments stand in one line: small models write blanks for ever where they may.
 _ARGUMENT_BLANKS = " ?"
 _SHAPE_BLANKS = r"(?: |\n {0,24})"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
+
+
+class Function(Protocol):
+    """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> Any: ...
+
+    @property
+    def strict(self) -> bool | None: ...
+
+
+class Callable(NamedTuple):
+    """What an answer may call, as one request says."""
+
+    functions: Sequence[Function]
+    is_required: bool  # nothing but calls
+    may_be_several: bool
 
 
 def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
@@ -31,6 +53,18 @@ def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
         if strict or (strict is None and lost.keyword != "format"):
             raise _unable("the JSON schema", lost)
     return replace(shape, text=_text_of(found, _SHAPE_BLANKS))
+
+
+def regex_grammar(pattern: str) -> Grammar:
+    """All of the answer has to match."""
+    written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
+    return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")
+
+
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """The answer is one of the texts."""
+    return Grammar("lark", f"start: {' | '.join(map(json.dumps, texts))}\n")
 
 
 def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Grammar:

@@ -2,16 +2,16 @@
 
 import json
 from contextlib import suppress
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from hotcold.ui.api.tools.grammar import Callable
+from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 from hotcold.ui.strict import StrictModel
 
 _MAX_TOOLS = 128
 _MAX_CALLS = 128
-# OpenAI's and MCP's: more than these have their own meaning where a call is written.
-NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 
 
@@ -88,14 +88,6 @@ Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-class Callable(NamedTuple):
-    """What an answer may call, as one request says."""
-
-    functions: list[Function]
-    is_required: bool  # nothing but calls
-    may_be_several: bool
 
 
 def callable_functions(
