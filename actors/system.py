@@ -42,6 +42,16 @@ class System:
         self._owned = owned
         self._owns_ray = owns_ray
 
+    @property
+    def driver(self) -> Any:
+        """The driver's actor handle."""
+        return self._driver
+
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started for this system, and ends with it."""
+        return self._owns_ray
+
     @classmethod
     def start(
         cls,

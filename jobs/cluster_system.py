@@ -2,19 +2,17 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from hotcold.actors.processes.cluster import connect, in_cluster, num_cpus
+from hotcold.actors.processes.cluster import connect, in_cluster, within_cluster
 from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.system import System
 from hotcold.model.config.weight_formats import CAST_NAMES
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
-from hotcold.placement.machine.survey import usable_cores
 
 _LINE_EVERY_S = 5.0
 # Options that a running system cannot change, as the command line spells them.
@@ -50,7 +48,7 @@ def job_system(
         raise UsageError("--keep needs a Ray cluster that stays; use `ray job submit`")
     found = System.attach(name, on_progress=progress_lines()) if name and in_cluster() else None
     if found is None:
-        config, _ = prepare_system(locate_model(model), _within_cluster(given))
+        config, _ = prepare_system(locate_model(model), within_cluster(given))
         found = System.start(config, on_progress=progress_lines(), name=name, detached=keep)
     running: SystemConfig = found.call("describe")
     if difference := _difference(running, model, given):
@@ -59,13 +57,6 @@ def job_system(
             f"with `python -m hotcold.jobs.stop --system {name}`"
         )
     return found, running
-
-
-def _within_cluster(given: SystemOptions) -> SystemOptions:
-    """Without --threads, as many as a node of the cluster gives."""
-    if given.num_threads is not None or not in_cluster():
-        return given
-    return replace(given, num_threads=min(len(usable_cores()), num_cpus()))
 
 
 def _difference(running: SystemConfig, model: str | None, given: SystemOptions) -> str:

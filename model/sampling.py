@@ -54,27 +54,27 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._keep_as_tuples()
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_int("top_k", self.top_k, 0, 1 << 31)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
+            require_int("max_tokens", self.max_tokens, 1, 1 << 31)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_int("top_k", self.top_k, 0, 1 << 31)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _require_int("seed", self.seed, 0, (1 << 63) - 1)
+            require_int("seed", self.seed, 0, (1 << 63) - 1)
         is_tuple = isinstance(self.stop, tuple)
         if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
             raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
         _require_bool("ignore_eos", self.ignore_eos)
-        _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
+        require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
         _require_bool("penalize_prompt", self.penalize_prompt)
         if not isinstance(self.stop_token_ids, tuple):
             raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token_id in self.stop_token_ids:
-            _require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
-        _require_int(
+            require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
+        require_int(
             "min_tokens",
             self.min_tokens,
             0,
@@ -85,8 +85,8 @@ class SamplingParams:
         if not is_pairs or any(not isinstance(one, tuple) for one in self.logit_bias):
             raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
         for token_id, bias in self.biases:
-            _require_int("logit_bias", token_id, 0, (1 << 31) - 1)
-            _require_number("logit_bias", bias, -100.0, 100.0)
+            require_int("logit_bias", token_id, 0, (1 << 31) - 1)
+            require_number("logit_bias", bias, -100.0, 100.0)
 
     def _keep_as_tuples(self) -> None:
         for name in ("stop", "stop_token_ids", "logit_bias"):
@@ -168,12 +168,14 @@ def _require_bool(name: str, value: Any) -> None:
         raise _out_of_range(name, value, "true or false")
 
 
-def _require_int(name: str, value: Any, low: int, high: int) -> None:
+def require_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise UsageError unless `value` is a whole number from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise _out_of_range(name, value, f"a whole number from {low} to {high}")
 
 
-def _require_number(name: str, value: Any, low: float, high: float) -> None:
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise UsageError unless `value` is a number from `low` to `high`."""
     if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
         raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
 

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.model.current_folder import own_folders
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.placement.machine.numa import slots_of
 from hotcold.placement.machine.pinning import HostShare
+from hotcold.placement.machine.survey import usable_cores
 
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
@@ -58,6 +61,13 @@ def look_for_own_modules() -> None:
 def in_cluster() -> bool:
     """Whether the environment names a cluster, as that of a submitted job does."""
     return bool(os.environ.get(_ADDRESS))
+
+
+def within_cluster(options: SystemOptions) -> SystemOptions:
+    """Without --threads, as many as a node of this process's Ray gives."""
+    if options.num_threads is not None or not ray.is_initialized():
+        return options
+    return replace(options, num_threads=max(1, min(len(usable_cores()), num_cpus())))
 
 
 def connect(address: str | None = None) -> None:

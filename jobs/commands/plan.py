@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.messages import MODES
+from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.profile.files import PLOT_SUFFIXES
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
-from hotcold.jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
+from hotcold.jobs.support.options import Bytes, dtype_option, split_system_options
 from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.locate import resolved_model

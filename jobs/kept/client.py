@@ -61,6 +61,9 @@ class KeptSystem:
         self._lock = threading.Lock()
         self._asked: dict[str, _Connection] = {}  # requests that are being answered
 
+    def __reduce__(self) -> Any:
+        return KeptSystem, (self._path.parent, self.record, self._keep_s)
+
     @property
     def model_path(self) -> Path:
         """The model's directory or file."""
@@ -188,22 +191,24 @@ def _lines(
     except (OSError, http.client.HTTPException):
         raise GoneError("the system has ended") from None
     if response.status != 200:
-        raise _error(json.loads(response.read()), response.status)
+        raise _error(json.loads(response.read()))
     while line := response.readline():
         found = json.loads(line)
         if "error" in found:
-            raise _error(found, response.status)
+            raise _error(found)
         yield found
 
 
-def _error(answer: dict[str, Any], status: int) -> HotcoldError:
+def _error(answer: dict[str, Any]) -> HotcoldError:
     told = answer.get("error", {})
     text = str(told.get("message", answer))
     if told.get("code") == _LOADING:
         return LoadingError(text)
     if told.get("param") == "prompt":
         return PromptError(text)
-    return UsageError(text) if status == 400 else ServiceError(text)
+    if told.get("type") == "server_error":  # of this request; the system goes on
+        return HotcoldError(text)
+    return UsageError(text) if told.get("type") == "invalid_request_error" else ServiceError(text)
 
 
 def _event(line: dict[str, Any]) -> TokenEvent:

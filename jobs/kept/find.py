@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +31,16 @@ _MAX_SILENT = 12  # times ten seconds: a keeper imports much before it answers
 _ERROR = "hotcold: error: "
 
 
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
 def find_system(
-    model: str | None, options: SystemOptions, keep_s: float, is_own: bool
+    model: str | None,
+    options: SystemOptions,
+    keep_s: float,
+    is_own: bool,
+    say: Callable[[str], object] = _say,
 ) -> KeptSystem | None:
     """The running system of this model and these options, ready; None where a command starts one.
 
@@ -49,12 +57,12 @@ def find_system(
         if found is None and keep_s:
             with _Keeper.start(model, options, asked, keep_s) as process:
                 if process is not None:
-                    return _ready(process.system, keep_s, process)
+                    return _ready(process.system, keep_s, process, say)
                 found = _found(asked)  # another command has been faster
         if found is None:
             return None
         with contextlib.suppress(GoneError):
-            return _ready(found, keep_s, None)
+            return _ready(found, keep_s, None, say)
 
 
 def _found(asked: Identity) -> tuple[Path, Record] | None:
@@ -67,7 +75,12 @@ def _found(asked: Identity) -> tuple[Path, Record] | None:
     return None
 
 
-def _ready(found: tuple[Path, Record], keep_s: float, keeper: _Keeper | None) -> KeptSystem:
+def _ready(
+    found: tuple[Path, Record],
+    keep_s: float,
+    keeper: _Keeper | None,
+    say: Callable[[str], object],
+) -> KeptSystem:
     """The system, once it has loaded. Errors: GoneError; ServiceError as the keeper says it."""
     folder, record = found
     system = KeptSystem(folder, record, keep_s if keep_s and record.is_kept else None)
@@ -78,10 +91,10 @@ def _ready(found: tuple[Path, Record], keep_s: float, keeper: _Keeper | None) ->
     system.record = record  # with what is known since it has loaded
     if keeper is not None:
         stay = "until `hotcold stop`" if keep_s < 0 else f"for {keep_s:g} s after its last answer"
-        click.echo(f"the system {record.name!r} stays {stay}", err=True)
+        say(f"the system {record.name!r} stays {stay}")
     else:
         whose = f"of hotcold serve at {record.url}" if record.url else "that is kept"
-        click.echo(f"using the system {record.name!r} {whose}", err=True)
+        say(f"using the system {record.name!r} {whose}")
     return system
 
 

@@ -23,13 +23,16 @@ class Function(Protocol):
     """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As it is called."""
 
     @property
-    def parameters(self) -> Any: ...
+    def parameters(self) -> Any:
+        """The schema; None where there are no arguments."""
 
     @property
-    def strict(self) -> bool | None: ...
+    def strict(self) -> bool | None:
+        """Whether calls are held to all of the schema, or refused."""
 
 
 class Callable(NamedTuple):
