@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.errors import PromptError, UsageError, shown
@@ -21,6 +20,16 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 _ROLES = {"developer": "system", "function": "tool"}
 _KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a conversation's request may say beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # OpenAI's
+    tool_choice: str | Mapping[str, Any]  # "auto", "required", "none", or the tool to call
+    enable_thinking: bool | None  # None: as the chat template has it
+    continue_final_message: bool  # the answer goes on with the last message
+    template_variables: Mapping[str, Any] | None  # what the chat template may read besides
 
 
 class _Function(NamedTuple):
@@ -217,12 +226,24 @@ class ChatReader:
         return tuple(self._calls)
 
 
-@functools.cache
-def thinking_variables(enable_thinking: bool | None) -> dict[str, Any]:
-    """By which names chat templates ask whether a model is to think."""
-    if enable_thinking is None:
-        return {}
-    return {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+def tools_of(options: ChatOptions) -> Tools | None:
+    """What answers may call. Errors: UsageError, also for an option that is not known."""
+    known = ChatOptions.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise UsageError(f"chat has no option {unknown[0]!r}; known are {', '.join(known)}")
+    tools = options.get("tools")
+    return None if tools is None else Tools(tools, options.get("tool_choice", "auto"))
+
+
+def variables_of(options: ChatOptions) -> dict[str, Any]:
+    """What the chat template may read besides."""
+    found: dict[str, Any] = {}
+    if (thinks := options.get("enable_thinking")) is not None:
+        found = {"enable_thinking": thinks, "thinking": thinks}  # templates' names for it
+    found |= options.get("template_variables") or {}
+    if options.get("continue_final_message"):
+        found |= {"continue_final_message": True, "add_generation_prompt": False}
+    return found
 
 
 def chat_request(

@@ -146,6 +146,7 @@ class KeptConnection:
         """
         self.system = system
         self.max_batch: int = system.record.resolved["max_batch"]
+        self.about: dict[str, Any] = {}  # what is said of the system beside its last answer
         self._stack = ExitStack()
         if attends:
             self._stack.enter_context(system.attended())
@@ -164,7 +165,8 @@ class KeptConnection:
 
     def _read(self, request: GenerateRequest, deliver: Deliver) -> None:
         try:
-            for event in self.system.generate(request):
+            for event, about in self.system.answer(request):
+                self.about = about or self.about
                 deliver(event)
         except Exception as error:
             deliver(error)
@@ -187,19 +189,21 @@ def find(
     options: SystemOptions,
     keep_s: float,
     own: bool,
-    say: Callable[[str], object],
+    say: Callable[[str], object] | None = None,
+    attends: bool = True,
 ) -> KeptConnection | None:
     """The system of this model and these options that runs already, or is to stay; else None.
 
-    `say` is told in a line which one it is.
+    `say` is told in a line which one it is; without it standard error is. `attends`: as of
+    `KeptConnection`.
     Errors:  HotcoldError of what cannot be started
     """
     from hotcold.jobs.kept.client import GoneError
-    from hotcold.jobs.kept.find import find_system
+    from hotcold.jobs.kept.find import find_system, say_on_stderr
 
-    found = find_system(model, options, keep_s, own, say)
+    found = find_system(model, options, keep_s, own, say or say_on_stderr)
     with suppress(GoneError):
-        return None if found is None else KeptConnection(found)
+        return None if found is None else KeptConnection(found, attends)
     return None
 
 
@@ -319,9 +323,11 @@ class InFlight:
         import asyncio
 
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[TokenEvent | BaseException]()
-        name = self.start(
-            request, lambda event: loop.call_soon_threadsafe(arrived.put_nowait, event)
-        )
+
+        def put(event: TokenEvent | BaseException) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, event)
+
+        name = self.start(request, put)
         try:
             while True:
                 event = await arrived.get()

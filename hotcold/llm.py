@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from hotcold.actors.protocol.messages import (
     AUTO_MODE,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotcold.actors.driver.prompts import Prompts
-    from hotcold.chats import Chat, Message, Tools
+    from hotcold.chats import Chat, ChatOptions, Message
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -252,12 +252,19 @@ class LLM:
         self,
         messages: list[dict[str, Any]],
         params: SamplingParams | None = None,
-        **options: Any,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
 
     @overload
     def chat(
-        self, messages: list[list[dict[str, Any]]], params: Params = None, **options: Any
+        self,
+        messages: list[list[dict[str, Any]]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -265,38 +272,32 @@ class LLM:
         messages: Any,
         params: Params = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        enable_thinking: bool | None = None,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
         progress: bool | None = None,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or each of a list of them, by the model's chat template.
 
-        Messages and `tools` are OpenAI's. An answer's calls are its `tool_calls`, what the model
-        thought its `thinking`, and its `message` is what the conversation goes on with.
-        `template_variables` is what the template may read besides. Otherwise as `generate`.
+        Messages are OpenAI's, `options` those of `ChatOptions`. An answer's calls of tools are its
+        `tool_calls`, what the model thought is its `thinking`, and its `message` is what the
+        conversation goes on with. Otherwise as `generate`.
         """
         given, is_one = _as_conversations(messages)
-        make = self._chat_task(
-            tools, tool_choice, enable_thinking, continue_final_message, template_variables
-        )
-        return self._run(self._tasks(given, params, make), len(given), is_one, progress)
+        tasks = self._tasks(given, params, self._chat_task(options))
+        return self._run(tasks, len(given), is_one, progress)
 
     def stream(
         self,
         prompt: str | list[int] | list[dict[str, Any]],
         params: SamplingParams | None = None,
-        **chat_options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[StreamPiece]:
         """Answer a text, token ids or a conversation piece by piece, as it comes.
 
         The last piece has the `finish_reason` and the whole `output`. To leave the loop ends the
-        answer. `chat_options` are those of `chat`.
+        answer. `options` are for conversations, as of `chat`.
         Errors:  as `generate`
         """
-        task = self._stream_task(prompt, params, chat_options)
+        task = self._stream_task(prompt, params, options)
         answer = _Answer(task, 0)
         for event in self._in_flight.events(task.requests[0]):
             yield answer.add(event)
@@ -305,10 +306,10 @@ class LLM:
         self,
         prompt: str | list[int] | list[dict[str, Any]],
         params: SamplingParams | None = None,
-        **chat_options: Any,
+        **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamPiece]:
         """As `stream`, for `async for`."""
-        task = await _in_thread(lambda: self._stream_task(prompt, params, chat_options))
+        task = await _in_thread(lambda: self._stream_task(prompt, params, options))
         answer = _Answer(task, 0)
         async for event in self._in_flight.async_events(task.requests[0]):
             yield answer.add(event)
@@ -319,22 +320,11 @@ class LLM:
         return await self._arun(given, params, self._prompt_task, is_one)
 
     async def achat(
-        self,
-        messages: Any,
-        params: Params = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        enable_thinking: bool | None = None,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
+        self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
     ) -> Any:
         """As `chat`, for `await`."""
         given, is_one = _as_conversations(messages)
-        make = self._chat_task(
-            tools, tool_choice, enable_thinking, continue_final_message, template_variables
-        )
-        return await self._arun(given, params, make, is_one)
+        return await self._arun(given, params, self._chat_task(options), is_one)
 
     # --- vectors and scores ----------------------------------------------------------------------
 
@@ -439,25 +429,15 @@ class LLM:
         drawn = replace(self.default_sampling, max_tokens=1, temperature=0.0)
         return _Task(prompt, [replace(_request(drawn, prompt), **wanted)])
 
-    def _chat_task(
-        self,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tool_choice: str | Mapping[str, Any],
-        enable_thinking: bool | None,
-        continue_final_message: bool,
-        template_variables: Mapping[str, Any] | None,
-    ) -> Callable[[Any, SamplingParams], _Task]:
-        """What makes tasks of conversations. Errors: UsageError for tools that are none."""
-        from hotcold.chats import Chat, Tools, chat_request, thinking_variables
+    def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], _Task]:
+        """What makes tasks of conversations. Errors: UsageError for options that are none."""
+        from hotcold.chats import Chat, chat_request, tools_of, variables_of
 
-        variables = thinking_variables(enable_thinking) | dict(template_variables or {})
-        if continue_final_message:
-            variables |= {"continue_final_message": True, "add_generation_prompt": False}
-        callable_tools: Tools | None = None if tools is None else Tools(tools, tool_choice)
-        wanted = None if callable_tools is None else callable_tools.wanted
+        tools, variables = tools_of(options), variables_of(options)
+        wanted = None if tools is None else tools.wanted
 
         def make(messages: Sequence[Message], params: SamplingParams) -> _Task:
-            asked = chat_request(self.default_sampling, messages, callable_tools, variables)
+            asked = chat_request(self.default_sampling, messages, tools, variables)
             ids = self._prompts.ids(asked)
             tokenizer = self._prompts.tokenizer
             assert tokenizer is not None  # or it has no ids
@@ -474,25 +454,21 @@ class LLM:
         return make
 
     def _stream_task(
-        self, prompt: Any, params: SamplingParams | None, chat_options: dict[str, Any]
+        self, prompt: Any, params: SamplingParams | None, options: ChatOptions
     ) -> _Task:
         """Errors: PromptError, UsageError."""
         params = params or SamplingParams()
         if params.n > 1:
             raise UsageError(f"n is {params.n}, but a stream is of one answer; use generate")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            defaults = {
-                "tools": None, "tool_choice": "auto", "enable_thinking": None,
-                "continue_final_message": False, "template_variables": None,
-            }  # fmt: skip
-            if unknown := sorted(chat_options.keys() - defaults):
-                raise UsageError(
-                    f"stream has no option {unknown[0]!r}; known are {', '.join(defaults)}"
-                )
-            return self._chat_task(**defaults | chat_options)(prompt, params)  # type: ignore[arg-type]
-        if chat_options:
-            raise UsageError(f"{next(iter(chat_options))} is for conversations")
+            return self._chat_task(options)(prompt, params)
+        if options:
+            raise UsageError(f"{next(iter(options))} is for conversations")
         return self._prompt_task(prompt, params)
+
+    def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Stream a request as the driver has it. Internal: for the command line."""
+        return self._in_flight.events(request)
 
     # --- running requests ------------------------------------------------------------------------
 

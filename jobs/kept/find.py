@@ -31,7 +31,8 @@ _MAX_SILENT = 12  # times ten seconds: a keeper imports much before it answers
 _ERROR = "hotcold: error: "
 
 
-def _say(line: str) -> None:
+def say_on_stderr(line: str) -> None:
+    """Say a line to the command's user."""
     click.echo(line, err=True)
 
 
@@ -40,7 +41,7 @@ def find_system(
     options: SystemOptions,
     keep_s: float,
     is_own: bool,
-    say: Callable[[str], object] = _say,
+    say: Callable[[str], object] = say_on_stderr,
 ) -> KeptSystem | None:
     """The running system of this model and these options, ready; None where a command starts one.
 
