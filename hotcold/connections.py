@@ -6,9 +6,9 @@ many at the system as it runs at once, and some ahead.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -258,7 +258,7 @@ class InFlight:
 
         Errors:  UsageError once it is closed
         """
-        name = request.request_id or uuid.uuid4().hex
+        name = request.request_id or os.urandom(16).hex()
         request = replace(request, request_id=name)
         with self._changing:
             if self._is_closed:

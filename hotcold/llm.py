@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import sys
@@ -33,7 +32,7 @@ from hotcold.actors.protocol.options import (
     bytes_of,
     seconds_of,
 )
-from hotcold.connections import Connection, InFlight, find, start
+from hotcold.connections import Connection, Deliver, InFlight, find, start
 from hotcold.model import sampling
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
 from hotcold.outputs import CompletionOutput, RequestOutput, ScoreOutput, StreamPiece, work_of
@@ -56,7 +55,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "exchange": EXCHANGES,
     "pin": PIN_CHOICES,
 }
-_log = logging.getLogger("hotcold")
 
 
 class LLM:
@@ -466,6 +464,10 @@ class LLM:
             raise UsageError(f"{next(iter(options))} is for conversations")
         return self._prompt_task(prompt, params)
 
+    def begin(self, request: GenerateRequest, deliver: Deliver) -> None:
+        """Queue a request as the driver has it. Internal: for the command line."""
+        self._in_flight.start(request, deliver)
+
     def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Stream a request as the driver has it. Internal: for the command line."""
         return self._in_flight.events(request)
@@ -650,7 +652,9 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
     ray = sys.modules.get("ray")
     is_in_ray = (ray is not None and ray.is_initialized()) or "RAY_ADDRESS" in os.environ
     if keep_s or not is_in_ray:
-        found = find(model, options, keep_s, own, _log.info)
+        import logging
+
+        found = find(model, options, keep_s, own, logging.getLogger("hotcold").info)
         if found is not None:
             return found
     return start(locate_model(model), options)
