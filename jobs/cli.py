@@ -7,6 +7,9 @@ last two is one line on standard error; `--debug`, anywhere on the line, adds th
 
 from __future__ import annotations
 
+import hotcold.jobs.foreign_folder  # noqa: F401
+
+# isort: split
 import atexit
 import gc
 import os

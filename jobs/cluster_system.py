@@ -2,22 +2,22 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
-from hotcold.actors.processes.cluster import connect, in_cluster, num_cpus
+from hotcold.actors.processes.cluster import connect, in_cluster, within_cluster
 from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.system import System
+from hotcold.connections import RayConnection
 from hotcold.model.config.weight_formats import CAST_NAMES
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
-from hotcold.placement.machine.survey import usable_cores
 
 _LINE_EVERY_S = 5.0
-# Options that a running system cannot change, as the command line spells them.
+# Options that a running system cannot change, by their names on the command line.
 _COMPARED = {
     "mode": "--mode",
     "num_threads": "--threads",
@@ -35,7 +35,7 @@ _COMPARED = {
 
 def job_system(
     model: str | None, given: SystemOptions, name: str | None, keep: bool
-) -> tuple[System, SystemConfig]:
+) -> RayConnection:
     """Attach to the system `name`, or start one of `model` with the options `given`.
 
     A running system is taken as it is where `model` is None. With `keep` a new one outlives this
@@ -48,24 +48,26 @@ def job_system(
         connect()
     elif keep:
         raise UsageError("--keep needs a Ray cluster that stays; use `ray job submit`")
-    found = System.attach(name, on_progress=progress_lines()) if name and in_cluster() else None
-    if found is None:
-        config, _ = prepare_system(locate_model(model), _within_cluster(given))
-        found = System.start(config, on_progress=progress_lines(), name=name, detached=keep)
-    running: SystemConfig = found.call("describe")
+    with ExitStack() as stack:
+        found = System.attach(name, on_progress=progress_lines()) if name and in_cluster() else None
+        if found is None:
+            config, _ = prepare_system(locate_model(model), within_cluster(given))
+            found = System.start(config, on_progress=progress_lines(), name=name, detached=keep)
+        stack.enter_context(found)
+        running: SystemConfig = found.call("describe")
+        _require_same(running, model, given, name)
+        return RayConnection(found, running, stack.pop_all())
+
+
+def _require_same(
+    running: SystemConfig, model: str | None, given: SystemOptions, name: str | None
+) -> None:
+    """Errors: UsageError."""
     if difference := _difference(running, model, given):
         raise UsageError(
             f"the running system {name!r} {difference}; leave that option out, or end the system "
             f"with `python -m hotcold.jobs.stop --system {name}`"
         )
-    return found, running
-
-
-def _within_cluster(given: SystemOptions) -> SystemOptions:
-    """Without --threads, as many as a node of the cluster gives."""
-    if given.num_threads is not None or not in_cluster():
-        return given
-    return replace(given, num_threads=min(len(usable_cores()), num_cpus()))
 
 
 def _difference(running: SystemConfig, model: str | None, given: SystemOptions) -> str:

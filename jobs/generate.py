@@ -1,6 +1,6 @@
 """Answer a file of requests, as a job of a Ray cluster.
 
-    ray job submit --working-dir . -- python -m jobs.generate --requests /data/in.jsonl \
+    ray job submit --working-dir . -- python -m hotcold.jobs.generate --requests /data/in.jsonl \
         --out /data/out.jsonl
 
 As many requests run at once as the system lets (--parallel). A line of the requests is an object of
@@ -11,45 +11,43 @@ all before it have ended. Requests stand in a file because a job's command line 
 dashboard. A job runs in a copy of the working directory: give absolute paths.
 
 With --system NAME the job uses the cluster's running system of that name, or starts it: for itself
-and for those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
+and for those who attach meanwhile, or with --keep until `python -m hotcold.jobs.stop --system
+NAME`.
 Without a name it uses, as `hotcold generate` does, one of the same model and options that this user
 runs on this machine, kept or of `hotcold serve`; --own starts one of its own in any case.
 """
 
+import hotcold.jobs.foreign_folder  # noqa: F401
+
+# isort: split
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hotcold.actors.protocol.messages import Generation, SystemConfig
-from hotcold.actors.system import System
+from hotcold.actors.protocol.messages import Generation, SystemConfig, TokenEvent
+from hotcold.connections import Connection, find
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.cli import run
 from hotcold.jobs.cluster_system import job_system
-from hotcold.jobs.kept.client import KeptSystem
-from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.jobs.support.options import own_option, split_system_options, system_options
-from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
-from hotcold.model.sampling import SamplingParams
 
-# Requests at the driver beyond those that run, so that it never waits for this process.
-NUM_AHEAD = 2
 # Requests at the driver and answers that wait for an earlier one, for each that runs: so that one
 # long answer does not leave the system idle. A job that is killed loses those that wait.
 WINDOW = 8
 _LINE_EVERY_S = 5.0
 
-_Pending = tuple[RequestLine, "Future[Generation]"]
+_Pending = tuple[RequestLine, Future[Generation]]
 
 
 @click.command(cls=GroupedCommand)
@@ -78,20 +76,18 @@ def generate(
     options = split_system_options(values)
     with closing(AnswerFile(out, resume=resume)) as answers:
         started = time.monotonic()
-        kept = None if name or keep else find_system(model, options, 0.0, is_own)
-        with ExitStack() as stack:
-            system: System | KeptSystem
-            if kept is None:
-                system, config = job_system(model, options, name, keep)
-                stack.enter_context(system)
-            else:
-                stack.enter_context(kept.attended())
-                system, config = kept, kept.config
+        connection: Connection | None = None
+        if not (name or keep):
+            connection = find(model, options, 0.0, is_own)
+        if connection is None:
+            connection = job_system(model, options, name, keep)
+        with LLM.over(connection) as llm:
+            config = connection.config
             click.echo(f"ready after {time.monotonic() - started:.1f} s: {_told(config)}")
             answers.begin()
-            lines = read_requests(requests, SamplingParams.defaults(config.model_path))
+            lines = read_requests(requests, llm.default_sampling)
             try:
-                counts = _serve(lines, answers, system, config.max_batch)
+                counts = _serve(lines, answers, llm, config.max_batch)
             except ServiceError as error:
                 raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
@@ -108,15 +104,15 @@ def _told(config: SystemConfig) -> str:
 
 
 def _with_advice(error: ServiceError, name: str | None) -> ServiceError:
-    """A system that lost a service stays as it is; one with a name may outlive this job."""
+    """The error, and how to end a system that may outlive this job because it has a name."""
     if name is None:
         return error
-    end = f"python -m jobs.stop --system {name}"
+    end = f"python -m hotcold.jobs.stop --system {name}"
     return ServiceError(f"{error}; if the system is still there, end it with `{end}`")
 
 
 class _Counts:
-    """What has become of the lines so far; shown every few seconds."""
+    """How many lines were answered; shown every few seconds."""
 
     def __init__(self) -> None:
         self.answered = self.failed = self.skipped = 0
@@ -133,43 +129,40 @@ class _Counts:
             click.echo(self)
 
 
-def _serve(
-    lines: Iterator[RequestLine],
-    answers: AnswerFile,
-    system: System | KeptSystem,
-    max_batch: int,
-) -> _Counts:
-    """Answer `lines`, `max_batch` at once, and write the answers in the order of the lines.
+def _serve(lines: Iterator[RequestLine], answers: AnswerFile, llm: LLM, max_batch: int) -> _Counts:
+    """Answer `lines`, and write the answers in their order.
 
     Errors:  ServiceError, OSError; running requests end then
     """
     counts = _Counts()
     pending: deque[_Pending] = deque()
-    with ThreadPoolExecutor(max_batch + NUM_AHEAD) as pool:
-        try:
-            for line in lines:
-                if answers.holds(_failure(line, line.error)):
-                    counts.skipped += 1
-                    continue
-                pending.append(_submit(line, system, pool))
-                while pending and (pending[0][1].done() or len(pending) >= WINDOW * max_batch):
-                    _write_oldest(pending, answers, counts)
-            while pending:
-                _write_oldest(pending, answers, counts)
-        finally:
-            for line, future in pending:
-                if line.request is not None and not future.cancel():
-                    system.cancel(line.request.request_id)
+    for line in lines:
+        if answers.holds(_failure(line, line.error)):
+            counts.skipped += 1
+            continue
+        pending.append((line, _answer(line, llm)))
+        while pending and (pending[0][1].done() or len(pending) >= WINDOW * max_batch):
+            _write_oldest(pending, answers, counts)
+    while pending:
+        _write_oldest(pending, answers, counts)
     return counts
 
 
-def _submit(line: RequestLine, system: System | KeptSystem, pool: ThreadPoolExecutor) -> _Pending:
+def _answer(line: RequestLine, llm: LLM) -> Future[Generation]:
+    """What a line's request will give."""
+    answer: Future[Generation] = Future()
+
+    def take(event: TokenEvent | BaseException) -> None:
+        if isinstance(event, BaseException):
+            answer.set_exception(event)
+        elif event.result is not None:
+            answer.set_result(event.result)
+
     if line.request is None:
-        bad: Future[Generation] = Future()
-        bad.set_exception(UsageError(line.error))
-        return line, bad
-    request = replace(line.request, request_id=uuid.uuid4().hex)
-    return replace(line, request=request), pool.submit(system.complete, request)
+        answer.set_exception(UsageError(line.error))
+    else:
+        llm.begin(line.request, take)
+    return answer
 
 
 def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts) -> None:
@@ -198,4 +191,4 @@ def _failure(line: RequestLine, problem: object) -> dict[str, Any]:
 
 if __name__ == "__main__":
     add_debug_option(generate)
-    run(command=generate, program="python -m jobs.generate")
+    run(command=generate, program="python -m hotcold.jobs.generate")

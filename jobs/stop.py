@@ -3,6 +3,9 @@
 ray job submit --working-dir . -- python -m hotcold.jobs.stop --system NAME
 """
 
+import hotcold.jobs.foreign_folder  # noqa: F401
+
+# isort: split
 import time
 
 import click

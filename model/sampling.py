@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.errors import HotcoldError, UsageError, shown
@@ -37,52 +38,70 @@ class SamplingParams:
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repeat_last_n: int = 64
     penalize_prompt: bool = True
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = ()
 
     def __post_init__(self) -> None:
+        self._keep_as_tuples()
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_int("top_k", self.top_k, 0, 1 << 31)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
+            require_int("max_tokens", self.max_tokens, 1, 1 << 31)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_int("top_k", self.top_k, 0, 1 << 31)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _require_int("seed", self.seed, 0, (1 << 63) - 1)
+            require_int("seed", self.seed, 0, (1 << 63) - 1)
         is_tuple = isinstance(self.stop, tuple)
         if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
             raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
         _require_bool("ignore_eos", self.ignore_eos)
-        _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
+        require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
         _require_bool("penalize_prompt", self.penalize_prompt)
         if not isinstance(self.stop_token_ids, tuple):
             raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token_id in self.stop_token_ids:
-            _require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
-        _require_int(
+            require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
+        require_int(
             "min_tokens",
             self.min_tokens,
             0,
             (1 << 31) if self.max_tokens is None else self.max_tokens,
         )
         _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-        if not isinstance(self.logit_bias, tuple):
+        is_pairs = isinstance(self.logit_bias, tuple)
+        if not is_pairs or any(not isinstance(one, tuple) for one in self.logit_bias):
             raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
-        for token_id, bias in self.logit_bias:
-            _require_int("logit_bias", token_id, 0, (1 << 31) - 1)
-            _require_number("logit_bias", bias, -100.0, 100.0)
+        for token_id, bias in self.biases:
+            require_int("logit_bias", token_id, 0, (1 << 31) - 1)
+            require_number("logit_bias", bias, -100.0, 100.0)
+
+    def _keep_as_tuples(self) -> None:
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            given = getattr(self, name)
+            if isinstance(given, list):
+                object.__setattr__(self, name, tuple(given))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):
+            biases = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
+            object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:
@@ -112,22 +131,13 @@ class SamplingParams:
     def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` changed by a request's `values`, which are JSON.
 
-        `stop` may be a text or a list; `logit_bias` is an object with token ids as its keys.
         Errors:  UsageError for an unknown key or a value out of range
         """
         known = {field.name: getattr(defaults, field.name) for field in fields(cls)}
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise UsageError(f"unknown option {shown(unknown[0])}; known are {', '.join(known)}")
-        changed = dict(values)
-        if isinstance(changed.get("stop"), str):
-            changed["stop"] = (changed["stop"],)
-        if isinstance(biases := changed.get("logit_bias"), dict):
-            changed["logit_bias"] = tuple((_token_id(key), bias) for key, bias in biases.items())
-        for name in ("stop", "stop_token_ids"):
-            if isinstance(changed.get(name), list):
-                changed[name] = tuple(changed[name])
-        return cls(**(known | changed))
+        return cls(**(known | values))
 
 
 def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -143,7 +153,10 @@ def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     return config.eos_token_ids
 
 
-def _token_id(key: str) -> int:
+def _token_id(key: str | int) -> int:
+    """Also of a text, as JSON has it for a key."""
+    if isinstance(key, int):
+        return key
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
     return int(key)
@@ -154,12 +167,14 @@ def _require_bool(name: str, value: Any) -> None:
         raise _out_of_range(name, value, "true or false")
 
 
-def _require_int(name: str, value: Any, low: int, high: int) -> None:
+def require_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise UsageError unless `value` is a whole number from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise _out_of_range(name, value, f"a whole number from {low} to {high}")
 
 
-def _require_number(name: str, value: Any, low: float, high: float) -> None:
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise UsageError unless `value` is a number from `low` to `high`."""
     if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
         raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
@@ -44,6 +44,12 @@ class ControlPrompt(StrictModel):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] | None = None
+    grammar: OwnGrammar | None = None
+    num_logprobs: Annotated[int, Field(ge=0)] | None = None
+    num_prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    wants_embedding: bool = False
 
     def request(self) -> GenerateRequest:
         """The request of the system. Errors: ApiError 400, UsageError."""
@@ -52,7 +58,7 @@ class ControlPrompt(StrictModel):
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
         sampling = SamplingParams(**self.sampling.model_dump())
         return GenerateRequest(
-            sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
+            **others | {"sampling": SamplingParams(**values), "grammar": grammar}
         )
 
 
@@ -202,7 +208,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
     async def pieces() -> AsyncGenerator[bytes, None]:
         try:
             async for _, event in events:
-                line: dict[str, Any] = {"text": event.text, "num_tokens": event.num_tokens}
+                line = _line(event)
                 if event.result is not None:
                     about = await asyncio.to_thread(_about, backend)
                     line |= {"result": asdict(event.result), "about": about}
@@ -211,6 +217,27 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
             yield sse.line(as_api_error(error).body)
 
     return sse.LineStream(pieces(), answers.deadline, answers.close)
+
+
+def _line(event: TokenEvent) -> dict[str, Any]:
+    """An event as JSON, without its result."""
+    line: dict[str, Any] = {
+        "text": event.text,
+        "num_tokens": event.num_tokens,
+        "token_ids": event.token_ids,
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if scored := getattr(event, name):
+            line[name] = [
+                (one.token_id, _finite(one.logprob), [(i, _finite(x)) for i, x in one.top])
+                for one in scored
+            ]
+    return line
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no minus infinity."""
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
 def _about(backend: Backend) -> dict[str, Any]:

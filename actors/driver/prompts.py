@@ -60,7 +60,7 @@ class Prompts:
         require_something(ids)
         self.require_in_vocabulary(ids)
         self.require_in_vocabulary(request.sampling.stop_token_ids)
-        self.require_in_vocabulary([token_id for token_id, _ in request.sampling.logit_bias])
+        self.require_in_vocabulary([token_id for token_id, _ in request.sampling.biases])
         if len(ids) + (not request.wants_embedding) > self.context_length:
             answer = "" if request.wants_embedding else " with the answer"
             raise PromptTooLongError(

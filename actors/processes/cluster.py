@@ -3,8 +3,10 @@
 import math
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.model.current_folder import own_folders
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.placement.machine.numa import slots_of
 from hotcold.placement.machine.pinning import HostShare
+from hotcold.placement.machine.survey import usable_cores
 
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
@@ -42,9 +46,28 @@ class OwnFolders(JobConfig):
         return super()._serialize()
 
 
+def look_for_own_modules() -> None:
+    """In a worker of a Ray that somebody else started: import nothing from its driver's folders.
+
+    Of those that this program lies in it does.
+    """
+    worker = ray._private.worker.global_worker
+    if worker.mode == ray.WORKER_MODE:
+        folders = list(worker.core_worker.get_job_config().py_driver_sys_path)
+        foreign = set(folders) - set(own_folders(folders))
+        sys.path[:] = [folder for folder in sys.path if folder not in foreign]
+
+
 def in_cluster() -> bool:
     """Whether RAY_ADDRESS names a cluster, as it does in a submitted job."""
     return bool(os.environ.get(_ADDRESS))
+
+
+def within_cluster(options: SystemOptions) -> SystemOptions:
+    """Without --threads, as many as a node of this process's Ray gives."""
+    if options.num_threads is not None or not ray.is_initialized():
+        return options
+    return replace(options, num_threads=max(1, min(len(usable_cores()), num_cpus())))
 
 
 def connect(address: str | None = None) -> None:

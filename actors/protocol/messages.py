@@ -243,6 +243,7 @@ class TokenEvent:
     num_tokens: int = 0  # chosen since the last event
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
+    token_ids: tuple[int, ...] = ()  # those chosen since the last event
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one as one."""
@@ -252,6 +253,7 @@ class TokenEvent:
             self.num_tokens + later.num_tokens,
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
+            self.token_ids + later.token_ids,
         )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.kept.client import GONE, GoneError, KeptSystem
-from hotcold.jobs.kept.find import find_system
+from hotcold.connections import Connection, find, start_prepared
+from hotcold.jobs.kept.client import GONE, GoneError
 from hotcold.jobs.support.console import cut_short, json_option, print_json
 from hotcold.jobs.support.options import (
     TokenIds,
@@ -26,8 +26,9 @@ from hotcold.jobs.support.options import (
     split_system_options,
     system_options,
 )
-from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.model.errors import PromptError, require_something
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.llm import LLM
+from hotcold.model.errors import PromptError, ServiceError, require_something
 from hotcold.model.files.locate import locate_model
 
 _LONGER = "a larger --max-tokens lets it be longer"
@@ -55,8 +56,8 @@ def generate(
 ) -> None:
     """Continue a prompt with MODEL (the embedded demo model without it)."""
     options = split_system_options(values)
-    kept = find_system(model, options, keep_s, is_own)
-    path = locate_model(model) if kept is None else kept.model_path
+    kept = find(model, options, keep_s, is_own, attends=False)
+    path = locate_model(model) if kept is None else kept.system.model_path
 
     def request() -> GenerateRequest:
         return _request(prompt, prompt_ids, chat, split_sampling(path, values))
@@ -64,7 +65,7 @@ def generate(
     if kept is not None:
         asked = request()
         try:
-            result, about = _answer_there(kept, asked)
+            result, about = _answer(kept, asked), kept.about
         except GoneError:
             click.echo(GONE, err=True)
             result, about = _answer_here(path, options, lambda: asked)
@@ -75,43 +76,34 @@ def generate(
         print_json(result.as_json() | {"system": about["system"]})
 
 
-def _answer_there(kept: KeptSystem, request: GenerateRequest) -> tuple[Generation, dict[str, Any]]:
-    """Answer with a system that runs already; also what is said of it. Errors: GoneError."""
-    for event, told in kept.answer(request):
-        _show(event)
-        if event.result is not None:
-            result, about = event.result, told
-    return result, about
-
-
 def _answer_here(
     path: Path, options: SystemOptions, request_of: Callable[[], GenerateRequest]
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
-    from hotcold.jobs.support.loading import running_system
 
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, system.context_length)
     request = prompts.checked(request_of())
-    with running_system(system) as running:
-        for event in running.generate(request):
-            _show(event)
-            if event.result is not None:
-                result = event.result
-        system = running.call("describe")  # with --mode auto, the mode that was chosen
+    connection = start_prepared(system)
     about = {
-        "system": asdict(system),
+        "system": asdict(connection.config),  # with --mode auto, the mode that was chosen
         "num_neurons": config.ffn_size * config.num_layers,
         "has_text": prompts.tokenizer is not None,
     }
-    return result, about
+    return _answer(connection, request), about
 
 
-def _show(event: TokenEvent) -> None:
-    click.echo(event.text, nl=False)
-    sys.stdout.flush()
+def _answer(connection: Connection, request: GenerateRequest) -> Generation:
+    """Show the answer as it comes. Errors: GoneError of a system that has ended before it."""
+    with LLM.over(connection) as llm:
+        for event in llm.events(request):
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+            if event.result is not None:
+                return event.result
+    raise ServiceError("the answer ended without a result")
 
 
 def _request(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
-from hotcold.jobs.support.options import QUANTIZED, dtype_option
+from hotcold.jobs.support.options import dtype_option
 from hotcold.model.errors import ArtifactError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.support.console import json_option, print_json, transient_progress
-from hotcold.jobs.support.options import QUANTIZED
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig

@@ -55,6 +55,9 @@ class KeptSystem:
         self._lock = threading.Lock()
         self._running: dict[str, _Connection] = {}  # by request id
 
+    def __reduce__(self) -> Any:
+        return KeptSystem, (self._path.parent, self.record, self._keep_s)
+
     @property
     def model_path(self) -> Path:
         """The model's directory or file."""
@@ -185,11 +188,11 @@ def _lines(
     except (OSError, http.client.HTTPException):
         raise GoneError("the system has ended") from None
     if response.status != 200:
-        raise _error(json.loads(response.read()), response.status)
+        raise _error(json.loads(response.read()))
     while line := response.readline():
         found = json.loads(line)
         if "error" in found:
-            raise _error(found, response.status)
+            raise _error(found)
         yield found
 
 
@@ -200,10 +203,20 @@ def _error(answer: dict[str, Any], status: int) -> HotcoldError:
         return LoadingError(text)
     if error.get("param") == "prompt":
         return PromptError(text)
-    return UsageError(text) if status == 400 else ServiceError(text)
+    if told.get("type") == "server_error":  # of this request; the system goes on
+        return HotcoldError(text)
+    return UsageError(text) if told.get("type") == "invalid_request_error" else ServiceError(text)
 
 
 def _event(line: dict[str, Any]) -> TokenEvent:
     result = line.get("result")
     whole = None if result is None else Generation(**result)
-    return TokenEvent(line["text"], whole, line["num_tokens"])
+    logprobs, prompt_logprobs = (
+        tuple(
+            TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top))
+            for token_id, logprob, top in line.get(name, ())
+        )
+        for name in ("logprobs", "prompt_logprobs")
+    )
+    ids = tuple(line["token_ids"])
+    return TokenEvent(line["text"], whole, line["num_tokens"], logprobs, prompt_logprobs, ids)

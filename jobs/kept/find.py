@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +31,17 @@ _MAX_SILENT = 12  # times ten seconds: a daemon imports much before it answers
 _ERROR = "hotcold: error: "
 
 
+def say_on_stderr(line: str) -> None:
+    """Say a line to the command's user."""
+    click.echo(line, err=True)
+
+
 def find_system(
-    model: str | None, options: SystemOptions, keep_s: float, is_own: bool
+    model: str | None,
+    options: SystemOptions,
+    keep_s: float,
+    is_own: bool,
+    say: Callable[[str], object] = say_on_stderr,
 ) -> KeptSystem | None:
     """The running system of this model and these options, ready; None: the command starts its own.
 
@@ -54,7 +63,7 @@ def find_system(
         if found is None:
             return None
         with contextlib.suppress(GoneError):
-            return _ready(found, keep_s, None)
+            return _ready(found, keep_s, None, say)
 
 
 def _found(asked: Identity) -> tuple[Path, Record] | None:
@@ -78,10 +87,10 @@ def _ready(found: tuple[Path, Record], keep_s: float, daemon: _Daemon | None) ->
     system.record = record  # complete since it has loaded
     if daemon is not None:
         stay = "until `hotcold stop`" if keep_s < 0 else f"for {keep_s:g} s after its last answer"
-        click.echo(f"the system {record.name!r} stays {stay}", err=True)
+        say(f"the system {record.name!r} stays {stay}")
     else:
         whose = f"of hotcold serve at {record.url}" if record.url else "that is kept"
-        click.echo(f"using the system {record.name!r} {whose}", err=True)
+        say(f"using the system {record.name!r} {whose}")
     return system
 
 

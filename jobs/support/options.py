@@ -14,12 +14,6 @@ from hotcold.jobs.support.settings import shared_option as _option
 from hotcold.model.errors import shown
 from hotcold.model.sampling import SamplingParams
 
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-_TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?")
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-QUANTIZED = ("q8", "q4_1", "q4")
-DTYPES = ("f16", "bf16", *QUANTIZED)
 dtype_option = _option(
     "--dtype",
     "weight_dtype",
@@ -38,12 +32,10 @@ class Bytes(click.ParamType[int]):
         """The number of bytes."""
         if isinstance(value, int):
             return value
-        match = _SIZE.fullmatch(value.strip())
-        if not match:
-            self.fail(f"{shown(value)} is no size; write it like 8GiB", param, ctx)
-        unit = (match[2] or "").lower()
-        base = 1024 if unit.endswith("i") else 1000
-        return int(float(match[1]) * base ** _POWERS[unit[:1]])
+        try:
+            return bytes_of(value)
+        except UsageError as problem:
+            self.fail(str(problem), param, ctx)
 
 
 class Duration(click.ParamType[float]):
@@ -55,12 +47,10 @@ class Duration(click.ParamType[float]):
         """Seconds, -1 for a time without end."""
         if isinstance(value, int | float):
             return float(value)
-        text = value.strip().lower()
-        match = _TIME.fullmatch(text.removeprefix("-"))
-        if not match or not any(match.groups()):
-            self.fail(f"{shown(value)} is no time; write it like 10m, 300 or -1", param, ctx)
-        hours, minutes, seconds = (float(part or 0) for part in match.groups())
-        return -1.0 if text.startswith("-") else hours * 3600 + minutes * 60 + seconds
+        try:
+            return seconds_of(value)
+        except UsageError as problem:
+            self.fail(str(problem), param, ctx)
 
 
 class TokenIds(click.ParamType[list[int]]):
@@ -112,7 +102,7 @@ _SYSTEM = [
                  "without it."),
     _option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
                  "all requests together; one context without it."),
-    _option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
+    _option("--kv-dtype", type=click.Choice(KV_DTYPES), help="KV cache format."),
     _option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
                  help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
     _option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from hotcold.actors.processes.cluster import connect
-from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.connections import Deliver
 from hotcold.jobs.answer_file import AnswerFile
-from hotcold.jobs.generate import NUM_AHEAD, WINDOW, _serve
+from hotcold.jobs.generate import WINDOW, _serve
 from hotcold.jobs.request_lines import RequestLine, read_requests
+from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
 
@@ -115,37 +117,38 @@ def test_another_file_is_not_resumed(content: str, tmp_path: Path) -> None:
     assert out.read_text() == content
 
 
-class FakeSystem:
-    """Completes a request when told; knows who runs."""
+class FakeConnection:
+    """Completes a request when told; knows which run. Request 13 finds the system dead."""
+
+    max_batch = 4
 
     def __init__(self) -> None:
-        self.running: dict[int, threading.Event] = {}
+        self.running: dict[int, Deliver] = {}
+        self.started: set[int] = set()
         self.cancelled: list[str] = []
         self.most = 0
-        self._lock = threading.Lock()
 
-    def complete(self, request: GenerateRequest) -> Generation:
-        """Wait, then answer with the prompt's ids; request 13 finds the system dead."""
+    def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         (number,) = request.prompt_ids or []
-        with self._lock:
-            event = self.running[number] = threading.Event()
-            self.most = max(self.most, sum(not e.is_set() for e in self.running.values()))
-        assert event.wait(60)
-        if number == 13:
-            raise ServiceError("the gpu service died")
-        return Generation("", [number], "length", 1, 0.1, 0.2)
+        self.running[number] = deliver
+        self.started.add(number)
+        self.most = max(self.most, len(self.running))
 
     def cancel(self, request_id: str) -> None:
-        """Let those end that run still."""
         self.cancelled.append(request_id)
-        for event in list(self.running.values()):
-            event.set()
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def finish(self, number: int) -> None:
         """End request `number`, once it runs."""
         while number not in self.running:
             pass
-        self.running[number].set()
+        deliver = self.running.pop(number)
+        if number == 13:
+            deliver(ServiceError("the gpu service died"))
+        else:
+            deliver(TokenEvent("", Generation("", [number], "length", 1, 0.1, 0.2)))
 
 
 def lines_of(numbers: Iterable[int]) -> Iterator[RequestLine]:
@@ -157,7 +160,7 @@ class Serving:
     """A job's loop over lines in a thread of its own."""
 
     def __init__(self, out: Path, numbers: Iterable[int]) -> None:
-        self.out, self.system, self.error = out, FakeSystem(), ""
+        self.out, self.system, self.error = out, FakeConnection(), ""
         self._answers = AnswerFile(out, resume=False)
         self._lines = lines_of(numbers)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -165,7 +168,8 @@ class Serving:
 
     def _run(self) -> None:
         try:
-            _serve(self._lines, self._answers, self.system, 4)  # type: ignore[arg-type]
+            with LLM.over(self.system) as llm:  # type: ignore[arg-type]
+                _serve(self._lines, self._answers, llm, 4)
         except ServiceError as error:
             self.error = str(error)
         self._answers.close()
@@ -184,13 +188,13 @@ def test_answers_stand_in_order_and_requests_run_side_by_side(tmp_path: Path) ->
     for number in range(101, 100 + WINDOW * 4):  # the first one lasts longest
         system.finish(number)
     assert serving.written() == []  # they wait for the first one
-    assert 100 + WINDOW * 4 not in system.running  # and so does the next line
+    assert 100 + WINDOW * 4 not in system.started  # and so does the next line
     system.finish(100)
     for number in range(100 + WINDOW * 4, 160):
         system.finish(number)
     serving.end()
     assert serving.written() == list(range(100, 160))
-    assert 4 <= system.most <= 4 + NUM_AHEAD
+    assert system.most == 2 * system.max_batch
 
 
 def test_an_answer_is_written_when_those_before_it_are(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = str(Path(os.__file__).parent)
 # Numba reads its settings when it is imported, and again when it compiles.
 USES_LIBRARIES = """
-import hotcold.actors, os
+import hotcold.jobs.foreign_folder, os
 folder = os.getcwd()
 import importlib, numba, matplotlib
 importlib.invalidate_caches()

@@ -51,7 +51,7 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str
     def item(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": texts.text_of(token_id),
-            "logprob": max(logprob, _MIN_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(texts.bytes_of(token_id)),
         }
 
@@ -80,7 +80,7 @@ class CompletionLogprobs:
         for token in tokens:
             logprob = token.logprob
             found["tokens"].append(self._texts.text_of(token.token_id))
-            found["token_logprobs"].append(None if logprob is None else max(logprob, _MIN_LOGPROB))
+            found["token_logprobs"].append(None if logprob is None else max(logprob, MIN_LOGPROB))
             found["top_logprobs"].append(None if logprob is None else self._top(token))
             found["text_offset"].append(self._num_chars)
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token.token_id)))
@@ -91,5 +91,5 @@ class CompletionLogprobs:
         found: dict[str, float] = {}
         for token_id, logprob in (*token.top, (token.token_id, token.logprob or 0.0)):
             text = self._texts.text_of(token_id)
-            found.setdefault(text, max(logprob, _MIN_LOGPROB))
+            found.setdefault(text, max(logprob, MIN_LOGPROB))
         return found

@@ -1,7 +1,5 @@
 """Structured output: the fields besides OpenAI's that constrain an answer, and their grammars."""
 
-import json
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -61,13 +59,13 @@ class ConstrainedRequest(Request):
         given: list[tuple[str, Any, Any]] = [
             ("grammar", self.grammar, _lark),
             ("guided_json", self.guided_json, json_grammar),
-            ("guided_regex", self.guided_regex, _regex),
-            ("guided_choice", self.guided_choice, _choice),
+            ("guided_regex", self.guided_regex, regex_grammar),
+            ("guided_choice", self.guided_choice, choice_grammar),
             ("guided_grammar", self.guided_grammar, _lark),
             ("json_schema", self.json_schema, json_grammar),
             ("structured_outputs.json", other.json_, json_grammar),
-            ("structured_outputs.regex", other.regex, _regex),
-            ("structured_outputs.choice", other.choice, _choice),
+            ("structured_outputs.regex", other.regex, regex_grammar),
+            ("structured_outputs.choice", other.choice, choice_grammar),
             ("structured_outputs.grammar", other.grammar, _lark),
             ("structured_outputs.json_object", other.json_object or None, any_object),
         ]

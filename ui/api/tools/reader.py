@@ -7,7 +7,9 @@ import uuid
 from typing import NamedTuple
 
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.schemas import NAME_CHARACTERS
+
+# OpenAI's and MCP's: more than these have their own meaning where a call is written.
+NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 
 
 class TextPart(NamedTuple):

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import suppress
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 

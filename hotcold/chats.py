@@ -1,0 +1,259 @@
+"""Conversations: messages for a chat template, and what an answer thinks, says and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar
+from hotcold.model.errors import PromptError, UsageError, shown
+from hotcold.outputs import ToolCall
+
+if TYPE_CHECKING:
+    from hotcold.model.text.tokenizer import Tokenizer
+    from hotcold.ui.api.tools.grammar import Callable
+    from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+
+Message = Mapping[str, Any]
+_ROLES = {"developer": "system", "function": "tool"}
+_KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a conversation's request may say beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # OpenAI's
+    tool_choice: str | Mapping[str, Any]  # "auto", "required", "none", or the tool to call
+    enable_thinking: bool | None  # None: as the chat template has it
+    continue_final_message: bool  # the answer goes on with the last message
+    template_variables: Mapping[str, Any] | None  # what the chat template may read besides
+
+
+class _Function(NamedTuple):
+    """A function of `tools`."""
+
+    name: str
+    parameters: Any
+    strict: bool | None
+
+
+def grammars() -> ModuleType:
+    """What makes grammars. Errors: UsageError where llguidance is missing."""
+    try:
+        from hotcold.ui.api.tools import grammar
+    except ImportError as problem:
+        if problem.name != "llguidance":
+            raise
+        raise UsageError(
+            "tools and structured output need llguidance, which is not installed; "
+            "pip install 'hotcold[ui]'"
+        ) from None
+    return grammar
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation in OpenAI's format as chat templates take it. Errors: PromptError."""
+    if isinstance(messages, str | Mapping) or not messages:
+        raise PromptError(
+            'give a conversation as a list of messages, like [{"role": "user", "content": "Hi"}]'
+        )
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"{shown(message)} is no message; it needs a role and a content")
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(map(_text_of, content))
+    found: dict[str, Any] = {
+        "role": _ROLES.get(message["role"], message["role"]),
+        "content": content,
+    }
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_template_call(call) for call in calls]
+    return found | {key: message[key] for key in _KEPT_KEYS if message.get(key) is not None}
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise PromptError(f"{shown(part)}: only text can be read; leave this part out")
+    return str(part["text"])
+
+
+def _template_call(call: Message) -> dict[str, Any]:
+    """Its arguments as an object, where they are whole."""
+    try:
+        function = dict(call["function"])
+        arguments = function.get("arguments") or "{}"
+        with suppress(ValueError, RecursionError, TypeError):
+            arguments = json.loads(arguments)
+        return {**call, "function": {"name": function["name"], "arguments": arguments}}
+    except (KeyError, TypeError, ValueError):
+        raise PromptError(f"{shown(call)} is no tool call in OpenAI's format") from None
+
+
+class Tools:
+    """What answers may call, by OpenAI's `tools` and `tool_choice`."""
+
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] = "auto"
+    ) -> None:
+        """`choice`: "auto", "required", "none", or the tool to call. Errors: UsageError."""
+        functions = [_function(tool) for tool in tools]
+        names = [function.name for function in functions]
+        if len(set(names)) < len(names):
+            raise UsageError("two of the tools have the same name")
+        self.for_template = [_described(tool["function"]) for tool in tools]
+        named = choice if isinstance(choice, str) else choice.get("function", {}).get("name", "")
+        is_named = named not in ("auto", "required", "none")
+        if is_named:
+            functions = [function for function in functions if function.name == named]
+            if not functions:
+                raise UsageError(
+                    f"tool_choice is {shown(choice)}; give auto, required, none or a tool's name"
+                )
+        self._is_off = named == "none" or not functions
+        self._functions, self._is_named, self._choice = functions, is_named, named
+
+    @property
+    def wanted(self) -> Callable | None:
+        """What an answer may call, if anything."""
+        if self._is_off:
+            return None
+        is_required = self._is_named or self._choice == "required"
+        found: Callable = grammars().Callable(self._functions, is_required, not self._is_named)
+        return found
+
+
+def _function(tool: Mapping[str, Any]) -> _Function:
+    try:
+        function = tool["function"]
+        name, strict = function["name"], function.get("strict")
+        if tool["type"] != "function" or not isinstance(name, str) or not name:
+            raise TypeError
+        return _Function(name, function.get("parameters"), strict)
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{shown(tool)} is no tool; write it like "
+            '{"type": "function", "function": {"name": "f", "parameters": {...}}}'
+        ) from None
+
+
+def _described(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool for a chat template, which may want every key."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": parameters,
+        },
+    }
+
+
+class Chat(NamedTuple):
+    """How the answers to one conversation are held, and read."""
+
+    grammar: Grammar | None
+    thoughts: Thoughts | None
+    syntax: Any  # of calls; None where nothing may be called
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        wanted: Callable | None,
+        shape: Grammar | None,
+    ) -> Chat:
+        """`shape`: what the answer is held to beside calls. Errors: UsageError, ConfigError."""
+        from hotcold.ui.api.tools.thoughts import Thoughts
+
+        syntax, grammar = None, shape
+        if wanted is not None:
+            if shape is not None and shape.kind != "json_schema":
+                raise UsageError("tools and a grammar were both given; leave one out")
+            syntax = tokenizer.call_syntax
+            grammar = grammars().calls_grammar(wanted, syntax, shape.text if shape else None)
+        thoughts = Thoughts.of(tokenizer, prompt_ids)
+        if grammar is not None and thoughts is not None:
+            grammar = thoughts.before(grammar)
+        return cls(grammar, thoughts, syntax)
+
+    def reader(self) -> ChatReader:
+        """Reads one answer."""
+        return ChatReader(self)
+
+
+class ChatReader:
+    """Puts one answer together from its text, as it comes."""
+
+    def __init__(self, chat: Chat) -> None:
+        from hotcold.ui.api.tools.thoughts import AnswerReader
+
+        self._reader: AnswerReader = AnswerReader(chat.thoughts, chat.syntax)
+        self.said = self.thought = ""
+        self._calls: list[ToolCall] = []
+
+    def push(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Take more text; returns what more of it is said, and thought."""
+        from hotcold.ui.api.tools.reader import Argued, Called, Said, Thought
+
+        said = thought = ""
+        for part in self._reader.push(text, is_last):
+            match part:
+                case Said(more):
+                    said += more
+                case Thought(more):
+                    thought += more
+                case Called(_, call_id, name):
+                    self._calls.append(ToolCall(call_id, name, ""))
+                case Argued(number, more):
+                    call = self._calls[number]
+                    self._calls[number] = ToolCall(call.id, call.name, call.arguments + more)
+        self.said += said
+        self.thought += thought
+        return said, thought
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls so far."""
+        return tuple(self._calls)
+
+
+def tools_of(options: ChatOptions) -> Tools | None:
+    """What answers may call. Errors: UsageError, also for an option that is not known."""
+    known = ChatOptions.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise UsageError(f"chat has no option {unknown[0]!r}; known are {', '.join(known)}")
+    tools = options.get("tools")
+    return None if tools is None else Tools(tools, options.get("tool_choice", "auto"))
+
+
+def variables_of(options: ChatOptions) -> dict[str, Any]:
+    """What the chat template may read besides."""
+    found: dict[str, Any] = {}
+    if (thinks := options.get("enable_thinking")) is not None:
+        found = {"enable_thinking": thinks, "thinking": thinks}  # templates' names for it
+    found |= options.get("template_variables") or {}
+    if options.get("continue_final_message"):
+        found |= {"continue_final_message": True, "add_generation_prompt": False}
+    return found
+
+
+def chat_request(
+    sampling: Any, messages: Sequence[Message], tools: Tools | None, variables: dict[str, Any]
+) -> GenerateRequest:
+    """A conversation as a request, before it is encoded. Errors: PromptError."""
+    told = tools.for_template if tools is not None and tools.wanted is not None else None
+    return GenerateRequest(
+        sampling,
+        messages=template_messages(messages),
+        tools=told,
+        template_variables=variables,
+    )

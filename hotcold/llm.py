@@ -1,0 +1,767 @@
+"""A model as Python programs use it: `LLM`."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from hotcold.actors.protocol.messages import (
+    AUTO_MODE,
+    EXCHANGES,
+    MODES,
+    GenerateRequest,
+    Generation,
+    TokenEvent,
+    TokenLogprob,
+)
+from hotcold.actors.protocol.options import (
+    DEVICES,
+    DTYPES,
+    KV_DTYPES,
+    PIN_CHOICES,
+    SystemOptions,
+    bytes_of,
+    seconds_of,
+)
+from hotcold.connections import Connection, Deliver, InFlight, find, new_id, start
+from hotcold.model import sampling
+from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
+from hotcold.outputs import CompletionOutput, RequestOutput, ScoreOutput, StreamPiece, work_of
+from hotcold.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.chats import Chat, ChatOptions, Message
+
+Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+_BAR_AFTER_S = 2.0
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": (*MODES, AUTO_MODE),
+    "dtype": DTYPES,
+    "kv_dtype": KV_DTYPES,
+    "device": DEVICES,
+    "exchange": EXCHANGES,
+    "pin": PIN_CHOICES,
+}
+
+
+class LLM:
+    """A model that answers, in a system that runs already or that this process starts.
+
+    `model`: an org/repo id, a directory or a file, or None for the embedded model. The options are
+    those of `hotcold generate`, by their names there (docs/python.md); sizes are bytes or texts
+    such as "3GiB". A system of the same model and options that this user runs on this machine is
+    used as it is, unless `own`. One that is started ends with `close`, with the `with` block or
+    with this process; with `keep`, such as "10m", it stays so long after its last answer, for the
+    next program.
+
+    Where this process is connected to Ray, the system is there, and an LLM can be handed to tasks
+    and actors: it is a handle there, and `close` ends the system where it was made.
+
+    `progress`: show bars on standard error; None: at a terminal alone.
+    May be used by several threads and event loops at once.
+    Errors:  HotcoldError, of one line that says what to do
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        mode: str | None = None,
+        dtype: str | None = None,
+        cpu_memory: int | str | None = None,
+        gpu_memory: int | str | None = None,
+        threads: int | None = None,
+        cpu_actors: int | None = None,
+        context_length: int | None = None,
+        parallel: int | None = None,
+        kv_tokens: int | None = None,
+        kv_dtype: str | None = None,
+        device: str = "auto",
+        predictors: str | os.PathLike[str] | None = None,
+        thresholds: str | os.PathLike[str] | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        exchange: str = "arena",
+        pin: str = "auto",
+        hosts: Sequence[str] = (),
+        keep: float | str = 0,
+        own: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        given = {
+            "mode": mode, "dtype": dtype, "kv_dtype": kv_dtype, "device": device,
+            "exchange": exchange, "pin": pin,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None and value not in _CHOICES[name]:
+                raise UsageError(
+                    f"{name} is {shown(value)}; give one of {', '.join(_CHOICES[name])}"
+                )
+        options = SystemOptions(
+            mode=mode,
+            num_threads=threads,
+            num_cpu_actors=cpu_actors,
+            context_length=context_length,
+            max_batch=parallel,
+            kv_positions=kv_tokens,
+            kv_dtype=kv_dtype,
+            gpu_memory_bytes=_bytes("gpu_memory", gpu_memory),
+            cpu_memory_bytes=_bytes("cpu_memory", cpu_memory),
+            exchange=exchange,
+            predictors=None if predictors is None else Path(predictors),
+            thresholds=None if thresholds is None else Path(thresholds),
+            plan=None if plan is None else Path(plan),
+            device=device,
+            weight_dtype=dtype,
+            pin=pin,
+            hosts=tuple(hosts),
+        )
+        keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)
+        text = None if model is None else os.fspath(model)
+        self._use(_connect(text, options, keep_s, own), progress)
+
+    def _use(self, connection: Connection, progress: bool | None) -> None:
+        self._connection = connection
+        self._in_flight = InFlight(connection)
+        self._progress = progress
+        self._close = weakref.finalize(self, _end, self._in_flight, connection)
+
+    @classmethod
+    def over(cls, connection: Connection, progress: bool | None = None) -> LLM:
+        """One of a connection. Internal."""
+        made = cls.__new__(cls)
+        made._use(connection, progress)
+        return made
+
+    def __reduce__(self) -> Any:
+        return LLM.over, (self._connection, self._progress)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Answer no more, and end the system if this LLM started it; may be repeated."""
+        self._close()
+
+    def __repr__(self) -> str:
+        state = "" if self._close.alive else ", closed"
+        return f"LLM({self.model_path.name!r}{state})"
+
+    # --- what it is ------------------------------------------------------------------------------
+
+    @cached_property
+    def model_path(self) -> Path:
+        """The model's directory or file."""
+        return Path(self._config.model_path)
+
+    @property
+    def mode(self) -> str:
+        """Which neurons are computed."""
+        return self._config.mode
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a request, prompt and answer together."""
+        return self._config.context_length
+
+    @cached_property
+    def default_sampling(self) -> sampling.SamplingParams:
+        """The model's own sampling, which counts where a request says nothing else."""
+        return sampling.SamplingParams.defaults(self.model_path)
+
+    @cached_property
+    def _config(self) -> Any:
+        return self._connection.config
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        from hotcold.actors.driver.prompts import Prompts
+        from hotcold.model.config.build import read_config
+
+        return Prompts(self.model_path, read_config(self.model_path), self.context_length)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text. Errors: PromptError."""
+        return self._prompts.encode(text, add_special_tokens)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens by their names. Errors: PromptError."""
+        self._prompts.require_in_vocabulary(ids)
+        if self._prompts.tokenizer is None:
+            raise PromptError("this model has no tokenizer, so no text")
+        return self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def telemetry(self) -> dict[str, Any]:
+        """What the system does now: speed, memory, and by layer which neurons work.
+
+        Neurons are counted from the first call on, until none has come for five seconds. Keys are
+        those of the page's panel (docs/api.md). Errors: ServiceError
+        """
+        return self._connection.telemetry()
+
+    # --- text ------------------------------------------------------------------------------------
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompts: Prompt, params: SamplingParams | None = None, *, progress: bool | None = None
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self, prompts: Any, params: Params = None, *, progress: bool | None = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """Continue a text or token ids, or each of a list of them.
+
+        Of one prompt it returns a RequestOutput or raises; of a list a list, in order, where a
+        prompt that failed has an `error`, and the others their answers. `params` is one for all,
+        or a list with one for each. As many prompts run at once as the system lets. Ctrl-C ends
+        what runs.
+        Errors:  PromptError, UsageError, ServiceError
+        """
+        given, is_one = _as_list(prompts)
+        tasks = self._tasks(given, params, self._prompt_task)
+        return self._run(tasks, len(given), is_one, progress)
+
+    @overload
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[list[dict[str, Any]]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Any,
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, by the model's chat template.
+
+        Messages are OpenAI's, `options` those of `ChatOptions`. An answer's calls of tools are its
+        `tool_calls`, what the model thought is its `thinking`, and its `message` is what the
+        conversation goes on with. Otherwise as `generate`.
+        """
+        given, is_one = _as_conversations(messages)
+        tasks = self._tasks(given, params, self._chat_task(options))
+        return self._run(tasks, len(given), is_one, progress)
+
+    def stream(
+        self,
+        prompt: str | list[int] | list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[StreamPiece]:
+        """Answer a text, token ids or a conversation piece by piece, as it comes.
+
+        The last piece has the `finish_reason` and the whole `output`. To leave the loop ends the
+        answer. `options` are for conversations, as of `chat`.
+        Errors:  as `generate`
+        """
+        task = self._stream_task(prompt, params, options)
+        answer = _Answer(task, 0)
+        for event in self._in_flight.events(task.requests[0]):
+            yield answer.add(event)
+
+    async def astream(
+        self,
+        prompt: str | list[int] | list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[StreamPiece]:
+        """As `stream`, for `async for`."""
+        task = await _in_thread(lambda: self._stream_task(prompt, params, options))
+        answer = _Answer(task, 0)
+        async for event in self._in_flight.async_events(task.requests[0]):
+            yield answer.add(event)
+
+    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
+        """As `generate`, for `await`. A task that is cancelled ends what it asked for."""
+        given, is_one = _as_list(prompts)
+        return await self._arun(given, params, self._prompt_task, is_one)
+
+    async def achat(
+        self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> Any:
+        """As `chat`, for `await`."""
+        given, is_one = _as_conversations(messages)
+        return await self._arun(given, params, self._chat_task(options), is_one)
+
+    # --- vectors and scores ----------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        normalize: bool = False,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """A vector of a text (D,), or of each of a list (N, D): the mean of its hidden states
+        after the last layer and its norm, as of /v1/embeddings.
+
+        `normalize`: each of length 1, so that products of vectors are cosines.
+        Dtypes:  float32
+        Errors:  PromptError of the first text that has no vector, ServiceError
+        """
+        import numpy as np
+
+        given, is_one = _as_list(texts)
+
+        def task(text: Any, _: SamplingParams) -> _Task:
+            return self._plain_task(text, wants_embedding=True)
+
+        results = self._finished(self._tasks(given, None, task), len(given), progress)
+        found = np.array([_first(one).embedding for one in results], np.float32)
+        if normalize:
+            found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        return found[0] if is_one else found
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # as above
+        self, texts: Prompt, *, progress: bool | None = None
+    ) -> ScoreOutput: ...
+
+    @overload
+    def score(
+        self, texts: Sequence[Prompt], *, progress: bool | None = None
+    ) -> list[ScoreOutput]: ...
+
+    def score(self, texts: Any, *, progress: bool | None = None) -> ScoreOutput | list[ScoreOutput]:
+        """How likely the model finds a text or token ids, or each of a list: in nats, by token.
+
+        Errors:  PromptError of the first text that cannot be scored, ServiceError
+        """
+        given, is_one = _as_list(texts)
+
+        def task(text: Any, _: SamplingParams) -> _Task:
+            return self._plain_task(text, num_prompt_logprobs=0)
+
+        found = []
+        for one in self._finished(self._tasks(given, None, task), len(given), progress):
+            _first(one)
+            scored = one.answers[0].prompt_logprobs
+            ids, values = [s.token_id for s in scored], [s.logprob for s in scored]
+            found.append(ScoreOutput(tuple(ids), tuple(values)))
+        return found[0] if is_one else found
+
+    # --- from what is given to requests ----------------------------------------------------------
+
+    def _tasks(
+        self, given: list[Any], params: Params, make: Callable[[Any, SamplingParams], _Task]
+    ) -> Iterator[_Task]:
+        """A task for each of `given`, made when it is wanted. Errors: UsageError."""
+        if params is None or isinstance(params, sampling.SamplingParams):
+            each: Iterable[Any] = [params or SamplingParams()] * len(given)
+        else:
+            each = list(params)
+            if len(each) != len(given):
+                raise UsageError(
+                    f"{len(given)} prompts and {len(each)} params were given; give one for all, "
+                    "or one for each"
+                )
+
+        def tasks() -> Iterator[_Task]:
+            for prompt, one in zip(given, each, strict=True):
+                try:
+                    yield make(prompt, one)
+                except ServiceError:
+                    raise
+                except HotcoldError as problem:
+                    yield _Task(prompt, problem=problem)
+
+        return tasks()
+
+    def _prompt_task(self, prompt: Any, params: SamplingParams) -> _Task:
+        """Errors: PromptError, UsageError."""
+        request = replace(
+            _request(self.default_sampling, prompt),
+            grammar=params.shape(),
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+        return _Task(prompt, self._copies(request, params))
+
+    def _copies(self, request: GenerateRequest, params: SamplingParams) -> list[GenerateRequest]:
+        drawn = params.of_requests(self.default_sampling)
+        first = replace(request, sampling=drawn[0], request_id=new_id())
+        request = replace(request, num_prompt_logprobs=None)
+        later = [replace(request, sampling=one, request_id=new_id()) for one in drawn[1:]]
+        return [first, *later]
+
+    def _plain_task(self, prompt: Any, **wanted: Any) -> _Task:
+        """Of the prompt alone; a new token costs nothing beside it."""
+        drawn = replace(self.default_sampling, max_tokens=1, temperature=0.0)
+        request = replace(_request(drawn, prompt), request_id=new_id(), **wanted)
+        return _Task(prompt, [request])
+
+    def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], _Task]:
+        """What makes tasks of conversations. Errors: UsageError for options that are none."""
+        from hotcold.chats import Chat, chat_request, tools_of, variables_of
+
+        tools, variables = tools_of(options), variables_of(options)
+        wanted = None if tools is None else tools.wanted
+
+        def make(messages: Sequence[Message], params: SamplingParams) -> _Task:
+            asked = chat_request(self.default_sampling, messages, tools, variables)
+            ids = self._prompts.ids(asked)
+            tokenizer = self._prompts.tokenizer
+            assert tokenizer is not None  # or it has no ids
+            chat = Chat.of(tokenizer, ids, wanted, params.shape())
+            request = GenerateRequest(
+                self.default_sampling,
+                prompt_ids=ids,
+                grammar=chat.grammar,
+                num_logprobs=params.logprobs,
+                num_prompt_logprobs=params.prompt_logprobs,
+            )
+            return _Task(messages, self._copies(request, params), chat)
+
+        return make
+
+    def _stream_task(
+        self, prompt: Any, params: SamplingParams | None, options: ChatOptions
+    ) -> _Task:
+        """Errors: PromptError, UsageError."""
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise UsageError(f"n is {params.n}, but a stream is of one answer; use generate")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            return self._chat_task(options)(prompt, params)
+        if options:
+            raise UsageError(f"{next(iter(options))} is for conversations")
+        return self._prompt_task(prompt, params)
+
+    def begin(self, request: GenerateRequest, deliver: Deliver) -> None:
+        """Queue a request as the driver has it. Internal: for the command line."""
+        self._in_flight.start(request, deliver)
+
+    def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Stream a request as the driver has it. Internal: for the command line."""
+        return self._in_flight.events(request)
+
+    # --- running requests ------------------------------------------------------------------------
+
+    def _run(self, tasks: Iterator[_Task], count: int, is_one: bool, progress: bool | None) -> Any:
+        results = [one.output() for one in self._finished(tasks, count, progress)]
+        if not is_one:
+            return results
+        if results[0].problem is not None:
+            raise results[0].problem
+        return results[0]
+
+    def _finished(
+        self, tasks: Iterator[_Task], count: int, progress: bool | None
+    ) -> list[_Answers]:
+        """Run all tasks. Errors: ServiceError, and all of them end."""
+        arrived: queue.SimpleQueue[tuple[_Answers, int, TokenEvent | BaseException]]
+        arrived = queue.SimpleQueue()
+        found: list[_Answers] = []
+        running: set[_Answers] = set()
+        shown = self._progress if progress is None else progress
+        try:
+            for task in tasks:
+                answers = _Answers(task)
+                found.append(answers)
+                if not answers.is_done:
+                    running.add(answers)
+                for index, request in enumerate(task.requests):
+                    self._in_flight.start(request, _putter(arrived, answers, index))
+            with _bar(count, shown) as show:
+                while running:
+                    show(count - len(running))
+                    for answers, index, event in _all_of(arrived):
+                        answers.take(index, event)
+                        if answers.is_done:
+                            running.discard(answers)
+        finally:
+            # Those that have not ended.
+            self._in_flight.cancel(
+                *(one.request_id for answers in found for one in answers.task.requests)
+            )
+        return found
+
+    async def _arun(
+        self,
+        given: list[Any],
+        params: Params,
+        make: Callable[[Any, SamplingParams], _Task],
+        is_one: bool,
+    ) -> Any:
+        import asyncio
+
+        tasks = await _in_thread(lambda: list(self._tasks(given, params, make)))
+        found = [_Answers(task) for task in tasks]
+        names = [request.request_id for task in tasks for request in task.requests]
+
+        async def read(answers: _Answers, index: int) -> None:
+            try:
+                async for event in self._in_flight.async_events(answers.task.requests[index]):
+                    answers.take(index, event)
+            except HotcoldError as problem:
+                answers.take(index, problem)
+            except asyncio.CancelledError:
+                self._in_flight.cancel(*names)
+                raise
+
+        async with asyncio.TaskGroup() as group:
+            for answers in found:
+                for index in range(len(answers.task.requests)):
+                    group.create_task(read(answers, index))
+        results = [one.output() for one in found]
+        if is_one and results[0].problem is not None:
+            raise results[0].problem
+        return results[0] if is_one else results
+
+
+@dataclass
+class _Task:
+    """A prompt, and a request for each of its answers, or the problem that it has."""
+
+    prompt: Any
+    requests: list[GenerateRequest] = field(default_factory=list)
+    chat: Chat | None = None
+    problem: Exception | None = None
+
+
+class _Answer:
+    """One answer, as it comes."""
+
+    def __init__(self, task: _Task, index: int) -> None:
+        self._task = task
+        self._index = index
+        self._reader = None if task.chat is None else task.chat.reader()
+        self._logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.result: Generation | None = None
+
+    def add(self, event: TokenEvent) -> StreamPiece:
+        """Take the next event; returns what it brings."""
+        said, thought = event.text, ""
+        if self._reader is not None:
+            said, thought = self._reader.push(event.text, event.result is not None)
+        self._logprobs += event.logprobs
+        self.prompt_logprobs += event.prompt_logprobs
+        self.result = event.result
+        piece = StreamPiece(said, thought, event.token_ids, event.logprobs)
+        if event.result is None:
+            return piece
+        output = self.output()
+        whole = request_output(self._task, [self])
+        return replace(piece, finish_reason=output.finish_reason, output=whole)
+
+    def output(self) -> CompletionOutput:
+        """The whole answer, once it has ended."""
+        result = self.result
+        assert result is not None
+        request, reader = self._task.requests[self._index], self._reader
+        calls = () if reader is None else reader.tool_calls
+        return CompletionOutput(
+            self._index,
+            result.text if reader is None else reader.said,
+            tuple(result.ids),
+            "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
+            None if request.num_logprobs is None else tuple(self._logprobs),
+            "" if reader is None else reader.thought,
+            calls,
+            result.queued_s,
+            result.prefill_s,
+            result.decode_s,
+            work_of(result),
+        )
+
+
+class _Answers:
+    """All answers to one prompt."""
+
+    def __init__(self, task: _Task) -> None:
+        self.task = task
+        self.answers = [_Answer(task, index) for index in range(len(task.requests))]
+        self.problem = task.problem
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.problem is not None or all(one.result is not None for one in self.answers)
+
+    def take(self, index: int, event: TokenEvent | BaseException) -> None:
+        """Take an event of one answer. Errors: what is not this prompt's own fault."""
+        if isinstance(event, TokenEvent):
+            self.answers[index].add(event)
+        elif isinstance(event, HotcoldError) and not isinstance(event, ServiceError):
+            self.problem = event
+        else:
+            raise event
+
+    def output(self) -> RequestOutput:
+        """All of it."""
+        if self.problem is not None:
+            return RequestOutput(self.task.prompt, error=str(self.problem), problem=self.problem)
+        return request_output(self.task, self.answers)
+
+
+def request_output(task: _Task, answers: Sequence[_Answer]) -> RequestOutput:
+    """The answers to a prompt, which have all ended."""
+    first, request = answers[0], task.requests[0]
+    assert first.result is not None
+    scored = None if request.num_prompt_logprobs is None else tuple(first.prompt_logprobs)
+    outputs = tuple(answer.output() for answer in answers)
+    return RequestOutput(task.prompt, outputs, first.result.num_prompt_tokens, scored)
+
+
+def _first(answers: _Answers) -> Generation:
+    """What the first answer ended with. Errors: the prompt's."""
+    if answers.problem is not None:
+        raise answers.problem
+    result = answers.answers[0].result
+    assert result is not None
+    return result
+
+
+def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool) -> Connection:
+    """A system that runs already, or a new one. Errors: HotcoldError."""
+    from hotcold.model.files.locate import locate_model
+
+    ray = sys.modules.get("ray")
+    is_in_ray = (ray is not None and ray.is_initialized()) or "RAY_ADDRESS" in os.environ
+    if keep_s or not is_in_ray:
+        import logging
+
+        found = find(model, options, keep_s, own, logging.getLogger("hotcold").info)
+        if found is not None:
+            return found
+    return start(locate_model(model), options)
+
+
+def _end(in_flight: InFlight, connection: Connection) -> None:
+    in_flight.close()
+    connection.close()
+
+
+def _bytes(name: str, size: int | str | None) -> int | None:
+    """Errors: UsageError."""
+    try:
+        return bytes_of(size) if isinstance(size, str) else size
+    except UsageError as problem:
+        raise UsageError(f"{name}: {problem}") from None
+
+
+def _request(drawn: sampling.SamplingParams, prompt: Any) -> GenerateRequest:
+    """A prompt as a request. Errors: PromptError for what is none."""
+    if isinstance(prompt, str):
+        return GenerateRequest(drawn, prompt=prompt)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not is_list or any(not isinstance(token_id, int) for token_id in prompt):
+        raise PromptError(f"{shown(prompt)} is no prompt; give a text or a list of token ids")
+    return GenerateRequest(drawn, prompt_ids=list(prompt))
+
+
+def _as_list(prompts: Any) -> tuple[list[Any], bool]:
+    """Each prompt, and whether one was given and no list of them. Errors: PromptError."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise PromptError(f"{shown(prompts)} is no prompt; give a text or a list of token ids")
+    found = list(prompts)
+    is_one = bool(found) and isinstance(found[0], int)
+    return ([found] if is_one else found), is_one
+
+
+def _as_conversations(messages: Any) -> tuple[list[Any], bool]:
+    """Each conversation, and whether one was given. Errors: PromptError."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise PromptError(
+            'give a conversation as a list of messages, like [{"role": "user", "content": "Hi"}]'
+        )
+    found = list(messages)
+    is_one = bool(found) and isinstance(found[0], Mapping)
+    return ([found] if is_one else found), is_one
+
+
+def _putter(arrived: Any, answers: _Answers, index: int) -> Callable[[Any], None]:
+    return lambda event: arrived.put((answers, index, event))
+
+
+def _all_of(arrived: queue.SimpleQueue[Any]) -> Iterator[Any]:
+    """What has come, after a moment's wait for the first."""
+    try:
+        yield arrived.get(timeout=0.5)
+        while True:
+            yield arrived.get_nowait()
+    except queue.Empty:
+        return
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """What `work` on texts returns, while the event loop goes on."""
+    import asyncio
+
+    return await asyncio.to_thread(work)
+
+
+@contextmanager
+def _bar(count: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error for what takes more than two seconds; `shown` None: at a terminal."""
+    if shown is None:
+        shown = sys.stderr is not None and sys.stderr.isatty()
+    began = time.monotonic()
+    bar: Any = nullcontext()
+    task: Any = None
+
+    def show(num_done: int) -> None:
+        nonlocal bar, task
+        if not shown or count < 2:
+            return
+        if task is None and time.monotonic() - began > _BAR_AFTER_S:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+            columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            bar = Progress(*columns, console=Console(stderr=True))
+            bar.start()
+            task = bar.add_task("", total=count)
+        if task is not None:
+            bar.update(task, completed=num_done)
+
+    try:
+        yield show
+        show(count)
+    finally:
+        if task is not None:
+            bar.stop()

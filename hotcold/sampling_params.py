@@ -1,0 +1,134 @@
+"""How answers are drawn, as the Python API takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from hotcold.model import sampling
+from hotcold.model.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from hotcold.actors.protocol.messages import Grammar
+
+_LARGEST_SEED = (1 << 63) - 1
+_MAX_ANSWERS = 2048
+_MAX_TOP = 1024  # likeliest tokens beside a logprob
+_SHAPES = ("json_schema", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SamplingParams(sampling.SamplingParams):
+    """How answers are drawn; what is not given is the model's own default, as in its files.
+
+    `n` answers to each prompt; with a `seed` they have it, and the numbers that follow it.
+    `logprobs`: each token's log-probability, and those of so many likeliest tokens beside it;
+    `prompt_logprobs`: the same of the prompt's tokens. `repetition_penalty` is vLLM's: it counts
+    all of prompt and answer. Presence and frequency penalties count all of the answer, unless
+    `repeat_last_n` or `penalize_prompt` say otherwise.
+
+    An answer may be held to one of: `json_schema`, an object or JSON text; `regex`, which all of it
+    matches; `choice`, of some texts; `grammar`, in Lark's language.
+    Errors:  UsageError naming the option that is unknown or out of range
+    """
+
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __new__(cls, *unnamed: Any, **given: Any) -> SamplingParams:
+        """Note which options are given. A copy gets its options otherwise."""
+        if unnamed:
+            raise UsageError("SamplingParams takes options by name, like SamplingParams(seed=1)")
+        known = [field.name for field in fields(cls)] if given else []
+        if unknown := sorted(set(given).difference(known)):
+            raise UsageError(
+                f"SamplingParams has no option {unknown[0]!r}; known are {', '.join(known)}"
+            )
+        made = super().__new__(cls)
+        object.__setattr__(made, "_given", given)
+        return made
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sampling.require_int("n", self.n, 1, _MAX_ANSWERS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                sampling.require_int(name, getattr(self, name), 0, _MAX_TOP)
+        if self.repetition_penalty is not None:
+            sampling.require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+            if "repeat_penalty" in self._own:
+                raise UsageError(
+                    "repetition_penalty and repeat_penalty were both given; leave one out"
+                )
+        shapes = [name for name in _SHAPES if getattr(self, name) is not None]
+        if len(shapes) > 1:
+            raise UsageError(f"{shapes[0]} and {shapes[1]} were both given; leave one out")
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """The options that were given."""
+        found: dict[str, Any] = getattr(self, "_given")  # noqa: B009  # not a field
+        return found
+
+    def __repr__(self) -> str:
+        return f"SamplingParams({', '.join(f'{k}={v!r}' for k, v in self._own.items())})"
+
+    def changed(self, **options: Any) -> SamplingParams:
+        """The same with some options changed."""
+        return SamplingParams(**self._own | options)
+
+    def of_requests(self, defaults: sampling.SamplingParams) -> list[sampling.SamplingParams]:
+        """The sampling of each of `n` requests; `defaults` are the model's own."""
+        shared = {field.name for field in fields(sampling.SamplingParams)}
+        given = {name: getattr(self, name) for name in self._own if name in shared}
+        base = replace(defaults, **{**self._counted(), **given})
+        if base.seed is None:
+            return [base] * self.n
+        return [replace(base, seed=(base.seed + i) & _LARGEST_SEED) for i in range(self.n)]
+
+    def _counted(self) -> dict[str, Any]:
+        """What penalties count, by the definitions of OpenAI and vLLM, where nothing is said."""
+        found: dict[str, Any] = {}
+        says_itself = self._own.keys() & {"repeat_penalty", "repeat_last_n", "penalize_prompt"}
+        if (self.presence_penalty or self.frequency_penalty) and not says_itself:
+            found = {"repeat_last_n": -1, "penalize_prompt": False}
+        if self.repetition_penalty is not None:
+            found |= {"repeat_penalty": self.repetition_penalty, "repeat_last_n": -1}
+        return found
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether answers are held to something."""
+        return any(getattr(self, name) is not None for name in _SHAPES)
+
+    def shape(self) -> Grammar | None:
+        """What answers are held to. Errors: UsageError for what answers cannot be held to."""
+        if not self.has_shape:
+            return None
+        from hotcold.actors.protocol.messages import Grammar
+        from hotcold.chats import grammars
+
+        if self.json_schema is not None:
+            text = Grammar("json_schema", _json_text(self.json_schema))
+            return grammars().held_shape(text, None)
+        if self.regex is not None:
+            return grammars().regex_grammar(self.regex)
+        if self.choice is not None:
+            return grammars().choice_grammar(list(self.choice))
+        return Grammar("lark", self.grammar or "")
+
+
+def _json_text(schema: dict[str, Any] | bool | str) -> str:
+    """A schema as JSON text. Errors: UsageError."""
+    try:
+        return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError(f"json_schema is {shown(schema)}; give a JSON schema") from None
