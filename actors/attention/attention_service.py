@@ -15,7 +15,6 @@ from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import CacheSpec
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MatmulChoice
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
@@ -106,15 +105,9 @@ class AttentionService(Service):
         if self._hot is not None:
             self._hot.prepare_prompts()
 
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Use `choice` for long prompts, for this service and its hot neurons."""
-        self._products.choose(choice)
-        if self._hot is not None:
-            self._hot.use_matmul(choice)
-
     def release(self) -> None:
         """End the threads of the matmul."""
-        self._products.close()
+        self._matmul.close()
         if self._hot is not None:
             self._hot.release()
 
@@ -157,10 +150,10 @@ class AttentionService(Service):
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
             prompt_attention(
-                self._products.get(), self.index, self.buffers, self.shape, self.arrays
+                self._matmul.get(), self.index, self.buffers, self.shape, self.arrays
             )
         elif operation == HEAD:
-            prompt_head(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:

@@ -96,10 +96,6 @@ class ServiceReplacer:
         for service, process in self._processes.items():
             self._expect(service, process)
 
-    def change_layout(self, layout: ArenaLayout) -> None:
-        """Attach new processes with this layout from now on."""
-        self._layout = layout
-
     def process_ids(self) -> list[int]:
         """Process ids of the services that were found, in order."""
         return [process.pid for _, process in sorted(self._processes.items())]
@@ -141,6 +137,8 @@ class ServiceReplacer:
         self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
         attached = handle.attach.remote(self._layout, place.arena_refs, place.is_drivers)
         self._await(service, attached)
+        if self.prepares_prompts:
+            handle.begin_prompts.remote()
         self._await(service, handle.try_out.remote())
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:

@@ -80,10 +80,6 @@ class Service(ABC):
         Otherwise the first long prompt waits for it.
         """
 
-    @abstractmethod
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Multiply long prompts as `choice` says; called while none is being served."""
-
     def attach(
         self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers | None = None
     ) -> None:

@@ -204,7 +204,7 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 def _main() -> None:
     """Compile for each kind of service first: that leaves less to the process that has all."""
     end_with_parent()
-    system = system_of_json(sys.stdin.buffer.read())
+    system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (
         (lambda: _start(system, [0])),
         (lambda: _start(system, [1])),

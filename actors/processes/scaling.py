@@ -86,12 +86,11 @@ class CpuServiceChange:
         return self._new.exchange
 
     def prepare(self) -> None:
-        """Pass on a matmul that was chosen while the new services loaded. Errors: HotcoldError."""
-        new, choice = self._new, self._services.system.products
-        new.replacer.take_over(0, self._services.connection.replacer)
-        if choice is not None and new.system.products is None:
-            new.use_matmul(choice, new.cpu_services)
-            new.system = replace(new.system, products=choice)
+        """Let the new services prepare for long prompts where the old ones have."""
+        new, old = self._new, self._services.connection
+        new.replacer.take_over(0, old.replacer)
+        if old.has_matmul:
+            new.begin_prompts(new.cpu_services)
 
     def move(self) -> None:
         """Move the attention service to the new arena, and the driver's exchange to the services.

@@ -114,19 +114,13 @@ class ServiceActor:
             service.affinity = CoreAffinity(cores) if cores else None
         self._service = service
 
-    def choose_matmul(self) -> MatmulChoice:
-        """The fastest matmul of long prompts in this process, by trying."""
-        from hotcold.actors.cpu.matmul_choice import choose_matmul
-
-        return choose_matmul()
-
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Use `choice` for long prompts; returns once its kernels are compiled."""
-        self._bind_thread(0)
-        self._require_service().use_matmul(choice)
-
     def prepare_prompts(self) -> None:
-        """Prepare for long prompts in the background; an error shows at the first one."""
+        """Import and compile what only long prompts need; returns once that is done."""
+        self._bind_thread(0)
+        self._require_service().prepare_prompts()
+
+    def begin_prompts(self) -> None:
+        """Run `prepare_prompts` in the background; an error shows at the first long prompt."""
         self._bind_thread(0)
         service = self._require_service()
 

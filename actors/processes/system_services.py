@@ -187,7 +187,7 @@ class SystemServices:
         self.connection.find(self.connection.services)
 
     def prepare_matmul(self) -> None:
-        """Choose one matmul of prompts for all services, for the system's life.
+        """Return once all services can compute long prompts.
 
         Runs in the engine's thread. Errors: RequestError where a service cannot, CacheLost after
         the attention service was replaced
@@ -204,8 +204,7 @@ class SystemServices:
         while not self._stopping.wait(_IDLE_S):
             load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
-                for handle in self.connection.handles:
-                    handle.prepare_prompts.remote()  # failures show at the first long prompt
+                self.connection.begin_prompts(self.connection.services)
                 return
 
     def stop(self) -> None:

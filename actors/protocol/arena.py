@@ -29,8 +29,6 @@ _BUNDLES = "bundles"
 class ArenaLayout:
     """Sizes of the buffers: S services, T tokens a step, width d, N neurons a layer, R logit rows;
     sequences at once, KV cache pages of each at most, and layers (for neuron counts).
-
-    `products`: how requests of many tokens are multiplied; None leaves it to each service.
     """
 
     num_services: int

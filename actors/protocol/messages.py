@@ -56,7 +56,6 @@ class SystemConfig:
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
-    products: MatmulChoice | None = None  # None: what the services agree on once they have loaded
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
 
     def as_json(self) -> bytes:
@@ -67,14 +66,11 @@ class SystemConfig:
     def from_json(cls, text: bytes) -> SystemConfig:
         """The system of `as_json`. Errors: ValueError, KeyError, TypeError."""
         from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-        from hotcold.actors.protocol.step_sizes import MatmulChoice
 
         values: dict[str, Any] = json.loads(text)
-        storage, products = values["storage"], values["products"]
+        storage = values["storage"]
         if storage is not None:
             values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
-        if products is not None:
-            values["products"] = MatmulChoice(*products)
         return cls(**values | {"hosts": tuple(values["hosts"])})
 
 

@@ -82,25 +82,21 @@ class Connection:
         """Check that each neuron is in exactly one loaded service. Errors: ServiceError."""
         require_partition(config, self.call_each("held_neurons"))
 
-    def agree_on_matmul(self) -> MatmulChoice:
-        """Choose one matmul of long prompts for all services and their replacements.
+    @property
+    def has_matmul(self) -> bool:
+        """Whether all services have prepared for long prompts; replacements will, too."""
+        return self.replacer.prepares_prompts
 
-        Each service votes by trying. A fresh process might choose, and round, differently.
-        Errors:  ServiceLost where one died or is stuck; RequestError where one fails
+    def begin_prompts(self, services: Sequence[int]) -> None:
+        """Let `services` prepare for long prompts; the first of these shows what fails."""
+        for service in services:
+            self.handles[service].begin_prompts.remote()
+
+    def prepare_prompts(self) -> None:
+        """Return once all services have prepared for long prompts, which may compile kernels.
+
+        Errors:  ServiceLost of one that died or is stuck; RequestError of one that fails
         """
-        choices: list[MatmulChoice] = self._call_compiling("choose_matmul", self.services)
-        choice = MatmulChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
-        self.use_matmul(choice, self.services)
-        return choice
-
-    def use_matmul(self, choice: MatmulChoice, services: Sequence[int]) -> None:
-        """Let `services` and all replacements use `choice`. Errors: as in `agree_on_matmul`."""
-        self._layout = replace(self._layout, products=choice)
-        self.replacer.change_layout(self._layout)
-        self._call_compiling("use_matmul", services, choice)
-
-    def _call_compiling(self, method: str, services: Sequence[int], *arguments: Any) -> list[Any]:
-        """Call a method that may compile kernels. Errors: ServiceLost, RequestError."""
         self.watch.starting, before = True, self.watch.starting
         try:
             self.call_each("prepare_prompts")

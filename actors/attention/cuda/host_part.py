@@ -47,10 +47,6 @@ class HostPart:
         """Prepare `inner` for long prompts."""
         self._inner.prepare_prompts()
 
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Use `choice` in `inner`."""
-        self._inner.use_matmul(choice)
-
     def request(self) -> None:
         """Answer the service's current request. Errors: RuntimeError, in one line."""
         index, own = self._inner.index, self._exchange.buffers

@@ -133,11 +133,6 @@ class CudaAttentionService(Service):
         if self.host is not None:
             self.host.prepare_prompts()
 
-    def use_matmul(self, choice: MatmulChoice) -> None:
-        """Use `choice` in the host's part; the GPU has its own matmul."""
-        if self.host is not None:
-            self.host.use_matmul(choice)
-
     def release(self) -> None:
         """Unregister the arena."""
         self._link.close()
