@@ -21,8 +21,11 @@ from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
-from hotcold.actors.protocol.shared_memory import require_shared_memory, reserve_object_store
+from hotcold.actors.protocol.ray_memory import (
+    MONITOR_EVERY_MS,
+    require_shared_memory,
+    reserve_object_store,
+)
 from hotcold.actors.setup.connection import node_ids
 from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError

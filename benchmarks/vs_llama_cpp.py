@@ -42,7 +42,7 @@ from benchmarks.vs_table import table_of
 from hotcold.actors.protocol.messages import MODES, PREDICTED_MODES
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
 

@@ -7,7 +7,7 @@ last two is one line on standard error; `--debug`, anywhere on the line, adds th
 
 from __future__ import annotations
 
-import hotcold.jobs.foreign_folder  # noqa: F401
+import hotcold.jobs.foreign_folder
 
 # isort: split
 import atexit
@@ -27,7 +27,7 @@ from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
-from hotcold.jobs.support.until_stopped import interrupt_again
+from hotcold.jobs.support.signals import interrupt_again
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
 

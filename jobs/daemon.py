@@ -24,7 +24,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.until_stopped import Signals
+from hotcold.jobs.support.signals import Signals
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0

@@ -4,7 +4,7 @@ Only a command does so, which may be started in any folder. A process that impor
 for modules as its own program wants.
 """
 
-from hotcold.model.current_folder import ignore_modules_there, ignore_settings_there
+from hotcold.model.current_folder import ignore_local_modules, ignore_local_settings
 
-ignore_modules_there()
-ignore_settings_there()
+ignore_local_modules()
+ignore_local_settings()

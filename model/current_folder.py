@@ -22,12 +22,12 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 _READ_SETTINGS = {"numba.core.config", "matplotlib"}
 
 
-def ignore_modules_there() -> None:
+def ignore_local_modules() -> None:
     """Remove the current folder from `sys.path`; modules imported before stay."""
     sys.path[:] = module_folders()
 
 
-def ignore_settings_there() -> None:
+def ignore_local_settings() -> None:
     """Let modules imported from now on read no settings there; may be repeated."""
     if not any(isinstance(finder, _Elsewhere) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Elsewhere())

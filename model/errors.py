@@ -82,7 +82,7 @@ def refuse_pointer_file(path: Path, error: type[HotcoldError]) -> None:
         refuse_pointer(path, file.read(LONGEST_POINTER), error)
 
 
-def require_something(prompt: Sized) -> None:
+def require_nonempty(prompt: Sized) -> None:
     """Raise PromptError for a prompt, text or ids, that is empty."""
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token")

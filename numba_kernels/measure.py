@@ -23,10 +23,10 @@ from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
     OPERATION,
     STOP,
-    ask_all,
     barrier_wait,
     finish_request,
     next_request,
+    post_and_await,
 )
 from hotcold.numba_kernels.storage.direct_file import SHORT, read_bytes
 from hotcold.numba_kernels.storage.io_ring import MAX_WAIT_READS, add_read, next_completion, submit
@@ -222,13 +222,13 @@ def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
 
 
 @njit(nogil=True, cache=True)
-def ask_in_turn(cells, replies, first, others, rounds, timeout_ns):
+def request_in_turn(cells, replies, first, others, rounds, timeout_ns):
     """What each request took beyond the services' longest work, (2 * rounds,) ns."""
     costs_ns = np.full(2 * rounds, NOT_ANSWERED, np.int64)
     for i in range(2 * rounds):
         services = first if i % 2 == 0 else others
         started_ns = now_ns()
-        if ask_all(cells, services, i // 2 + 1, timeout_ns) < services.shape[0]:
+        if post_and_await(cells, services, i // 2 + 1, timeout_ns) < services.shape[0]:
             return costs_ns
         took_ns = now_ns() - started_ns
         longest_ns = 0

@@ -11,7 +11,7 @@ import numpy as np
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
-from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY, power_law_rates
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, power_law_rates
 
 PROFILE_FILE = "profile.safetensors"
 _KIND = "profile"

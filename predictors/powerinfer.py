@@ -18,7 +18,7 @@ from hotcold.model.errors import ArtifactError, CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.torch_file import TorchFile
 from hotcold.model.gguf.file import open_gguf
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import Predictors

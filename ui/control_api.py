@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest

@@ -20,7 +20,7 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import CacheSpec
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
-from hotcold.model.files.whole_file import write_whole
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
@@ -97,7 +97,7 @@ def inv_freq(rope: RopeConfig, head_dim: int, is_long: bool = False) -> np.ndarr
         found = rope.inv_freq(head_dim, is_long)
         bits = found.astype("<f4").tobytes()
         with contextlib.suppress(OSError):
-            write_whole(path, hashlib.sha256(bits).digest() + bits)
+            write_atomic(path, hashlib.sha256(bits).digest() + bits)
     return found
 
 

@@ -149,9 +149,7 @@ class AttentionService(Service):
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            prompt_attention(
-                self._matmul.get(), self.index, self.buffers, self.shape, self.arrays
-            )
+            prompt_attention(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
         elif operation == HEAD:
             prompt_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):

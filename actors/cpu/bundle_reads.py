@@ -10,13 +10,18 @@ import numpy as np
 
 from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES
 from hotcold.model.bundles.bundle_file import BundleFile
-from hotcold.model.bundles.direct import PAGE_BYTES, open_direct
+from hotcold.model.bundles.direct_io import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
-from hotcold.numba_kernels.storage.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
+from hotcold.numba_kernels.storage.io_ring import (
+    close_ring,
+    leak_buffers,
+    new_ring,
+    register_buffers,
+)
 from hotcold.numba_kernels.storage.neuron_file import (
     DAMAGED,
     KEEPS_PAGES,
@@ -28,13 +33,13 @@ from hotcold.numba_kernels.storage.neuron_file import (
 )
 from hotcold.numba_kernels.storage.neuron_slots import NeuronSlots
 from hotcold.numba_kernels.storage.read_queue import (
-    HAS_BEGUN,
+    IS_RUNNING,
     NOW,
+    batch_reads,
     new_queue,
     read_all,
     serve_reads,
     stop_readers,
-    wanted_of,
 )
 from hotcold.numba_kernels.storage.ring_reads import go_on_without_ring, serve_ring
 
@@ -109,7 +114,7 @@ class BundleReads:
         self._readers = readers
         for reader in readers:
             reader.start()
-        begun = self.queue.counts[: len(readers), HAS_BEGUN]
+        begun = self.queue.counts[: len(readers), IS_RUNNING]
         while not begun.all() and all(reader.is_alive() for reader in readers):
             time.sleep(_POLL_S)
 
@@ -120,12 +125,12 @@ class BundleReads:
             return
         self._has_ring = True
         staging = self._staging(RING_DEPTH)
-        keep_mapped(ring, staging)
+        register_buffers(ring, staging)
         work = self.queue, self.located, *self._into
         spans, busy = np.zeros((RING_DEPTH, 3), np.int32), np.zeros(RING_DEPTH, np.uint8)
         status = serve_ring(*work, staging, self._rows, ring, spans, busy)
         if status:
-            keep_for_ever(staging)
+            leak_buffers(staging)
             go_on_without_ring(*work, self._staging(1)[0], self._rows, spans, busy)
         close_ring(ring)
 
@@ -143,7 +148,7 @@ class BundleReads:
         Errors:  ServiceError
         """
         order = np.argsort(self.located.places[rows])
-        wanted = wanted_of(self.queue, NOW)
+        wanted = batch_reads(self.queue, NOW)
         for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
         # All of a layer is read, so gaps are small, or hold other rows of the same layer.

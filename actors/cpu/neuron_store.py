@@ -19,12 +19,12 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 from hotcold.numba_kernels.serve.predict_team import SignPredictors
 from hotcold.numba_kernels.storage.layer_slots import (
-    ask_for_layer,
     await_layer,
     copy_layer,
-    settle_reads,
+    drain_reads,
+    request_layer,
 )
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, RowBytes
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, RowBytes
 from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     NUM_COUNTERS,
@@ -171,7 +171,7 @@ class NeuronStore:
         elif rates.size:
             self._choose(chosen, GATE, gates, _highest(rates, gates.row_of.size))
         if rates.size:
-            self._choose(chosen, REST, up_downs, _highest(rates, up_downs.row_of.size))
+            self._choose(chosen, UP_DOWN, up_downs, _highest(rates, up_downs.row_of.size))
         weights, arrays = self._weights, self.arrays
         for own, all_of, slots in (
             (arrays.gate_bias, weights.gate_bias, gates),
@@ -185,7 +185,7 @@ class NeuronStore:
             rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
             self._reads.read(rows, chosen[rows])
             num_gates = int(np.count_nonzero(chosen[rows] & GATE))
-            num_up_downs = int(np.count_nonzero(chosen[rows] & REST))
+            num_up_downs = int(np.count_nonzero(chosen[rows] & UP_DOWN))
             on_bytes(
                 num_gates * geometry.gate_row_bytes + num_up_downs * geometry.up_down_row_bytes
             )
@@ -204,12 +204,12 @@ class NeuronStore:
 
     def _try_layers(self) -> None:
         """Compile what prompts need, so that none waits for it."""
-        ask_for_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MAX_GAP)
+        request_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MAX_GAP)
         copy_layer(*self._copied, 0, *self._bases, 0, 0)
         await_layer(self.stored)
-        settle_reads(self.stored)
+        drain_reads(self.stored)
 
-    def ask_for_layer(self, layer: int) -> None:
+    def request_layer(self, layer: int) -> None:
         """Start to read the layer for `layer_arrays`, in the background.
 
         A step that comes before cancels what has not been begun.
@@ -220,9 +220,9 @@ class NeuronStore:
     def _request_layer(self, layer: int) -> None:
         # All of the layer is read: gaps are small, or hold other rows of the same layer.
         gap = max(MAX_GAP, self._file.geometry.up_down_bytes)
-        settle_reads(self.stored)
+        drain_reads(self.stored)
         layer_rows = self._layer_rows()[layer]
-        ask_for_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)
+        request_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)
 
     @property
     def _bases(self) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class OffloadedCpuService(CpuService):
         super().answer_in_python()
         layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
         if following not in (0, layer + 1):
-            self.store.ask_for_layer(following - 1)
+            self.store.request_layer(following - 1)
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.

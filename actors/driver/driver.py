@@ -48,7 +48,6 @@ from hotcold.actors.setup.assignment import hot_counts
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
-from hotcold.actors.setup.threshold_mode import system_thresholds
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig

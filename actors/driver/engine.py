@@ -211,10 +211,10 @@ class Engine:
     def _continue(self, reason: int, layer: int, num_tokens: int) -> None:
         """Do what the layer loop yielded for."""
         layer_state, exchange = self._layer_state, self.exchange
-        if reason == layer_loop.ASK:
-            layer_state[layer_loop.ASK_WAITED_NS] = exchange.request(self._requested())
+        if reason == layer_loop.SEND_REQUESTS:
+            layer_state[layer_loop.REQUEST_WAITED_NS] = exchange.request(self._requested())
         elif reason == layer_loop.RESUME:
-            layer_state[layer_loop.ASK_WAITED_NS] += exchange.await_replies(self._requested())
+            layer_state[layer_loop.REQUEST_WAITED_NS] += exchange.await_replies(self._requested())
         elif reason == layer_loop.ANNOUNCE:
             name, number = self._predictor_input(), exchange.next_number
             assert self.predictor is not None

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from hotcold.actors.driver.engine import Engine
-from hotcold.model.files.whole_file import write_first
+from hotcold.model.files.atomic_write import write_if_absent
 from hotcold.numba_kernels.own_cache import own_folder
 
 _TRIED_TOKENS = 16  # each timed again and again, at its own position
@@ -103,7 +103,7 @@ def kept_trial(
     with suppress(OSError):
         if _read(path, modes) is None:
             path.unlink(missing_ok=True)  # it is damaged
-        write_first(path, json.dumps(tried.tokens_per_s).encode())
+        write_if_absent(path, json.dumps(tried.tokens_per_s).encode())
     first = _read(path, modes)  # perhaps of another system, which tried meanwhile
     if first is None:
         return tried

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import PromptError, PromptTooLongError, require_something
-from hotcold.model.text.long_texts import LongTexts
+from hotcold.model.errors import PromptError, PromptTooLongError, require_nonempty
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.text.tokenizer_process import TokenizerProcess
 
 _MAX_CHARS_A_TOKEN = 1000
 _LONG = 1 << 18  # characters, which take a fifth of a second
@@ -24,7 +24,7 @@ class Prompts:
         self.tokenizer = Tokenizer.from_model(path)
         self.config = config
         self.context_length = context_length
-        self._long_texts = LongTexts(path)
+        self._tokenizer_process = TokenizerProcess(path)
 
     @functools.cached_property
     def bos_id(self) -> int | None:
@@ -57,7 +57,7 @@ class Prompts:
         ids = self._encode(request, unwanted)
         if request.sampling.stop and self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text; leave out --stop")
-        require_something(ids)
+        require_nonempty(ids)
         self.require_in_vocabulary(ids)
         self.require_in_vocabulary(request.sampling.stop_token_ids)
         self.require_in_vocabulary([token_id for token_id, _ in request.sampling.biases])
@@ -90,7 +90,7 @@ class Prompts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text")
         if len(text) > _LONG:
-            return self._long_texts.encode(text, add_special_tokens, unwanted)
+            return self._tokenizer_process.encode(text, add_special_tokens, unwanted)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _encode(self, request: GenerateRequest, unwanted: threading.Event | None) -> list[int]:

@@ -189,14 +189,14 @@ class Service(ABC):
         if self.thread_cores:
             pin_thread(self.thread_cores[thread])
         elif self.affinity is not None:
-            self.affinity.stay(thread)
+            self.affinity.pin(thread)
 
     def _unpin(self, thread: int) -> None:
         """Let this thread, and those that torch starts from it, use all of the service's cores."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
         elif self.affinity is not None:
-            self.affinity.roam(thread)
+            self.affinity.unpin(thread)
 
     def _fail(self) -> None:
         self.last_error = traceback.format_exc()

@@ -107,7 +107,7 @@ def _main(path: Path, weight_dtype: str) -> None:
             config,
             weight_dtype,
             lambda written, total: report(written=written, of=total),
-            takes_others=True,
+            accept_existing=True,
         )
     except HotcoldError as error:
         report(error=str(error))

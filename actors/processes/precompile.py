@@ -37,8 +37,8 @@ from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.files.whole_file import write_whole
 from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.own_cache import own_folder
@@ -62,7 +62,7 @@ def precompile_once(system: SystemConfig) -> None:
         with process.stdin as stdin:
             stdin.write(system.as_json())
         if process.wait() == 0:
-            write_whole(marker, b"")
+            write_atomic(marker, b"")
 
 
 def _marker(system: SystemConfig) -> Path | None:
@@ -111,7 +111,7 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     assert spec.cache is not None
     checkpoint = Checkpoint(Path(spec.model_path), keeps_pages=False)
     dtype = requested_dtype(spec.weight_dtype)
-    with TensorReader(checkpoint, dtype=dtype, most_rows=1) as reader:
+    with TensorReader(checkpoint, dtype=dtype, max_rows=1) as reader:
         attention, head = read_attention(reader, config), read_head(reader, config)
     arrays = attention_arrays(config, spec.cache, attention, head)
     return AttentionService(
@@ -165,7 +165,6 @@ def _start(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
 
 def precompile(system: SystemConfig) -> None:
     """Run what the processes of `system` will run. Errors: HotcoldError."""
-    from hotcold.actors.cpu.matmul_choice import choose_matmul
     from hotcold.actors.driver.driver import Driver
 
     services, shards, buffers = _start(system)

@@ -28,8 +28,7 @@ from hotcold.actors.setup.host_files import (
     weight_bytes,
 )
 from hotcold.actors.setup.storage import offloaded_share
-from hotcold.actors.telemetry.compiling import CompileCounter
-from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
+from hotcold.actors.telemetry.vitals import CompileCounter, ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError

@@ -76,8 +76,8 @@ class SystemServices:
         self.stage = STARTING
         by_layer = dict(self.config.mean_row_bytes)
         # For the user: formats that differ from the files, approximations, what could not be had.
-        read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise(by_layer)
-        notes = read_otherwise, threshold_note(system, self.config)
+        conversion_note = "" if system.weight_dtype else checkpoint.conversion_note(by_layer)
+        notes = conversion_note, threshold_note(system, self.config)
         self.notes: tuple[str, ...] = tuple(note for note in notes if note)
         self.device_name = "cpu"  # of the attention service
         self.changing = threading.Lock()  # held while services are loaded

@@ -1,7 +1,6 @@
 """Connects the driver to its services: nodes, arenas, the exchange, other hosts' relays."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import put_arena
-from hotcold.actors.protocol.step_sizes import MatmulChoice
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError

@@ -25,7 +25,7 @@ from hotcold.actors.setup.storage_shares import (
     reads_whole,
 )
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
-from hotcold.model.bundles.direct import PAGE_BYTES
+from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import OnBytes, write_bundles
 from hotcold.model.config.model_config import ModelConfig
@@ -141,7 +141,7 @@ def pack_model(
     config: ModelConfig,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
-    takes_others: bool = False,
+    accept_existing: bool = False,
 ) -> Path:
     """Write the model's bundle file with the dtypes of `config`, as `write_bundles` does.
 
@@ -149,7 +149,7 @@ def pack_model(
     """
     profile = own_profile(path, ModelIdentity.of(path), config)
     order, name = _file_order(config, profile)
-    return write_bundles(path, config, order, name, weight_dtype, on_bytes, takes_others)
+    return write_bundles(path, config, order, name, weight_dtype, on_bytes, accept_existing)
 
 
 def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:

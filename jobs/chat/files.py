@@ -11,7 +11,7 @@ from typing import Any
 
 from hotcold.jobs.chat.conversation import Message
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.files.whole_file import replace_whole
+from hotcold.model.files.atomic_write import replace_atomic
 
 _MAX_ATTACHED = 1 << 20  # bytes of one file
 _MAX_SAVED = 16 << 20
@@ -62,7 +62,7 @@ def save_conversation(path: Path, system_prompt: str, messages: list[Message], m
     content = {"kind": _KIND, "model": model, "messages": [*opening, *messages]}
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     try:
-        replace_whole(path, text.encode(errors="surrogatepass"), mode=0o600)
+        replace_atomic(path, text.encode(errors="surrogatepass"), mode=0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -10,7 +10,7 @@ from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import mentioned, read_attachment
 from hotcold.jobs.chat.screen import Screen
 from hotcold.jobs.support.console import cut_short
-from hotcold.jobs.support.until_stopped import on_interrupt
+from hotcold.jobs.support.signals import on_interrupt
 from hotcold.model.errors import PromptError, UsageError
 
 HELP = (

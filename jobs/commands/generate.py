@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from hotcold.jobs.support.shared_option import GroupedCommand
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
@@ -26,9 +27,8 @@ from hotcold.jobs.support.options import (
     split_system_options,
     system_options,
 )
-from hotcold.jobs.support.shared_option import GroupedCommand
 from hotcold.llm import LLM
-from hotcold.model.errors import PromptError, ServiceError, require_something
+from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model
 
 _LONGER = "a larger --max-tokens lets it be longer"
@@ -117,7 +117,7 @@ def _request(
         return GenerateRequest(sampling, prompt_ids=prompt_ids)
     if prompt is None:
         prompt = _read_prompt()
-    require_something(prompt)
+    require_nonempty(prompt)
     if chat:
         return GenerateRequest(sampling, messages=[{"role": "user", "content": prompt}])
     return GenerateRequest(sampling, prompt=prompt)

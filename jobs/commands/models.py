@@ -29,7 +29,7 @@ def pull(model: str, as_json: bool) -> None:
         raise UsageError(f"{shown(model)} is no model of Hugging Face; give org/repo[:FILE]")
     found = hub.find(match["repo"], match["name"])
     download = hub.size_of(found)
-    hub.require_room(download)
+    hub.require_space(download)
     gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9
     what = f"{gb:.2f} GB in {download.num_files} files"
     click.echo(f"{model}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
@@ -48,7 +48,7 @@ def list_models(as_json: bool) -> None:
 
     from hotcold.model.files import hub
 
-    models = hub.kept_models()
+    models = hub.cached_models()
     if models:
         table = Table(box=None, pad_edge=False)
         for name in ("model", "form", "GB", "last used"):

@@ -16,7 +16,7 @@ from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
-from hotcold.jobs.support.until_stopped import Signals
+from hotcold.jobs.support.signals import Signals
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:

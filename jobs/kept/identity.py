@@ -18,7 +18,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.model.files import hub
 from hotcold.model.files.hub import REPOSITORY
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
-from hotcold.model.gguf.names import are_parts
+from hotcold.model.gguf.file_names import are_parts
 from hotcold.model.mapped_file import file_state
 
 _CODE = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.jobs.kept.identity import Identity
-from hotcold.model.files.whole_file import part_of, remove_old_parts
+from hotcold.model.files.atomic_write import part_of, remove_old_parts
 
 _SUFFIX, _SOCKET = ".json", ".sock"
 _LONGEST_NAME = 32

@@ -10,7 +10,7 @@ import numpy as np
 
 from hotcold.jobs.support.offload_plan import OffloadPlan
 from hotcold.model.errors import UsageError
-from hotcold.model.files.whole_file import write_whole
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
@@ -88,7 +88,7 @@ def _save(path: Path, figure: Any) -> None:
     figure.savefig(image, format=path.suffix[1:].lower(), dpi=160)
     pyplot.close(figure)
     try:
-        write_whole(path, image.getvalue())
+        write_atomic(path, image.getvalue())
     except OSError as problem:
         raise UsageError(
             f"{path}: cannot be written ({problem.strerror}); give another place with --plot"

@@ -148,8 +148,6 @@ def kernel_instructions() -> str:
 
 def kernel_paths() -> str:
     """Which variants of kernels this CPU uses."""
-    from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_matmul
-    from hotcold.numba_kernels.ir.int16_ir import has_word_matmul
     from hotcold.numba_kernels.ir.target import has_feature
     from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from hotcold.jobs.support.settings import check_top, let_settings_decide, read_settings
-from hotcold.jobs.support.until_stopped import interrupts_after
+from hotcold.jobs.support.signals import interrupts_after
 
 
 @dataclass

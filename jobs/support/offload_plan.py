@@ -10,7 +10,7 @@ from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.storage_shares import token_reads
-from hotcold.model.bundles.direct import PAGE_BYTES
+from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.placement.machine.measure_disk import measure_disk
 from hotcold.placement.storage import Disk, token_seconds

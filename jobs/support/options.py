@@ -1,6 +1,5 @@
 """Options that several commands share."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

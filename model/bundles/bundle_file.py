@@ -17,7 +17,7 @@ from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
 _MAGIC = b"hotcold bundles\n"
 _HEAD = len(_MAGIC) + 8  # magic, then length and CRC-32 of the facts, JSON, that follow
@@ -152,7 +152,7 @@ def damaged_bundles(
                 begin += first * geometry.bundle_bytes
                 _fill(stream.fileno(), bundles, begin)
                 checksums = np.empty((last - first, 2), np.uint32)
-                bundle_sums(bundles, geometry.gate_bytes, checksums)
+                bundle_checksums(bundles, geometry.gate_bytes, checksums)
                 wrong = (checksums != file.checksums[layer, first:last]).any(axis=1)
                 norms = row_lengths(_down_rows(geometry, bundles))
                 wrong |= ~np.isclose(norms, file.norms[layer, first:last], _NORM_ERROR, 0)

@@ -17,8 +17,8 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.atomic_write import sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.files.whole_file import sync_folder
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import row_lengths
@@ -35,13 +35,13 @@ def write_bundles(
     order_name: str,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
-    takes_others: bool = False,
+    accept_existing: bool = False,
 ) -> Path:
     """Write the model's bundle file atomically; return its path.
 
     `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 is the order of a
     layer's bundles. Layers that a stopped run with the same arguments has written are kept. An
-    existing file is replaced; with `takes_others` it is returned, and a process that is writing it
+    existing file is replaced; with `accept_existing` it is returned, and a process that is writing it
     is waited for.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
@@ -50,11 +50,11 @@ def write_bundles(
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _open_part(part, path, waits=takes_others)
+        descriptor = _open_part(part, path, waits=accept_existing)
     except OSError as problem:
         raise ArtifactError(f"{path}: cannot be written ({problem.strerror})") from None
     try:
-        if takes_others and path.exists():
+        if accept_existing and path.exists():
             part.unlink()
             return path
         header = header_block(geometry, identity, order_name, None)
@@ -151,7 +151,7 @@ def _write_layers(
             for first in range(0, geometry.num_neurons, rows):
                 last = min(first + rows, geometry.num_neurons)
                 bundles = _bundles(geometry, weights, first, last)
-                bundle_sums(bundles, geometry.gate_bytes, checksums[first:last])
+                bundle_checksums(bundles, geometry.gate_bytes, checksums[first:last])
                 _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
                 written += bundles.nbytes
                 on_bytes(written, total)

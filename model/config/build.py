@@ -13,7 +13,7 @@ from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from hotcold.model.config.quantization import quantized_dtype
 from hotcold.model.errors import shown
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 
 DTYPES: dict[str, WeightDtype] = {
     "float32": "float32",

@@ -18,11 +18,11 @@ import numpy as np
 
 from hotcold.model.config.build import config_values
 from hotcold.model.errors import ArtifactError, first_line, shown
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.weights_digest import ModelFiles, weights_digest
-from hotcold.model.files.whole_file import write_whole
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 
 VERSION = 1
 _KEY = "hotcold"
@@ -179,7 +179,7 @@ def write_artifact(
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     content = save(contiguous, {_KEY: json.dumps(about, allow_nan=False)})
     try:
-        write_whole(path, content)
+        write_atomic(path, content)
     except OSError as problem:
         raise ArtifactError(
             f"{path}: cannot be written ({problem.strerror}); give another place with --out"

@@ -30,7 +30,7 @@ from hotcold.model.files.safetensors_file import (
 )
 from hotcold.model.files.torch_file import TorchFile
 from hotcold.model.files.unsupported_formats import refuse_folder
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
 from hotcold.model.mapped_file import forget_pages
 from hotcold.numba_kernels.formats import is_quantized
@@ -143,13 +143,13 @@ class Checkpoint:
         bits = file.array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
-    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+    def conversion_note(self, by_layer: Collection[str] = ()) -> str:
         """Return a line about formats that are converted in memory; "" where none are.
 
         Kinds of matrices in `by_layer` have their `own_dtype`, the others their `loaded_dtype`.
         """
         files = {id(file): file for file in self._files.values()}.values()
-        return "; ".join(filter(None, (file.read_otherwise(by_layer) for file in files)))
+        return "; ".join(filter(None, (file.conversion_note(by_layer) for file in files)))
 
     def files(self) -> list[Path]:
         """Return config.json, index and weight files, sorted."""

@@ -122,7 +122,7 @@ class GgufWeights(WeightFile):
         """Whether the matrix has a row for each column of the checkpoint's."""
         return self._places[name].module == _DOWN_T
 
-    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+    def conversion_note(self, by_layer: Collection[str] = ()) -> str:
         """Return a line about formats that are converted in memory; "" where none are.
 
         In the roles `by_layer` each tensor has its `own_dtype`, in the others its `loaded_dtype`.

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hotcold.model.errors import HotcoldError, UsageError, shown
-from hotcold.model.gguf.names import SUFFIX, is_later_part
+from hotcold.model.gguf.file_names import SUFFIX, is_later_part
 
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<name>[\w.-]+))?")
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
@@ -157,7 +157,7 @@ def fetch_config(repo_id: str) -> Path:
         raise _refusal(repo_id, problem) from None
 
 
-def require_room(download: Download) -> None:
+def require_space(download: Download) -> None:
     """Raise UsageError where the cache's disk is too full for what is missing."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -180,7 +180,7 @@ def snapshots(name: str) -> list[Path]:
     return sorted(Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").glob("snapshots/*"))
 
 
-def kept_models() -> list[CachedModel]:
+def cached_models() -> list[CachedModel]:
     """Return the models in the cache, by name."""
     found = []
     for repo in _scan():
@@ -198,7 +198,7 @@ def removal_of(name: str) -> Removal:
     """
     parsed = REPOSITORY.fullmatch(name)
     repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
-    models = [model for model in kept_models() if model.name == name]
+    models = [model for model in cached_models() if model.name == name]
     if not repos or (parsed and parsed["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
     repo = repos[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub, ollama
 from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
-from hotcold.model.gguf.names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
+from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"

@@ -99,7 +99,7 @@ class WeightFile:
         """Whether a down projection is stored transposed, so that its rows are neurons."""
         return False
 
-    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+    def conversion_note(self, by_layer: Collection[str] = ()) -> str:
         """Return a line about formats that are converted in memory; "" where none are.
 
         Roles in `by_layer` have their `own_dtype`, the others their `loaded_dtype`.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.errors import CheckpointError, shown
+from hotcold.model.gguf.file_names import PART, SUFFIX
 from hotcold.model.gguf.header import ArrayValue, HeaderReader, TensorInfo
-from hotcold.model.gguf.names import PART, SUFFIX
 from hotcold.model.mapped_file import MappedFile, file_state, mapped
 
 _KEPT_FILES = 4

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
-from hotcold.model.gguf.names import MAGICS
+from hotcold.model.gguf.file_names import MAGICS
 from hotcold.model.gguf.tensor_types import TENSOR_TYPES, TensorType
 
 VERSIONS = (2, 3)

@@ -22,7 +22,7 @@ from hotcold.model.errors import (
     first_line_of_any,
     refuse_pointer_file,
 )
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.text.chat_template import ChatTemplate, Messages, Thinking
 from hotcold.model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from hotcold.model.text.legacy_tokenizers import legacy_tokenizer

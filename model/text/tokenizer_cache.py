@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from hotcold.model.errors import first_line_of_any
-from hotcold.model.files.whole_file import write_whole
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
 
 _VERSION = 1  # raise it when tokenizers are built in another way
@@ -35,7 +35,7 @@ def cached_tokenizer(key: str, build: Callable[[], tokenizers.Tokenizer]) -> tok
     if found is None:
         found = build()
         with contextlib.suppress(OSError):
-            write_whole(file, str(found.to_str()).encode())
+            write_atomic(file, str(found.to_str()).encode())
     return found
 
 

@@ -23,14 +23,14 @@ from hotcold.model.config.model_config import ModelConfig, WeightDtype
 from hotcold.model.config.quantization import KEY, quantization_config
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.atomic_write import part_of, sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_writer import (
     SafetensorsWriter,
     TensorSpec,
     require_disk_space,
 )
-from hotcold.model.files.whole_file import part_of, sync_folder
-from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.tensor_reader import TensorReader

@@ -46,7 +46,7 @@ class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
     `on_bytes(n)` is called in the caller's thread after every n bytes of weights. Matrices are
-    converted to `dtype`. `touch` gets every new matrix. At most `most_rows` of each matrix are
+    converted to `dtype`. `touch` gets every new matrix. At most `max_rows` of each matrix are
     copied and checked, for callers that only compile kernels.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
              UsageError where the model cannot be loaded in `dtype`
@@ -58,12 +58,12 @@ class TensorReader:
         on_bytes: OnBytes | None = None,
         dtype: np.dtype | None = None,
         touch: Touch | None = None,
-        most_rows: int | None = None,
+        max_rows: int | None = None,
     ):
         self.checkpoint = checkpoint
         self._dtype = dtype
         self._touch = touch
-        self._most_rows = most_rows
+        self._most_rows = max_rows
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(num_cpus(), "load")
 

@@ -38,7 +38,7 @@ ATTENTION_SERVICE = 0  # of attention, head and hot neurons; the CPU services fo
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
 PREDICTS, OWN_FFN = 4, 5  # who chooses neurons; whether Python computes the FFN
 FIRST, END, IS_SENT = 6, 7, 8  # services first..end - 1; a request was sent and is not counted yet
-ASK_WAITED_NS = 9  # for its replies
+REQUEST_WAITED_NS = 9  # for its replies
 # and sums over its layers, as in `StepTimes`
 ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(10, 14)
 SUM_COMPUTED, SUM_UPS, SUM_GATES = range(14, 17)
@@ -55,7 +55,7 @@ _NUM_PHASES = 5
 
 # reasons for which the loop yields to Python
 DONE = 0  # all layers are done
-ASK = 1  # send services FIRST..END - 1 the requests in their request words, and wait
+SEND_REQUESTS = 1  # send services FIRST..END - 1 the requests in their request words, and wait
 RESUME = 2  # requests were sent: a service has failed, or its health has to be polled
 ANNOUNCE = 3  # a request for the predictor's input is about to be sent
 CHOOSE = 4  # the predictor's input is ready: write NUM_IDS and ids of the CPU services
@@ -156,7 +156,7 @@ def _choose(layer_state, buffers, facts, team):
     """Write the FFN's requests: for all neurons, unless a predictor chooses."""
     busy_ns = _longest_busy(layer_state, buffers)
     layer_state[ATTENTION_BUSY_NS] += busy_ns
-    layer_state[ATTENTION_WAITED_NS] += layer_state[ASK_WAITED_NS]
+    layer_state[ATTENTION_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT] = 0
     has_hot = facts.num_hot[layer_state[AT_LAYER]] > 0
     layer_state[FIRST] = ATTENTION_SERVICE if has_hot else ATTENTION_SERVICE + 1
@@ -245,13 +245,13 @@ def _write_request(request, operation, layer_state, facts):
 
 @njit(nogil=True, cache=True)
 def _send(layer_state, request_state, buffers, facts):
-    layer_state[IS_SENT], layer_state[ASK_WAITED_NS] = 1, 0
+    layer_state[IS_SENT], layer_state[REQUEST_WAITED_NS] = 1, 0
     if request_state.shape[0] == 0:
-        return ASK
+        return SEND_REQUESTS
     started_ns = now_ns()
     services = facts.services[layer_state[FIRST] : layer_state[END]]
     is_done = send_requests(request_state, buffers.cells, buffers.replies, services)
-    layer_state[ASK_WAITED_NS] = now_ns() - started_ns
+    layer_state[REQUEST_WAITED_NS] = now_ns() - started_ns
     return DONE if is_done else RESUME
 
 
@@ -268,7 +268,7 @@ def _count_ffn(layer_state, buffers, facts):
     """Add the replies of the FFN to the loop's sums."""
     layer_state[IS_SENT] = 0
     layer_state[FFN_BUSY_NS] += _longest_busy(layer_state, buffers)
-    layer_state[FFN_WAITED_NS] += layer_state[ASK_WAITED_NS]
+    layer_state[FFN_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     num_gates, is_chosen = facts.num_hot[layer_state[AT_LAYER]], False
     for service in range(layer_state[FIRST], layer_state[END]):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]

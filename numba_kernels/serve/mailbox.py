@@ -45,7 +45,7 @@ SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them f
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
 DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `finish_request`
 # Of offloaded neurons, so far: bytes, waiting time, cache lookups and misses of neurons' parts
-BYTES_READ, READ_WAIT_NS, PARTS_WANTED, PARTS_MISSED = range(6, 10)
+BYTES_READ, READ_WAIT_NS, PARTS_LOOKED_UP, PARTS_MISSED = range(6, 10)
 NUM_UP = 10  # neurons whose up row was read; NUM_COMPUTED: whose down row was
 NUM_REPLY_WORDS = 16  # whole cache lines
 OK, FAILED = 0, 1
@@ -190,7 +190,7 @@ def finish_request(cells, replies, counters, service, number, num_threads, start
 
 
 @njit(nogil=True, cache=True)
-def ask_all(cells, services, number, timeout_ns):
+def post_and_await(cells, services, number, timeout_ns):
     """`post` request `number` to all `services`, then `await_all`."""
     for service in services:
         post(cells, service, number)
@@ -228,7 +228,7 @@ def send_requests(request_state, cells, replies, services):
     request_state[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
     for service in services:
         replies[service, STATUS] = OK
-    request_state[NUM_DONE] = ask_all(cells, services, number, request_state[TIMEOUT_NS])
+    request_state[NUM_DONE] = post_and_await(cells, services, number, request_state[TIMEOUT_NS])
     is_well = request_state[NUM_DONE] == services.shape[0]
     for service in services:
         is_well = is_well and replies[service, STATUS] == OK

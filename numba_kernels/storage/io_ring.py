@@ -27,7 +27,7 @@ _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
 _SINGLE_MMAP, _CURRENT_PLACE = 1, 1 << 3
 _ENTRIES_PLACE = 0x10000000  # offset at which submissions are mapped
 _GET_EVENTS = 1
-_READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_mapped`
+_READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `register_buffers`
 _REGISTER_BUFFERS = 0
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
@@ -102,7 +102,7 @@ def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:
     return IoRing(np.array([*facts, _READ], np.int64), words, submissions, found)
 
 
-def keep_mapped(ring: IoRing, buffers: np.ndarray) -> None:
+def register_buffers(ring: IoRing, buffers: np.ndarray) -> None:
     """Register the memory that all later reads go to, so that its pages stay mapped.
 
     Without effect where the limit of locked memory is too low. No read may be in flight.
@@ -119,7 +119,7 @@ def close_ring(ring: IoRing) -> None:
     os.close(int(ring.facts[DESCRIPTOR]))
 
 
-def keep_for_ever(buffers: np.ndarray) -> None:
+def leak_buffers(buffers: np.ndarray) -> None:
     """Never free the buffers of a ring that failed with reads in flight.
 
     The kernel may write there later, and no call says when it no longer does.
@@ -154,7 +154,7 @@ def _enter(typingctx, descriptor, num_new, min_complete):
 def add_read(ring, number, descriptor, place, address, size):
     """Queue a read for the next `submit`; fewer reads are in flight than there are entries.
 
-    After `keep_mapped` the target lies within the registered buffers.
+    After `register_buffers` the target lies within the registered buffers.
     """
     facts = ring.facts
     tail = atomic_load(ring.words, facts[SQ_TAIL])

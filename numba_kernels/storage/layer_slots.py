@@ -7,14 +7,14 @@ decode step in between may evict them again.
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, copy_row
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, copy_row
 from hotcold.numba_kernels.storage.neuron_slots import assign_slot, evict, has_all, is_loaded
 from hotcold.numba_kernels.storage.offloaded_neurons import claim_gate, claim_up_down, submit_marked
 from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, drain
 
 
 @njit(nogil=True, cache=True)
-def settle_reads(shard):
+def drain_reads(shard):
     """Cancel reads that have not started and wait for those in flight."""
     drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
     shard.queue.failure[:] = 0
@@ -35,7 +35,7 @@ def _assign_places(slots, first, last, base):
 
 
 @njit(nogil=True, cache=True)
-def ask_for_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_gap):
+def request_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_gap):
     """Submit reads of a layer's neurons that are not in memory; no other read may be pending.
 
     The i-th neuron's parts go to slots gate_base + i and up_down_base + i.
@@ -52,7 +52,7 @@ def ask_for_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_ga
         if not gates_stay and claim_gate(gates, gate_bias, arrays.gate_bias, row)[1]:
             part = GATE
         if claim_up_down(up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, row)[1]:
-            part |= REST
+            part |= UP_DOWN
         if part:
             shard.marks[in_file[row]], shard.mark_parts[in_file[row]] = row + 1, part
             num_missing += 1

@@ -12,7 +12,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.direct_file import read_bytes
 
 PART_UNIT = 512  # bytes: the block of direct reads of most file systems
-GATE, REST = 1, 2  # parts of a bundle, as bits
+GATE, UP_DOWN = 1, 2  # parts of a bundle, as bits
 DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -98,7 +98,7 @@ def part_span(file, row, parts):
     bundle = file.layers[row] * facts[LAYER_BUNDLES] + file.places[row]
     begin = facts[FIRST_BYTE] + bundle * (gate + up_down)
     first = begin if parts & GATE else begin + gate
-    return first, begin + gate + (up_down if parts & REST else 0)
+    return first, begin + gate + (up_down if parts & UP_DOWN else 0)
 
 
 @njit(nogil=True, cache=True)
@@ -148,7 +148,7 @@ def copy_span(file, reads, first, last, begin, staging, target):
                 return i
             copy_row(part, target.gate, np.int64(target.gate_slots[row]))
             at += gate
-        if parts & REST:
+        if parts & UP_DOWN:
             part = staging[at : at + up_down]
             if part_checksum(part) != file.checksums[row, 1]:
                 return i

@@ -9,7 +9,7 @@ from hotcold.numba_kernels.decode.activations import activate
 from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
 from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
 from hotcold.numba_kernels.storage.neuron_slots import (
     EPOCH,
     NeuronSlots,
@@ -128,7 +128,7 @@ def locate_up_downs(shard, first, ids, count, places, missing):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
         places[i], is_missing = claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)
         if is_missing:
-            marks[in_file[row]], parts[in_file[row]] = row + 1, REST
+            marks[in_file[row]], parts[in_file[row]] = row + 1, UP_DOWN
 
 
 @njit(nogil=True, cache=True)
@@ -149,7 +149,7 @@ def claim_beside_gates(shard, first, ids, count):
             marks[in_file[row]]
             and claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)[1]
         ):
-            parts[in_file[row]] = GATE | REST
+            parts[in_file[row]] = GATE | UP_DOWN
 
 
 @njit(nogil=True, cache=True)
@@ -221,7 +221,7 @@ def submit_ahead(shard, layer):
         if (has_gate or reads_whole) and claim_up_down(
             up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, np.int64(row)
         )[1]:
-            part |= REST
+            part |= UP_DOWN
         if part:
             rows[count], parts[count] = row, part
             ahead.rows[count], ahead.parts[count] = row, part

@@ -21,7 +21,7 @@ MIN_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64
 _MAX_TOKENS = 4  # of a step: more tokens use most of a layer's neurons
 # words of `ReadAhead.counts`: neurons read ahead, and those of them that were used
-NUM_AHEAD, NUM_OF_USE = 0, 1
+NUM_AHEAD, NUM_USEFUL = 0, 1
 
 
 class ReadAhead(NamedTuple):
@@ -154,7 +154,7 @@ def adapt(ahead, layer, gates, up_downs):
         num_used += was_used(gates if ahead.parts[i] & GATE else up_downs, ahead.rows[i])
     ahead.state[0] = -1
     ahead.counts[NUM_AHEAD] += num_read
-    ahead.counts[NUM_OF_USE] += num_used
+    ahead.counts[NUM_USEFUL] += num_used
     if 2 * num_used >= num_read:
         # Relative to what was read: cancelled reads say nothing about the predictor.
         more = num_read + num_read // 4 + 1

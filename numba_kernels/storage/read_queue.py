@@ -22,7 +22,13 @@ from hotcold.numba_kernels.serve.doorbell import (
     wake,
     wake_some,
 )
-from hotcold.numba_kernels.storage.neuron_file import GATE, REST, NeuronReads, cut_spans, read_span
+from hotcold.numba_kernels.storage.neuron_file import (
+    GATE,
+    UP_DOWN,
+    NeuronReads,
+    cut_spans,
+    read_span,
+)
 
 NOW, NUM_BATCHES = 0, 3  # batch NOW is needed now; the others are read ahead, in turn
 _TAKEN, _SUBMITTED, _STOP, _COMPLETED, _WAITING, _PENDING = range(6)  # cells
@@ -32,7 +38,7 @@ _POLL_NS = 100_000_000
 _SPINS = 100
 _SPANS_A_WAKE = np.int32(8)  # waking waiters for each completed span costs more than it gains
 BATCH, FIRST, LAST = range(3)  # of a span
-BYTES_READ, READ_NS, HAS_BEGUN = range(3)  # words of `counts`
+BYTES_READ, READ_NS, IS_RUNNING = range(3)  # words of `counts`
 NOT_LOADED, LOADED, FAILED = np.int32(0), np.int32(1), np.int32(2)  # of a part of a neuron
 
 
@@ -72,7 +78,7 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
 
 
 @njit(nogil=True, cache=True)
-def wanted_of(queue, batch):
+def batch_reads(queue, batch):
     """A batch's neurons and parts, to be written before `submit_reads`."""
     return NeuronReads(queue.rows[batch], queue.parts[batch])
 
@@ -87,7 +93,7 @@ def num_pending(queue, batch):
 def submit_reads(queue, file, batch, count, max_bytes, max_gap):
     """Submit the first `count` neurons of a batch, which has no pending span."""
     cells, spans, firsts = queue.cells, queue.spans, queue.firsts
-    num_spans = cut_spans(file, wanted_of(queue, batch), count, max_bytes, max_gap, firsts)
+    num_spans = cut_spans(file, batch_reads(queue, batch), count, max_bytes, max_gap, firsts)
     submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
     for k in range(num_spans):
         span = spans[np.int64(submitted + k) & (spans.shape[0] - 1)]
@@ -116,7 +122,7 @@ def cancel_reads(queue, requested_gates, requested_up_downs):
             row, parts = queue.rows[batch, i], queue.parts[batch, i]
             if parts & GATE:
                 requested_gates[row] = np.uint8(0)
-            if parts & REST:
+            if parts & UP_DOWN:
                 requested_up_downs[row] = np.uint8(0)
         atomic_add(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(-1))
         taken = np.int32(taken + 1)
@@ -211,7 +217,7 @@ def complete_span(queue, span, is_read, loaded_gates, loaded_up_downs):
         row, parts = np.int64(queue.rows[batch, i]), queue.parts[batch, i]
         if parts & GATE:
             atomic_store(loaded_gates, row, found)
-        if parts & REST:
+        if parts & UP_DOWN:
             atomic_store(loaded_up_downs, row, found)
     _count_completed(queue, batch)
 
@@ -242,7 +248,7 @@ def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, tar
     """
     counts = queue.counts[thread]
     span = np.zeros(3, np.int32)
-    counts[HAS_BEGUN] = 1
+    counts[IS_RUNNING] = 1
     while not is_stopped(queue):
         seen = num_submitted(queue)
         if not next_span(queue, span):
@@ -251,7 +257,7 @@ def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, tar
         if is_stopped(queue):
             return  # `stop_readers` lets threads take what is no span
         started = now_ns()
-        reads = wanted_of(queue, np.int64(span[BATCH]))
+        reads = batch_reads(queue, np.int64(span[BATCH]))
         num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started

@@ -10,16 +10,16 @@ from hotcold.numba_kernels.storage.read_queue import (
     BATCH,
     BYTES_READ,
     FIRST,
-    HAS_BEGUN,
+    IS_RUNNING,
     LAST,
     READ_NS,
     await_spans,
+    batch_reads,
     complete_span,
     is_stopped,
     next_span,
     num_submitted,
     serve_reads,
-    wanted_of,
 )
 
 
@@ -32,7 +32,7 @@ def _begin_spans(queue, file, ring, staging, spans, busy):
             continue
         if not next_span(queue, span) or is_stopped(queue):
             return
-        reads = wanted_of(queue, np.int64(span[BATCH]))
+        reads = batch_reads(queue, np.int64(span[BATCH]))
         begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
         address = np.int64(staging[k].ctypes.data)
         add_read(ring, k, file.facts[DESCRIPTOR], begin, address, size)
@@ -42,7 +42,7 @@ def _begin_spans(queue, file, ring, staging, spans, busy):
 @njit(nogil=True, cache=True)
 def _finish_read(queue, file, span, result, staging, target):
     """Copy the rows of a span whose read is done; returns its bytes, or 0 where it failed."""
-    reads = wanted_of(queue, np.int64(span[BATCH]))
+    reads = batch_reads(queue, np.int64(span[BATCH]))
     begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
     is_whole = result == size
     if is_whole and copy_span(file, reads, span[FIRST], span[LAST], begin, staging, target) < 0:
@@ -58,7 +58,7 @@ def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, targ
     """
     for k in np.flatnonzero(busy):
         span = spans[k]
-        reads = wanted_of(queue, np.int64(span[BATCH]))
+        reads = batch_reads(queue, np.int64(span[BATCH]))
         num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
         complete_span(queue, span, num_bytes > 0, loaded_gates, loaded_up_downs)
     serve_reads(0, queue, file, loaded_gates, loaded_up_downs, staging, target)
@@ -74,7 +74,7 @@ def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring
     may still write to `staging`, which has to stay.
     """
     counts = queue.counts[0]
-    counts[HAS_BEGUN] = 1
+    counts[IS_RUNNING] = 1
     while True:
         seen = num_submitted(queue)
         if not is_stopped(queue):

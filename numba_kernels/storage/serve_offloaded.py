@@ -15,8 +15,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
+    PARTS_LOOKED_UP,
     PARTS_MISSED,
-    PARTS_WANTED,
     PING,
     READ_WAIT_NS,
     STATUS,
@@ -49,7 +49,7 @@ def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, bu
     reply[BYTES_READ] = shard.queue.counts[:, 0].sum()
     reply[READ_WAIT_NS] = shard.waited_ns.max()
     gates, up_downs = shard.gates.state, shard.up_downs.state
-    reply[PARTS_WANTED] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
+    reply[PARTS_LOOKED_UP] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
     reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]
     if not done:
         reply[STATUS] = FAILED

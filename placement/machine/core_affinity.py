@@ -55,7 +55,7 @@ class CoreAffinity:
             if self.is_pinned:
                 pin_thread([self._thread_cores[thread]])
 
-    def roam(self, thread: int) -> None:
+    def unpin(self, thread: int) -> None:
         """Let the calling thread, number `thread`, use all cores again."""
         with self._lock:
             self._thread_ids.pop(thread, None)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.files.whole_file import write_whole
+from hotcold.model.files.atomic_write import write_atomic
 
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
@@ -136,7 +136,7 @@ def write_machine(path: Path, machine: Machine) -> None:
     """
     text = json.dumps(machine.as_json(), indent=1, allow_nan=False) + "\n"
     try:
-        write_whole(path, text.encode())
+        write_atomic(path, text.encode())
     except OSError as problem:
         raise UsageError(
             f"{path}: cannot be written ({problem.strerror}); give another place"

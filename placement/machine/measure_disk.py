@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
+from hotcold.model.bundles.direct_io import PAGE_BYTES, DirectFile, open_direct
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.measure import read_places, read_places_by_ring
 from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,
-    keep_for_ever,
-    keep_mapped,
+    leak_buffers,
     new_ring,
+    register_buffers,
 )
 
 _MAX_NS = 250_000_000
@@ -47,10 +47,10 @@ def measure_disk(
             return [_rate(file, *each, depth or NUM_THREADS) for each in drawn.items()]
         try:
             into = aligned_empty((RING_DEPTH * max(drawn),), np.uint8)
-            keep_mapped(ring, into)
+            register_buffers(ring, into)
             return [_ring_rate(ring, file, *each, into) for each in drawn.items()]
         except OSError:
-            keep_for_ever(into)  # the ring itself may have failed
+            leak_buffers(into)  # the ring itself may have failed
             raise
         finally:
             close_ring(ring)

@@ -1,6 +1,6 @@
 """The cost of a request to a service and its reply, beyond the service's own work.
 
-Threads wait, work and reply like a service's (`numba_kernels/measure/exchange.py`). The work is a
+Threads wait, work and reply like a service's (`numba_kernels/measure.py`). The work is a
 millisecond of spinning: long enough for waiting threads to fall asleep, as between two requests of
 a token, so the figure includes the wake-up of a core.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.measure import NOT_ANSWERED, ask_in_turn, work_until_stopped
+from hotcold.numba_kernels.measure import NOT_ANSWERED, request_in_turn, work_until_stopped
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -58,7 +58,7 @@ def measure_exchange_us(
     for thread in threads:
         thread.start()
     try:
-        costs_ns = ask_in_turn(cells, replies, first, others, rounds, _TIMEOUT_NS)
+        costs_ns = request_in_turn(cells, replies, first, others, rounds, _TIMEOUT_NS)
     finally:
         requests[:, OPERATION] = STOP
         for service in range(count):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotcold.model.errors import HotcoldError
-from hotcold.model.files.whole_file import write_whole
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.measure import measure_machine
@@ -71,7 +71,7 @@ def write_cached(layout: MachineLayout, machine: Machine) -> None:
     """Cache a measurement; if that fails, the next command measures again."""
     entry = {"version": _VERSION, "key": layout.key, "machine": machine.as_json()}
     with contextlib.suppress(OSError):
-        write_whole(cache_path(), json.dumps(entry).encode())
+        write_atomic(cache_path(), json.dumps(entry).encode())
 
 
 def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:

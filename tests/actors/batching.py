@@ -103,7 +103,7 @@ def complete(driver: Driver, request: GenerateRequest) -> Generation:
     return last.result
 
 
-class Asking:
+class Background:
     """Calls a function in a thread of its own."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -125,6 +125,6 @@ class Asking:
         return self._outcome
 
 
-def start(driver: Driver, request: GenerateRequest) -> Asking:
+def start(driver: Driver, request: GenerateRequest) -> Background:
     """Start a request in a thread of its own."""
-    return Asking(lambda: complete(driver, request))
+    return Background(lambda: complete(driver, request))

@@ -25,7 +25,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import plan_path, write_plan
 from hotcold.placement.planner import make_plan
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_ray import StandInRay, StandInSystem
 from tests.actors.test_placement_choice import WITH_GPU
@@ -167,7 +167,7 @@ def when_others_wait(system: StandInSystem) -> None:
 def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[Any]]:
     """Scale while requests run; the outcome, and what came of the requests."""
     when_others_wait(system)
-    running = [Asking(partial(complete, system, greedy(size))) for size in SIZES]
+    running = [Background(partial(complete, system, greedy(size))) for size in SIZES]
     outcome: Any = None
     try:
         outcome = system.actor.scale(count)

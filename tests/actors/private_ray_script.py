@@ -16,7 +16,6 @@ import psutil
 import ray
 
 from hotcold.actors import launch
-from hotcold.actors.private_ray.session_folder import SessionFolder
 from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS, is_reserved
 
 

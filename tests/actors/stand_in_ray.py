@@ -33,8 +33,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     REQUEST,
     STOP,
-    ask_all,
     cell,
+    post_and_await,
 )
 
 _NODE = "this node"
@@ -127,7 +127,7 @@ def end_threads(service: Service | None) -> None:
     if any(thread.is_alive() for thread in service._threads):
         words[OPERATION] = STOP
         requested = np.array([service.index], np.int64)
-        assert ask_all(cells, requested, int(rung.max()) + 1, _END_NS) == 1
+        assert post_and_await(cells, requested, int(rung.max()) + 1, _END_NS) == 1
         assert service.join(60)
     words[:], cells[bells] = before, rung
 

@@ -19,7 +19,7 @@ from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import CONTEXT, Asking, batching, complete, random_request, start
+from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_company(
 def test_a_result_says_how_many_tokens_its_steps_had(tiny: Tiny) -> None:
     with batching(tiny("llama-relu"), "dense") as (_, driver):
         assert complete(driver, greedy([5] * 20, 12)).step_tokens == 1
-        running: list[Asking] = []
+        running: list[Background] = []
 
         def ask_two() -> None:  # both wait until this has ended
             for number in range(2):
@@ -311,7 +311,7 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
         endless = [start(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
         while len(driver._queue._scheduler._running) < 3:
             pass
-        job = Asking(lambda: driver.score_window(window, 5, False))
+        job = Background(lambda: driver.score_window(window, 5, False))
         while driver._queue.num_waiting < 1:
             pass
         late = start(driver, greedy([5], 3))

@@ -29,7 +29,7 @@ from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
 from hotcold.predictors.sign import SignLayer
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.changing_services import (
     KINDS,
     SIZES,
@@ -332,7 +332,9 @@ def test_tokens_do_not_depend_on_what_happens_to_services(
                     count = number
                 else:
                     lose_once(host, number % (1 + count))
-                    running = [Asking(partial(complete, system, greedy(size))) for size in SIZES]
+                    running = [
+                        Background(partial(complete, system, greedy(size))) for size in SIZES
+                    ]
                     found = [one.end() for one in running]
                 assert found == expected
                 require_whole(system, count, hot)

@@ -14,7 +14,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -84,7 +84,7 @@ def test_a_gpu_that_fails_is_replaced(
     requests = [request(checkpoint, size) for size in (10, 100, 33)]
     expected = [system.complete(each).ids for each in requests]
     pids = system.call("processes")
-    asked = [Asking(partial(system.complete, each)) for each in requests]
+    asked = [Background(partial(system.complete, each)) for each in requests]
     broken.touch()
     assert [one.end().ids for one in asked] == expected
     if broken.exists():  # they were faster

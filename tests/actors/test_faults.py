@@ -23,7 +23,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import resolve_shape
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, config_of, greedy
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -70,7 +70,7 @@ class Eight:
 
     def complete(self, meanwhile: Callable[[], None]) -> list[list[int]]:
         """All side by side; `meanwhile` is called when the first tokens have come."""
-        running = [Asking(partial(self.system.complete, request)) for request in self.requests]
+        running = [Background(partial(self.system.complete, request)) for request in self.requests]
         meanwhile()
         results = [asked.end() for asked in running]
         assert all(isinstance(result, Generation) for result in results), results
@@ -191,7 +191,7 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
             prompt_ids=[5],
         )
     )
-    endless = Asking(lambda: list(stream)[-1].result)
+    endless = Background(lambda: list(stream)[-1].result)
     threading.Event().wait(0.1)
     fault()
     result = endless.end()

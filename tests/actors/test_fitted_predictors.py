@@ -14,7 +14,7 @@ import pytest
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.setup.modes import trial_key
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity

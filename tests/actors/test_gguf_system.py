@@ -19,14 +19,14 @@ from hotcold.actors.setup.preflight import prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.system import System
 from hotcold.model.errors import UsageError
-from hotcold.model.reference import reference_logits
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_threshold_mode import written
 from tests.gguf_files import LlamaFile
+from tests.reference import reference_logits
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import IDS as IDS_OF_LOGITS
 from tests.unit.test_gguf_model import file_of, logits_of, tiny
@@ -133,12 +133,12 @@ def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None
     requests = [GenerateRequest(sampling, prompt_ids=ids) for ids in prompts]
     with System.start(system) as running:
         alone = [running.complete(request).ids for request in requests]
-        asked = [Asking(partial(running.complete, request)) for request in requests]
+        asked = [Background(partial(running.complete, request)) for request in requests]
         os.kill(running.call("processes")["cpu1"], signal.SIGKILL)
         assert [one.end().ids for one in asked] == alone
         assert running.call("scale", 1).num_cpu_actors == 1
         fewer = [running.complete(request).ids for request in requests]
-        asked = [Asking(partial(running.complete, request)) for request in requests]
+        asked = [Background(partial(running.complete, request)) for request in requests]
         os.kill(running.call("processes")["cpu0"], signal.SIGKILL)
         assert [one.end().ids for one in asked] == fewer
     many = SystemConfig(str(path), num_threads=8, down_transposed=True)

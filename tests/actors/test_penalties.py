@@ -12,10 +12,10 @@ import pytest
 
 from hotcold.actors.driver.logits_processors import Penalties
 from hotcold.actors.protocol.messages import GenerateRequest
-from hotcold.model.reference import reference_logits
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
+from tests.reference import reference_logits
 
 Tiny = Callable[..., TinyCheckpoint]
 PENALTIES: list[dict[str, Any]] = [

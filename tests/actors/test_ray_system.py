@@ -21,7 +21,7 @@ from hotcold.actors.processes.reports import LOADING_KERNELS
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.system import System
 from hotcold.model.errors import PromptError, ServiceError
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, greedy, wait_until
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.word_model import words_of
@@ -171,7 +171,7 @@ class Long:
                 result = event.result
             return result
 
-        self._asking = Asking(generate)
+        self._asking = Background(generate)
         assert came.wait(150)
 
     def end(self) -> Any:
@@ -211,7 +211,7 @@ def test_a_stuck_driver_is_named(
     long = Long(running, llama)
     os.kill(driver, signal.SIGSTOP)
     try:
-        asked = Asking(partial(running.complete, greedy(llama)))
+        asked = Background(partial(running.complete, greedy(llama)))
         for error in (long.end(), asked.end()):
             assert isinstance(error, ServiceError), error
             assert "the driver does not answer" in str(error)

@@ -24,7 +24,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, Token
 from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import Asking, batching
+from tests.actors.batching import Background, batching
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -79,13 +79,13 @@ def test_events_are_handed_out_until_they_have_come() -> None:
 def test_two_calls_at_once_get_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abandoned call takes nothing from the other; both end."""
     reader = Reader()
-    others: list[Asking] = []
+    others: list[Background] = []
     inside = threading.Semaphore(0)
 
     def take(wait_s: float) -> list[object]:
         inside.release()
         if not others:  # the other one comes now; it may not come in here
-            others.append(Asking(lambda: reader.take(0, 0.0)))
+            others.append(Background(lambda: reader.take(0, 0.0)))
             inside.acquire()
             assert not inside.acquire(timeout=0.3)
         return [("a", TokenEvent("one"))]
@@ -136,7 +136,7 @@ def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool)
     name = f"endless {is_stream}"
     request = request_of(CONTEXT - 10, name)
     if is_stream:
-        stream = Asking(lambda: list(driver.generate(request, is_attended=True)))
+        stream = Background(lambda: list(driver.generate(request, is_attended=True)))
     else:
         driver.submit(ReaderEpoch(name), request)
     await_running(driver)

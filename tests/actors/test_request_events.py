@@ -22,11 +22,11 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.model.errors import PromptError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.reference import reference_logits
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.actors.batching import WAIT_S, batching, complete
 from tests.conftest import TinyCheckpoint
+from tests.reference import reference_logits
 
 Tiny = Callable[..., TinyCheckpoint]
 READER = ReaderEpoch("a test")

@@ -18,7 +18,7 @@ from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.system import System
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import Asking
+from tests.actors.batching import Background
 from tests.actors.kept_system import NAME, KeptSystem, all_gone
 from tests.ray_doors import environment_to_attach
 
@@ -33,8 +33,8 @@ def greedy(size: int, num_tokens: int) -> GenerateRequest:
     return GenerateRequest(sampling, prompt_ids=ids)
 
 
-def asked(system: System, request: GenerateRequest) -> Asking:
-    return Asking(lambda: system.complete(request))
+def asked(system: System, request: GenerateRequest) -> Background:
+    return Background(lambda: system.complete(request))
 
 
 def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:

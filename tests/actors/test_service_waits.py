@@ -16,7 +16,7 @@ from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
+from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, post_and_await
 from tests.actors.changing_services import config_of, hot_of, require_whole, tokens
 from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import (
@@ -51,7 +51,7 @@ def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.Monk
     monkeypatch.setattr("tests.actors.stand_in_ray._END_NS", 10**9)
     service.buffers.requests[service.index, OPERATION] = STOP
     requested = np.array([service.index], np.int64)
-    assert ask_all(service.buffers.cells, requested, 1, 0) == 0  # rung, and no reply yet
+    assert post_and_await(service.buffers.cells, requested, 1, 0) == 0  # rung, and no reply yet
     assert heard.wait(60)
     for each in (service, other):
         end_threads(each)

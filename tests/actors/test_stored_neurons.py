@@ -23,7 +23,7 @@ from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from hotcold.actors.protocol.offloaded_neurons import ALONE, OffloadedShare
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.model.bundles import direct
+from hotcold.model.bundles import direct_io
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
 from hotcold.model.config.build import read_config
@@ -41,15 +41,15 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
+    PARTS_LOOKED_UP,
     PARTS_MISSED,
-    PARTS_WANTED,
     PRODUCT_THRESHOLD,
     threshold_words,
 )
 from hotcold.numba_kernels.serve.predict_team import bit_rows
 from hotcold.numba_kernels.storage import io_ring
 from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
-from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
+from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_USEFUL, ReadAhead
 from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors, write_predictors
@@ -172,7 +172,7 @@ def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], mod
         with stored:
             for found, expected in zip(answers(stored, modes), wanted, strict=True):
                 np.testing.assert_array_equal(found, expected)
-            assert 0 < stored.counted(PARTS_MISSED) <= stored.counted(PARTS_WANTED)
+            assert 0 < stored.counted(PARTS_MISSED) <= stored.counted(PARTS_LOOKED_UP)
             assert stored.counted(BYTES_READ) > 0
 
 
@@ -273,7 +273,7 @@ def test_the_same_bits_with_reads_ahead(predicted: tuple[Path, Path]) -> None:
     assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "sign"])
     for stored in stores:
         for ahead in stored.ahead():
-            assert 0 < ahead.counts[NUM_OF_USE] <= ahead.counts[NUM_AHEAD]
+            assert 0 < ahead.counts[NUM_USEFUL] <= ahead.counts[NUM_AHEAD]
 
 
 def test_services_read_ahead_by_the_bits_that_the_driver_laid(
@@ -288,7 +288,7 @@ def test_services_read_ahead_by_the_bits_that_the_driver_laid(
     for stored in (own, shared):
         with stored, stored.sign_predictor() as predictor:
             found.append(stored.logits("sign", IDS, [1], predictor=predictor))
-            assert all(ahead.counts[NUM_OF_USE] for ahead in stored.ahead())
+            assert all(ahead.counts[NUM_USEFUL] for ahead in stored.ahead())
     np.testing.assert_array_equal(found[0], found[1])
     bits = shared.exchange.buffers.predictor_bits
     for one, other in zip(own.ahead(), shared.ahead(), strict=True):
@@ -456,7 +456,7 @@ def test_without_direct_reads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
             raise OSError(22, "Invalid argument")
         return real_open(name, flags, *rest)
 
-    monkeypatch.setattr(direct.os, "open", refuse)
+    monkeypatch.setattr(direct_io.os, "open", refuse)
     assert_same_bits(InProcessSystem(path), [StoredSystem(path)], ["exact"])
 
 

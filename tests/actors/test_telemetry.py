@@ -19,7 +19,6 @@ from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, Syste
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
-from hotcold.model import reference
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.serve.mailbox import (
     FFN,
@@ -30,6 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     WATCHED,
 )
+from tests import reference
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 

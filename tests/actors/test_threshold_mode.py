@@ -18,9 +18,7 @@ from hotcold.actors.driver.scoring import ThresholdTrials, score_window
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
 from hotcold.actors.setup.modes import ffn_share
 from hotcold.jobs.commands.perplexity import summary
-from hotcold.model import reference
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.reference import reference_logits
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.magnitude_thresholds import (
     Calibrated,
@@ -29,11 +27,13 @@ from hotcold.predictors.magnitude_thresholds import (
     thresholds_path,
     write_thresholds,
 )
+from tests import reference
 from tests.actors.batching import complete, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
+from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 from tests.unit.test_reference import relative_difference
 

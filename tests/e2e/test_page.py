@@ -13,9 +13,9 @@ import pytest
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
-from hotcold.model import reference
 from hotcold.model.config.build import read_config
 from hotcold.model.sampling import SamplingParams
+from tests import reference
 from tests.e2e.page_server import LongWinded, served_page
 from tests.e2e.page_visit import (
     OTHER,

@@ -14,11 +14,11 @@ from scipy.special import log_softmax
 
 from hotcold.jobs.cli import main
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.reference import reference_logits
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_in_own_process
 from tests.documents import page
 from tests.e2e.server import LONG, WAIT_S, Server, await_that
+from tests.reference import reference_logits
 
 QUESTION = "What does textwrap.dedent do?"
 DOCUMENTED_URL = "http://127.0.0.1:8000"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul
-from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

@@ -37,12 +37,12 @@ from hotcold.numba_kernels.serve.mailbox import (
     NO_COUNTERS,
     NUM_REPLY_WORDS,
     REQUEST,
-    ask_all,
     await_all,
     await_done,
     cell,
     finish_request,
     post,
+    post_and_await,
 )
 
 SECOND = 1_000_000_000
@@ -237,7 +237,7 @@ def test_many_requests_to_two_services_of_two_threads() -> None:
     loops = [lambda s=s: serve(cells, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
     with threads(*loops):
         for number in range(1, rounds + 1):
-            assert ask_all(cells, both, number, LONG) == 2
+            assert post_and_await(cells, both, number, LONG) == 2
             for service in both:
                 assert cells[cell(service, DONE) * INTS_A_CELL] == number
                 assert cells[cell(service, ARRIVED) * INTS_A_CELL] == 0
@@ -247,7 +247,7 @@ def test_the_silent_service_is_returned_and_can_be_awaited_again() -> None:
     cells, replies = new_cells(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
     services = np.array([2, 0, 1])
     with threads(*[lambda s=s: serve(cells, replies, s, 1, 1) for s in (2, 1)]):
-        assert ask_all(cells, services, 1, SECOND) == 1  # service 0 does not run
+        assert post_and_await(cells, services, 1, SECOND) == 1  # service 0 does not run
     assert await_all(cells, services, 1, 1, SECOND // 50) == 1
     with threads(lambda: serve(cells, replies, 0, 1, 1)):
         assert await_all(cells, services, 1, 1, LONG) == 3

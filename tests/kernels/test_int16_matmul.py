@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.kernel_matmul import Int16Matmul
-from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

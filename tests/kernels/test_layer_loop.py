@@ -110,7 +110,7 @@ class Model:
         services = range(self.layer_state[layer_loop.FIRST], self.layer_state[layer_loop.END])
         for service in services:
             self.answer(service)
-        self.layer_state[layer_loop.ASK_WAITED_NS] += 5000
+        self.layer_state[layer_loop.REQUEST_WAITED_NS] += 5000
 
     def expected(self) -> np.ndarray:
         """The hidden states after all layers, in plain NumPy."""
@@ -167,7 +167,7 @@ def test_python_sends_the_requests(norm: bool) -> None:
     model = Model(norm)
     model.begin()
     while reason := model.run(NO_DOORBELLS):
-        assert reason == layer_loop.ASK
+        assert reason == layer_loop.SEND_REQUESTS
         model.answer_all()
     rtol = 1e-5 if norm else 0
     np.testing.assert_allclose(model.buffers.hidden, model.expected(), rtol)
@@ -235,14 +235,19 @@ def test_the_loop_yields_to_a_predictor_before_and_after_attention() -> None:
     model.begin(predicts=layer_loop.IN_PYTHON)
     while reason := model.run(NO_DOORBELLS):
         reasons.append(reason)
-        if reason == layer_loop.ASK:
+        if reason == layer_loop.SEND_REQUESTS:
             model.answer_all()
         elif reason == layer_loop.CHOOSE:
             requests = model.buffers.requests[1:]
             assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
             if model.layer_state[layer_loop.AT_LAYER]:
                 requests[:, NUM_IDS] = 5, 6
-    layer = [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE, layer_loop.ASK]
+    layer = [
+        layer_loop.ANNOUNCE,
+        layer_loop.SEND_REQUESTS,
+        layer_loop.CHOOSE,
+        layer_loop.SEND_REQUESTS,
+    ]
     assert reasons == layer * LAYERS
     assert model.layer_state[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
 
@@ -252,7 +257,7 @@ def test_python_may_compute_the_ffn() -> None:
     model, num_layers = Model(), 0
     model.begin(own_ffn=True)
     while reason := model.run(NO_DOORBELLS):
-        if reason == layer_loop.ASK:
+        if reason == layer_loop.SEND_REQUESTS:
             assert model.layer_state[layer_loop.END] == 1
             model.answer_all()
             continue
@@ -273,7 +278,7 @@ def test_python_may_compute_the_ffn() -> None:
 def test_what_is_not_finite_stops_the_loop(name: str) -> None:
     model = Model()
     model.begin()
-    while (reason := model.run(NO_DOORBELLS)) == layer_loop.ASK:
+    while (reason := model.run(NO_DOORBELLS)) == layer_loop.SEND_REQUESTS:
         model.answer_all()
         if model.sent[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
             getattr(model.buffers, name)[..., 1, 7] = np.nan

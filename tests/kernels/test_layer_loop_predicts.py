@@ -143,4 +143,4 @@ def test_where_python_sends_requests_it_also_announces_and_chooses() -> None:
     with predicting(listing, 1) as team:
         begin_layers(model.layer_state, range(1), TOKENS, layer_loop.IN_TEAM)
         reasons = [model.run(NO_DOORBELLS, team.compiled) for _ in range(3)]
-    assert reasons == [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE]
+    assert reasons == [layer_loop.ANNOUNCE, layer_loop.SEND_REQUESTS, layer_loop.CHOOSE]

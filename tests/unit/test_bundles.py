@@ -258,7 +258,7 @@ def test_what_another_process_is_writing_is_waited_for_and_taken(model: Model) -
 
     def take() -> None:
         arguments = model.path, model.config, own, "other", model.dtype
-        taken.append(write_bundles(*arguments, takes_others=True))
+        taken.append(write_bundles(*arguments, accept_existing=True))
 
     first, second = (
         threading.Thread(target=model.write, args=(write,)),
@@ -276,7 +276,7 @@ def test_what_another_process_is_writing_is_waited_for_and_taken(model: Model) -
     np.testing.assert_array_equal(model.read().order, model.order)
     assert damaged_bundles(model.read()) == []
     model.order = own
-    model.write()  # without `takes_others` it is made anew
+    model.write()  # without `accept_existing` it is made anew
     np.testing.assert_array_equal(model.read().order, own)
 
 

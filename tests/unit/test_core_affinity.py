@@ -96,7 +96,7 @@ def waiting_thread(affinity: CoreAffinity, thread: int) -> Iterator[int]:
         affinity.stay(thread)
         pinned.set()
         ends.wait()
-        affinity.roam(thread)
+        affinity.unpin(thread)
         ids.append(os.sched_getaffinity(0) == set(CORES))
 
     worker = threading.Thread(target=run)

@@ -72,8 +72,8 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     assert ffn_bytes(config, 1024) == gates + 4 * 1024 + down.nbytes
     assert RowBytes.of(config).down == round(down.nbytes / 1024)
     by_layer = dict(config.mean_row_bytes)
-    assert Checkpoint(path).read_otherwise(by_layer) == ""
-    assert Checkpoint(path).read_otherwise() == "Q4_K, Q6_K: read as 8 bits a weight"
+    assert Checkpoint(path).conversion_note(by_layer) == ""
+    assert Checkpoint(path).conversion_note() == "Q4_K, Q6_K: read as 8 bits a weight"
 
 
 def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from hotcold.model.config.build import read_config
 from hotcold.model.config.gguf_architectures import ARCHITECTURES
 from hotcold.model.errors import ConfigError
-from hotcold.model.reference import reference_logits
 from tests.gguf_files import LlamaFile
+from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64, 17, 5]

@@ -14,7 +14,6 @@ from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.reference import reference_logits
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_embedding, load_head
 from hotcold.model.weights.ffn import load_ffn
@@ -22,6 +21,7 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.gguf_files import LlamaFile
+from tests.reference import reference_logits
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64]
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
@@ -245,4 +245,4 @@ def test_what_is_read_otherwise_is_said(tmp_path: Path) -> None:
         ({"attn_q": "Q4_1", "attn_k": "Q4_0"}, "Q4_1, Q4_0: read as 8 bits a weight"),
     ):
         file_of(tiny(), path, kinds)
-        assert Checkpoint(path).read_otherwise() == said
+        assert Checkpoint(path).conversion_note() == said

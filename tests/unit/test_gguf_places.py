@@ -12,7 +12,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.model.files.locate import locate_model, resolved_model
-from hotcold.model.reference import reference_logits
+from tests.reference import reference_logits
 from tests.unit.test_gguf_model import IDS, file_of, tiny
 
 

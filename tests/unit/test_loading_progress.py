@@ -20,7 +20,6 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.telemetry.vitals import CompileCounter
-from hotcold.jobs.support.loading_bar import BytesColumn
 
 
 def test_compiled_kernels_are_counted() -> None:

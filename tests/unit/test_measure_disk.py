@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from hotcold.jobs.support import console as console_of_commands
-from hotcold.model.bundles.direct import open_direct
+from hotcold.model.bundles.direct_io import open_direct
 from hotcold.numba_kernels.measure import read_places, read_places_by_ring
 from hotcold.numba_kernels.storage.direct_file import SHORT
 from hotcold.numba_kernels.storage.io_ring import (
     OPERATION,
     close_ring,
     has_rings,
-    keep_mapped,
     new_ring,
+    register_buffers,
 )
 from hotcold.placement.machine.measure_disk import measure_disk
 
@@ -58,7 +58,7 @@ def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int, is_kept: bool
     start = -space.ctypes.data % 4096
     into = space[start : start + depth * 4096].reshape(depth, 4096)
     if is_kept:
-        keep_mapped(ring, into)
+        register_buffers(ring, into)
     for first in range(50):
         places = np.arange(first, 50) * 4096
         read = read_places_by_ring(ring, opened.descriptor, places, 4096, 10**12, done, into)
@@ -78,9 +78,9 @@ def test_buffers_that_may_not_be_locked_are_read_into_all_the_same() -> None:
     if ring is None:
         pytest.skip("no io_uring here")
     plain = int(ring.facts[OPERATION])
-    keep_mapped(ring, np.zeros(0, np.uint8))  # which the kernel refuses
+    register_buffers(ring, np.zeros(0, np.uint8))  # which the kernel refuses
     assert ring.facts[OPERATION] == plain
-    keep_mapped(ring, np.zeros(4096, np.uint8))
+    register_buffers(ring, np.zeros(4096, np.uint8))
     assert ring.facts[OPERATION] != plain
     close_ring(ring)
 

@@ -222,5 +222,5 @@ def test_one_that_is_not_there_or_not_public(tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="hotcold rm"):
-        hub.require_room(hub.Download(1, 1 << 62, 1 << 62))
-    hub.require_room(hub.Download(1, 1 << 62, 0))
+        hub.require_space(hub.Download(1, 1 << 62, 1 << 62))
+    hub.require_space(hub.Download(1, 1 << 62, 0))

@@ -16,7 +16,6 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.reference import reference_logits
 from hotcold.model.weights.ffn import has_down_outputs, load_ffn
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from hotcold.numba_kernels.load.convert import to_float32
@@ -24,6 +23,7 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models
 from tests.gguf_files import LlamaFile, quantized
+from tests.reference import reference_logits
 from tests.tiny_models import Variant, make_tiny
 
 IDS = [3, 7, 1, 40, 33, 20, 3, 3, 44, 17, 5]

@@ -20,7 +20,6 @@ from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError, Usa
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_writer import SafetensorsWriter
-from hotcold.model.reference import reference_logits
 from hotcold.model.weights import quantized_checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_embedding, load_head
@@ -29,6 +28,7 @@ from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.numba_kernels.formats import Q8, row_items
 from hotcold.predictors.fitting.layer_data import as_float32
 from tests.quantized_models import MODELS, make_model
+from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
 Run = Callable[..., tuple[int, str, str]]

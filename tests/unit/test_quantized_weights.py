@@ -24,7 +24,6 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import row_bytes
 from hotcold.model.errors import CheckpointError, HotcoldError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.reference import reference_logits
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.embedding import load_embedding, load_head
@@ -34,6 +33,7 @@ from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.placement.solver.cost import RowBytes
 from tests.quantized_models import GROUP_BYTES, MODELS, dequantized, laid_out, make_model
+from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
 DTYPES = [("q8", Q8), ("q4", Q4), ("q4_1", Q4_1)]

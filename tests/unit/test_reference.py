@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.model.reference import reference_logits
+from tests.reference import reference_logits
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VARIANTS, VOCAB_SIZE, make_tiny
 

@@ -23,8 +23,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from hotcold.model.errors import ConfigError, HotcoldError, PromptError
 from hotcold.model.text.chat_template import MAX_TEMPLATE_BYTES
-from hotcold.model.text.long_texts import LongTexts
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.text.tokenizer_process import TokenizerProcess
 from tests.gguf_files import STRING, small_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def test_bytes_of_tokens_equal_llguidances(name: str, tmp_path: Path) -> None:
 def test_long_texts_have_the_same_ids_in_another_process(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    text, other = " ".join(TEXTS) * 500, LongTexts(tmp_path)
+    text, other = " ".join(TEXTS) * 500, TokenizerProcess(tmp_path)
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     plain.no_truncation()
     plain.no_padding()

@@ -1,10 +1,8 @@
 """Grammars of answers: JSON of a schema, or text and tool calls with JSON arguments."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.model.files import whole_file
-from hotcold.model.files.whole_file import write_first, write_whole
+from hotcold.model.files import atomic_write
+from hotcold.model.files.atomic_write import write_atomic, write_if_absent
 
 
 def test_the_last_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "file"
     for content in (b"one", b"two"):
-        write_whole(path, content)
+        write_atomic(path, content)
         assert path.read_bytes() == content
     assert list(path.parent.iterdir()) == [path]
 
@@ -23,16 +23,16 @@ def test_the_last_one_stays(tmp_path: Path) -> None:
 def test_the_first_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in (b"one", b"two"):
-        write_first(path, content)
+        write_if_absent(path, content)
         assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("write", [write_first, write_whole])
+@pytest.mark.parametrize("write", [write_if_absent, write_atomic])
 def test_nothing_is_left_of_what_fails(tmp_path: Path, write) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "inside").touch()
-    if write is write_whole:
+    if write is write_atomic:
         with pytest.raises(OSError):
             write(tmp_path / "file", b"one")
     else:
@@ -54,11 +54,11 @@ def test_writers_of_one_process_have_names_of_their_own(
 
     def write(content: bytes) -> None:
         try:
-            write_whole(path, content)
+            write_atomic(path, content)
         except OSError as problem:
             failed.append(problem)
 
-    monkeypatch.setattr(whole_file.os, "fsync", wait)
+    monkeypatch.setattr(atomic_write.os, "fsync", wait)
     threads = [threading.Thread(target=write, args=(content,)) for content in contents]
     for thread in threads:
         thread.start()
@@ -68,7 +68,7 @@ def test_writers_of_one_process_have_names_of_their_own(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("write", [write_first, write_whole])
+@pytest.mark.parametrize("write", [write_if_absent, write_atomic])
 def test_it_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write
 ) -> None:
@@ -84,10 +84,10 @@ def test_it_is_on_the_disk_before_it_has_its_name(
 
     for name in real:
         monkeypatch.setattr(
-            whole_file.os, name, lambda *arguments, name=name: noted(name, *arguments)
+            atomic_write.os, name, lambda *arguments, name=name: noted(name, *arguments)
         )
     write(path, b"one")
-    named = "link" if write is write_first else "replace"
+    named = "link" if write is write_if_absent else "replace"
     assert asked == [("fsync", 3), (named, None), ("fsync", None)]
 
 
@@ -99,5 +99,5 @@ def test_what_a_killed_writer_has_left_goes(tmp_path: Path) -> None:
         part.touch()
     for part in (old, other):
         os.utime(part, (1, 1))
-    write_whole(path, b"one")
+    write_atomic(path, b"one")
     assert sorted(tmp_path.iterdir()) == sorted([path, own, other])

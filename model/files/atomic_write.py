@@ -14,18 +14,18 @@ from pathlib import Path
 _OLD_S = 3600.0  # age of a partial file whose writer was killed
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write `path`, making its folders, by way of a temporary name. Errors: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_whole(path, content)
+    replace_atomic(path, content)
 
 
-def replace_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """As `write_whole`, in a folder that exists. Errors: OSError."""
+def replace_atomic(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """As `write_atomic`, in a folder that exists. Errors: OSError."""
     _write(path, content, mode, os.replace)
 
 
-def write_first(path: Path, content: bytes) -> None:
+def write_if_absent(path: Path, content: bytes) -> None:
     """Write `path` unless it exists: the first writer's file stays. Errors: OSError."""
     with suppress(FileExistsError):
         _write(path, content, 0o666, os.link)

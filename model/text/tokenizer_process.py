@@ -21,7 +21,7 @@ _MAX_MEMORY_BYTES = 8 << 30
 _ID = "I"  # of `array`: four bytes
 
 
-class LongTexts:
+class TokenizerProcess:
     """The tokenizer of the model at `path`; its subprocess starts with the first text."""
 
     def __init__(self, path: Path):
