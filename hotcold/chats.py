@@ -202,18 +202,18 @@ class ChatReader:
 
     def push(self, text: str, is_last: bool) -> tuple[str, str]:
         """Take more text; returns what more of it is said, and thought."""
-        from hotcold.ui.api.tools.reader import Argued, Called, Said, Thought
+        from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, ReasoningPart, TextPart
 
         said = thought = ""
         for part in self._reader.push(text, is_last):
             match part:
-                case Said(more):
+                case TextPart(more):
                     said += more
-                case Thought(more):
+                case ReasoningPart(more):
                     thought += more
-                case Called(_, call_id, name):
+                case CallPart(_, call_id, name):
                     self._calls.append(ToolCall(call_id, name, ""))
-                case Argued(number, more):
+                case ArgumentsPart(number, more):
                     call = self._calls[number]
                     self._calls[number] = ToolCall(call.id, call.name, call.arguments + more)
         self.said += said

@@ -118,7 +118,7 @@ class SamplingParams(sampling.SamplingParams):
 
         if self.json_schema is not None:
             text = Grammar("json_schema", _json_text(self.json_schema))
-            return grammars().held_shape(text, None)
+            return grammars().schema_grammar(text, None)
         if self.regex is not None:
             return grammars().regex_grammar(self.regex)
         if self.choice is not None:

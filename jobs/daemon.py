@@ -108,7 +108,7 @@ def _hold(
     pulse = Pulse("driver", partial(running.begin, "driver_load"))
 
     def poll() -> None:
-        pulse.look(_TIMEOUT_POLLS)
+        pulse.poll(_TIMEOUT_POLLS)
         if timer.left_s == 0:
             raise _IdleError
 

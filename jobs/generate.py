@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from hotcold.jobs.support.shared_option import GroupedCommand
 
 from hotcold.actors.protocol.messages import Generation, SystemConfig, TokenEvent
 from hotcold.connections import Connection, find
@@ -39,6 +38,7 @@ from hotcold.jobs.cluster_system import job_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.jobs.support.options import own_option, split_system_options, system_options
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 

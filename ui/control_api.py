@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model
 from starlette.applications import Starlette
@@ -17,13 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
 from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.logprobs import MIN_LOGPROB
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.telemetry import telemetry_json
 
@@ -37,8 +38,16 @@ _SAMPLING_FIELDS: Any = {name: (hint, ...) for name, hint in get_type_hints(Samp
 ControlSampling: Any = create_model("ControlSampling", __base__=StrictModel, **_SAMPLING_FIELDS)
 
 
+class ControlGrammar(StrictModel):
+    """The fields of `Grammar`."""
+
+    kind: Literal["json_schema", "lark", "calls"]
+    text: str
+    frame: str = ""
+
+
 class ControlPrompt(StrictModel):
-    """One of a text, a conversation and token ids."""
+    """The fields of `GenerateRequest`: one of a text, a conversation and token ids."""
 
     sampling: ControlSampling
     prompt: str | None = None
@@ -46,7 +55,7 @@ class ControlPrompt(StrictModel):
     prompt_ids: list[int] | None = None
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] | None = None
-    grammar: OwnGrammar | None = None
+    grammar: ControlGrammar | None = None
     num_logprobs: Annotated[int, Field(ge=0)] | None = None
     num_prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     wants_embedding: bool = False
@@ -57,9 +66,9 @@ class ControlPrompt(StrictModel):
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
         sampling = SamplingParams(**self.sampling.model_dump())
-        return GenerateRequest(
-            **others | {"sampling": SamplingParams(**values), "grammar": grammar}
-        )
+        grammar = None if self.grammar is None else Grammar(**self.grammar.model_dump())
+        others = {name: getattr(self, name) for name in ControlPrompt.model_fields}
+        return GenerateRequest(**others | {"sampling": sampling, "grammar": grammar})
 
 
 class ControlRequest(StrictModel):

@@ -226,7 +226,7 @@ class ActiveRequest:
                 num_new - self._num_emitted,
                 self._logprobs.take(num_shown),
                 self._prompt_logprobs.take(),
-                tuple(self.tokens[self._num_prompt_tokens + self._num_told :]),
+                tuple(self.tokens[self._num_prompt_tokens + self._num_emitted :]),
             )
         )
         self._num_emitted = num_new

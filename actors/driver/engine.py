@@ -242,11 +242,15 @@ class Engine:
         request = buffers.requests[ATTENTION_SERVICE]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
-        self.times.add("head", self.exchange.request([GPU]), buffers.replies[GPU, BUSY_NS])
+        self.times.add(
+            "head",
+            self.exchange.request([ATTENTION_SERVICE]),
+            buffers.replies[ATTENTION_SERVICE, BUSY_NS],
+        )
         if not finite_rows(buffers.logits, num_logits):
             bad = np.zeros(num_tokens, bool)
             bad[num_tokens - num_logits :] = _bad_rows(buffers.logits[:num_logits])
-            raise _not_finite(buffers, "in its logits", bad, GPU)
+            raise _not_finite(buffers, "in its logits", bad, ATTENTION_SERVICE)
         return buffers.logits[:num_logits]
 
     def _runs_ffn(self, num_tokens: int) -> bool:
@@ -277,7 +281,7 @@ class Engine:
         return num_computed, num_up
 
     def _upload_ffn(self, layer: int, num_tokens: int) -> None:
-        """Let partials[GPU] be the whole FFN's output, all neurons uploaded to the GPU in rounds.
+        """Compute the whole FFN in the attention service, all neurons uploaded to its GPU in rounds.
 
         In each round the CPU services copy the next neurons into the arena, while the GPU service
         takes those of the round before from the other place. A round may be requested again: the
@@ -286,11 +290,14 @@ class Engine:
         buffers = self.exchange.buffers
         services = range(buffers.requests.shape[0])
         buffers.requests[:, LAYER], buffers.requests[:, NUM_TOKENS] = layer, num_tokens
-        buffers.requests[GPU, OPERATION], buffers.requests[1:, OPERATION] = STREAM, SEND
+        buffers.requests[ATTENTION_SERVICE, OPERATION], buffers.requests[1:, OPERATION] = (
+            STREAM,
+            SEND,
+        )
         number, num_rounds = 0, _UNKNOWN
         while num_rounds == _UNKNOWN or number <= num_rounds:
             buffers.requests[:, ROUND] = number
-            buffers.requests[GPU, NUM_IDS] = num_rounds
+            buffers.requests[ATTENTION_SERVICE, NUM_IDS] = num_rounds
             requested = services if number != num_rounds else services[:1]
             waited_ns = self.exchange.request(requested)
             self.times.add("ffn", waited_ns, buffers.replies[requested, BUSY_NS].max())
@@ -334,7 +341,7 @@ def _bad_layer(
     after.
     """
     bad = _bad_rows(buffers.mixed[:num_tokens]) | _bad_rows(buffers.ffn_input[:num_tokens])
-    guilty = GPU if bad.any() else None
+    guilty = ATTENTION_SERVICE if bad.any() else None
     for service in range(first, buffers.partials.shape[0]):
         bad_partial = _bad_rows(buffers.partials[service, :num_tokens])
         if guilty is None and bad_partial.any():

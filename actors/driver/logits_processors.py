@@ -30,8 +30,8 @@ class Penalties:
         self._first_counted = 0 if params.penalize_prompt else num_prompt_tokens
         self._repeats = self._last != 0 and self._repeat != 1
         self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
-        self._biased = [token_id for token_id, _ in params.logit_bias]
-        self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self._biased = [token_id for token_id, _ in params.biases]
+        self._biases = np.array([bias for _, bias in params.biases], np.float32)
 
     def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """The logits changed, in a copy, or the same array where nothing changes.

@@ -30,12 +30,12 @@ class RelayActor:
         return [self._arena_ref]
 
     def answer(self, requests: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
-        """Send requests, by service index, and return the replies. Errors: as in `Exchange.ask`."""
+        """Send requests, by service index, and return the replies. Errors: as in `Exchange.request`."""
         exchange = self._require_exchange()
         buffers = exchange.buffers
         for service, request in requests.items():
             request.write(buffers, service)
-        exchange.ask(list(requests))
+        exchange.request(list(requests))
         return {service: ServiceReply.read(buffers, service) for service in requests}
 
     def expect(self, service: int, pid: int) -> None:

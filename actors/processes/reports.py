@@ -88,7 +88,7 @@ class SystemHealth:
         driver, memory = self._services.driver, psutil.virtual_memory()
         with self._lock:
             watch = driver.neuron_watch
-            actors = self._vital_signs(watch).look(watch.write)
+            actors = self._vital_signs(watch).poll(watch.write)
         return replace(
             driver.telemetry(watch_s),
             actors=actors,

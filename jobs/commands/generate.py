@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from hotcold.jobs.support.shared_option import GroupedCommand
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
@@ -27,6 +26,7 @@ from hotcold.jobs.support.options import (
     split_system_options,
     system_options,
 )
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.llm import LLM
 from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model

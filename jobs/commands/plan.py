@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.messages import MODES
+from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.profile.files import require_plot
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
+from hotcold.jobs.support.options import Bytes, dtype_option, split_system_options
 from hotcold.jobs.support.settings import GroupedCommand, shared_option
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.locate import resolved_model

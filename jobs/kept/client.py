@@ -16,7 +16,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.jobs.kept.registry import Record, socket_path
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
@@ -196,16 +202,16 @@ def _lines(
         yield found
 
 
-def _error(answer: dict[str, Any], status: int) -> HotcoldError:
+def _error(answer: dict[str, Any]) -> HotcoldError:
     error = answer.get("error", {})
     text = str(error.get("message", answer))
     if error.get("code") == _LOADING:
         return LoadingError(text)
     if error.get("param") == "prompt":
         return PromptError(text)
-    if told.get("type") == "server_error":  # of this request; the system goes on
+    if error.get("type") == "server_error":  # of this request; the system goes on
         return HotcoldError(text)
-    return UsageError(text) if told.get("type") == "invalid_request_error" else ServiceError(text)
+    return UsageError(text) if error.get("type") == "invalid_request_error" else ServiceError(text)
 
 
 def _event(line: dict[str, Any]) -> TokenEvent:

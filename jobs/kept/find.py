@@ -58,7 +58,7 @@ def find_system(
         if found is None and keep_s:
             with _Daemon.start(model, options, asked, keep_s) as daemon:
                 if daemon is not None:
-                    return _ready(daemon.system, keep_s, daemon)
+                    return _ready(daemon.system, keep_s, daemon, say)
                 found = _found(asked)  # another command was faster
         if found is None:
             return None
@@ -76,7 +76,12 @@ def _found(asked: Identity) -> tuple[Path, Record] | None:
     return None
 
 
-def _ready(found: tuple[Path, Record], keep_s: float, daemon: _Daemon | None) -> KeptSystem:
+def _ready(
+    found: tuple[Path, Record],
+    keep_s: float,
+    daemon: _Daemon | None,
+    say: Callable[[str], object],
+) -> KeptSystem:
     """The system, once it has loaded. Errors: GoneError; ServiceError of the daemon."""
     folder, record = found
     system = KeptSystem(folder, record, keep_s if keep_s and record.is_kept else None)

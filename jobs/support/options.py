@@ -8,9 +8,17 @@ from typing import Any
 import click
 
 from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
-from hotcold.actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
+from hotcold.actors.protocol.options import (
+    DEVICES,
+    DTYPES,
+    KV_DTYPES,
+    PIN_CHOICES,
+    SystemOptions,
+    bytes_of,
+    seconds_of,
+)
 from hotcold.jobs.support.settings import shared_option as _option
-from hotcold.model.errors import shown
+from hotcold.model.errors import UsageError, shown
 from hotcold.model.sampling import SamplingParams
 
 dtype_option = _option(

@@ -161,7 +161,7 @@ class SystemStarter:
         found = []
         for backend, pulse in list(self._pulses.items()):
             try:
-                pulse.look(_TIMEOUT_POLLS)
+                pulse.poll(_TIMEOUT_POLLS)
             except ServiceError as problem:
                 if backend.is_loaded:  # else it was just unloaded
                     found.append((backend, problem))

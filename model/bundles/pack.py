@@ -41,8 +41,8 @@ def write_bundles(
 
     `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 is the order of a
     layer's bundles. Layers that a stopped run with the same arguments has written are kept. An
-    existing file is replaced; with `accept_existing` it is returned, and a process that is writing it
-    is waited for.
+    existing file is replaced; with `accept_existing` it is returned, and a process that is writing
+    it is waited for.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)

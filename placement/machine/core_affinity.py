@@ -48,7 +48,7 @@ class CoreAffinity:
         self._changed_s = -math.inf
         self.is_pinned = True
 
-    def stay(self, thread: int) -> None:
+    def pin(self, thread: int) -> None:
         """Pin the calling thread, number `thread`, while it serves in step with the others."""
         with self._lock:
             self._thread_ids[thread] = threading.get_native_id()

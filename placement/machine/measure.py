@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 from hotcold.cuda_kernels.device import Gpu
+from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure_exchange import measure_exchange_us
 from hotcold.placement.machine.measure_node import measure_node

@@ -20,7 +20,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.setup.assignment import hot_counts, require_partition
+from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint

@@ -19,6 +19,7 @@ import torch
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.model.config import activations
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32

@@ -16,6 +16,7 @@ import psutil
 import ray
 
 from hotcold.actors import launch
+from hotcold.actors.private_ray.temp_folder import TempFolder
 from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS, is_reserved
 
 

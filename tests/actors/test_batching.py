@@ -552,8 +552,8 @@ def test_a_failed_chunk_ends_its_own_request(tiny: Tiny, monkeypatch: pytest.Mon
             raise MemoryError("no room")
 
         monkeypatch.setattr(system.services[1]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
-        going = ask(driver, greedy([3], 200))
-        error = ask(driver, greedy([1] * 100, 9)).end()
+        going = start(driver, greedy([3], 200))
+        error = start(driver, greedy([1] * 100, 9)).end()
         assert isinstance(error, RequestError) and "no room" in str(error)
         assert going.end().ids == expected
         assert all_pages_are_free(driver)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.arrays import inv_freq
+from hotcold.actors.attention.arrays import inv_freq, rope_cache_path
 from hotcold.actors.cpu import matmul
 from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul

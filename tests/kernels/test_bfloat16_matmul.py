@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
 pytestmark = [
-    pytest.mark.skipif(not has_pair_matmul(), reason="a CPU with AVX512-BF16"),
+    pytest.mark.skipif(not has_feature("avx512bf16"), reason="a CPU with AVX512-BF16"),
     pytest.mark.sweep,
 ]
 KINDS = ["f16", "bf16"]

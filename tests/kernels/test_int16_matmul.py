@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.kernel_matmul import Int16Matmul
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
 pytestmark = [
-    pytest.mark.skipif(not has_word_matmul(), reason="a CPU with AVX512-VNNI"),
+    pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI"),
     pytest.mark.sweep,
 ]
 KINDS = ["f16", "bf16"]

@@ -93,7 +93,7 @@ def waiting_thread(affinity: CoreAffinity, thread: int) -> Iterator[int]:
 
     def run() -> None:
         ids.append(threading.get_native_id())
-        affinity.stay(thread)
+        affinity.pin(thread)
         pinned.set()
         ends.wait()
         affinity.unpin(thread)

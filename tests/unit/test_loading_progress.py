@@ -20,6 +20,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.telemetry.vitals import CompileCounter
+from hotcold.jobs.support.console import bytes_column
 
 
 def test_compiled_kernels_are_counted() -> None:

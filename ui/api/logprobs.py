@@ -12,7 +12,7 @@ from hotcold.model.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from hotcold.ui.api.answer import Answer
 
-_MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class TokenTexts:

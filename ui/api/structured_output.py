@@ -9,6 +9,7 @@ from pydantic_core import from_json, to_json
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.tools.grammar import choice_grammar, regex_grammar
 
 _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]
@@ -90,14 +91,3 @@ def any_object(_: Any = None) -> Grammar:
 
 def _lark(text: str) -> Grammar:
     return Grammar("lark", text)
-
-
-def _regex(text: str) -> Grammar:
-    """The whole answer must match."""
-    written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
-    parts = re.findall(r"\\.|.", text, re.DOTALL)
-    return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")
-
-
-def _choice(texts: list[str]) -> Grammar:
-    return Grammar("lark", f"start: {' | '.join(map(json.dumps, texts))}\n")

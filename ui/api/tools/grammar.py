@@ -1,8 +1,10 @@
 """Grammars of answers: JSON of a schema, or text and tool calls with JSON arguments."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher
 
@@ -11,12 +13,35 @@ from hotcold.model.errors import UsageError
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.tools.enforced import Enforced, enforced, is_taken
 from hotcold.ui.api.tools.schema_repair import WHOLE, Lost
-from hotcold.ui.api.tools.schemas import Callable, Function
 
 # Arguments are on one line: small models may write white space for ever.
 _ARGUMENT_BLANKS = " ?"
 _SCHEMA_BLANKS = r"(?: |\n {0,24})"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
+
+
+class Function(Protocol):
+    """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
+
+    @property
+    def name(self) -> str:
+        """Its name in calls."""
+
+    @property
+    def parameters(self) -> Any:
+        """The schema; None without arguments."""
+
+    @property
+    def strict(self) -> bool | None:
+        """Whether all of the schema must be enforced."""
+
+
+class Callable(NamedTuple):
+    """The functions that the answer to a request may call."""
+
+    functions: Sequence[Function]
+    is_required: bool  # nothing but calls
+    may_be_several: bool
 
 
 def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None:
@@ -33,6 +58,18 @@ def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None
         if strict or (strict is None and lost.keyword != "format"):
             raise _unable("the JSON schema", lost)
     return replace(given, text=_text_of(found, _SCHEMA_BLANKS))
+
+
+def regex_grammar(pattern: str) -> Grammar:
+    """The whole answer must match."""
+    written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
+    return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")
+
+
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """The answer is one of the texts."""
+    return Grammar("lark", f"start: {' | '.join(map(json.dumps, texts))}\n")
 
 
 def calls_grammar(wanted: Callable, syntax: CallSyntax, schema: str | None) -> Grammar:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.tools.grammar import Callable
+from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
 _MAX_TOOLS = 128
 _MAX_CALLS = 128
-# OpenAI's and MCP's; others may have a meaning in a model's syntax of calls.
-NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 
 
@@ -88,14 +88,6 @@ Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-class Callable(NamedTuple):
-    """The functions that the answer to a request may call."""
-
-    functions: list[Function]
-    is_required: bool  # nothing but calls
-    may_be_several: bool
 
 
 def callable_functions(
