@@ -281,7 +281,7 @@ class Engine:
         return num_computed, num_up
 
     def _upload_ffn(self, layer: int, num_tokens: int) -> None:
-        """Compute the whole FFN in the attention service, all neurons uploaded to its GPU in rounds.
+        """Compute the whole FFN in the attention service, all neurons uploaded to its GPU.
 
         In each round the CPU services copy the next neurons into the arena, while the GPU service
         takes those of the round before from the other place. A round may be requested again: the

@@ -30,7 +30,7 @@ class RelayActor:
         return [self._arena_ref]
 
     def answer(self, requests: dict[int, ServiceRequest]) -> dict[int, ServiceReply]:
-        """Send requests, by service index, and return the replies. Errors: as in `Exchange.request`."""
+        """Send requests, by service index; return the replies. Errors: as `Exchange.request`."""
         exchange = self._require_exchange()
         buffers = exchange.buffers
         for service, request in requests.items():
