@@ -97,7 +97,7 @@ def _hold(
     from hotcold.jobs.support.loading import running_system
     from hotcold.model.files.locate import locate_model
     from hotcold.ui.app import create_app
-    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.api.served_models import ServedModels
 
     system, _ = prepare_system(locate_model(model), options)
     running = stack.enter_context(running_system(system, on_progress=endpoint.show))

@@ -29,7 +29,7 @@ from hotcold.ui.api.schemas import (
     parse,
 )
 from hotcold.ui.openapi import add_description, body_of
-from hotcold.ui.served_models import ServedModels
+from hotcold.ui.api.served_models import ServedModels
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
 _CLIENT_GONE = 499  # no client reads it

@@ -20,10 +20,10 @@ from hotcold.jobs.support.signals import Signals
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
-    from hotcold.jobs.support.served_systems import SystemStarter
+    from hotcold.jobs.kept.served_systems import SystemStarter
     from hotcold.ui.api.backend import Backend
     from hotcold.ui.model_loading import ModelLoader
-    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.server_thread import ServerThread
 
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
@@ -105,13 +105,13 @@ def serve(
     os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
     require_extra("ui", "serve")
     from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.support.served_systems import SystemStarter, model_plans
+    from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
-    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))

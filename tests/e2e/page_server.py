@@ -48,7 +48,7 @@ def served_page(
     from hotcold.ui.app import create_app
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
-    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.api.served_models import ServedModels
 
     backend = Backend(None, system.call("describe"), ServerSettings(model_name))
     backend.attach(system, client)

@@ -25,7 +25,7 @@ def address(books: dict[str, StandIn]) -> Iterator[str]:
     from hotcold.ui.app import create_app
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
-    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.api.served_models import ServedModels
 
     backends = []
     for name, book in books.items():

@@ -23,7 +23,7 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
 from hotcold.ui.page.routes import PageRoutes, is_allowed
-from hotcold.ui.served_models import ServedModels
+from hotcold.ui.api.served_models import ServedModels
 
 # What the page asks of the installed Gradio. Who adds a line here knows what it does.
 NEEDED = {

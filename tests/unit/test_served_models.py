@@ -25,7 +25,7 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.app import create_app
 from hotcold.ui.control_api import memory_bytes
 from hotcold.ui.model_loading import ModelLoader, Need
-from hotcold.ui.served_models import ServedModels
+from hotcold.ui.api.served_models import ServedModels
 
 WAIT_S = 30.0
 Post = Callable[..., Awaitable[httpx.Response]]
@@ -346,7 +346,7 @@ async def test_a_driver_that_does_not_answer_is_not_waited_for(house: House) -> 
     system: Any = house.of["a"].system
     system.begin = lambda method, *args: asyncio.get_running_loop().create_future()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotcold.ui.served_models._ANSWER_S", 0.01)
+        patch.setattr("hotcold.ui.api.served_models._ANSWER_S", 0.01)
         lines = (await house.http.get("/metrics")).text.splitlines()
     assert 'hotcold:model_loaded{model_name="a"} 0.0' in lines
 

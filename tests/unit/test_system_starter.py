@@ -18,7 +18,7 @@ from hotcold.actors.system import System
 from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.folder import own_folder
 from hotcold.jobs.kept.identity import identity_of
-from hotcold.jobs.support.served_systems import ModelPlan, SystemStarter
+from hotcold.jobs.kept.served_systems import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
@@ -171,7 +171,7 @@ def test_neurons_are_packed_before_a_system_starts(
         assert config is CONFIG
         raise ServiceError("no room for the bundles")
 
-    monkeypatch.setattr("hotcold.jobs.support.served_systems.require_bundles", fail)
+    monkeypatch.setattr("hotcold.jobs.kept.served_systems.require_bundles", fail)
     with pytest.raises(ServiceError, match="no room for the bundles"):
         starter.start(backend)
     assert not system.has_started and found() == [] and server.open == []

@@ -24,7 +24,7 @@ from hotcold.ui.api.ollama.schemas import (
 from hotcold.ui.api.route import JsonAnswer, answered
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.openapi import body_of
-from hotcold.ui.served_models import ServedModels
+from hotcold.ui.api.served_models import ServedModels
 
 SCHEMAS: list[type[BaseModel]] = [
     OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,
