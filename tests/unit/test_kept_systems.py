@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.connections import KeptConnection
 from hotcold.jobs.chat.conversation import Facts
 from hotcold.jobs.commands.chat import chat
 from hotcold.jobs.kept import commands as kept_commands
@@ -342,7 +343,8 @@ def test_one_that_ends_before_it_answers_is_done_without(
     """A server that is being stopped may have been found a moment before."""
     from hotcold.jobs.commands import generate
 
-    gone = KeptSystem(base, record("model", resolved={"model_path": str(DEMO_DIRECTORY)}))
+    resolved = {"model_path": str(DEMO_DIRECTORY), "max_batch": 8}
+    gone = KeptConnection(KeptSystem(base, record("model", resolved=resolved)), attends=False)
     asked: list[GenerateRequest] = []
 
     def answer_here(path: Path, options: SystemOptions, request: Any) -> Any:
@@ -350,7 +352,7 @@ def test_one_that_ends_before_it_answers_is_done_without(
         about = {"num_neurons": 1, "has_text": True, "system": {"context_length": 9}}
         return Generation("said", [1], "length", 1, 0.1, 0.1), about
 
-    monkeypatch.setattr(generate, "find_system", lambda *asked: gone)
+    monkeypatch.setattr(generate, "find", lambda *asked, **options: gone)
     monkeypatch.setattr(generate, "_answer_here", answer_here)
     found = CliRunner().invoke(generate.generate, ["--prompt", "a", "--max-tokens", "3"])
     assert found.exit_code == 0 and "this command starts its own" in found.output
