@@ -93,7 +93,13 @@ class RayConnection:
 
     def cancel(self, request_id: str) -> None:
         """See `Connection`."""
-        self._running_loop().call_soon_threadsafe(self._client.cancel, request_id)
+        import asyncio
+
+        # A task, as `submit` is: they begin in the order in which they were made.
+        asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._running_loop())
+
+    async def _cancel(self, request_id: str) -> None:
+        self._client.cancel(request_id)
 
     def telemetry(self) -> dict[str, Any]:
         """See `Connection`."""
@@ -239,6 +245,11 @@ def start_prepared(system: SystemConfig) -> RayConnection:
         return RayConnection(running, running.call("describe"), stack.pop_all())
 
 
+def new_id() -> str:
+    """A request's id, which no other has."""
+    return os.urandom(16).hex()
+
+
 class InFlight:
     """Hands requests to a system, as many as it runs at once and as many ahead; the others wait.
 
@@ -258,7 +269,7 @@ class InFlight:
 
         Errors:  UsageError once it is closed
         """
-        name = request.request_id or os.urandom(16).hex()
+        name = request.request_id or new_id()
         request = replace(request, request_id=name)
         with self._changing:
             if self._is_closed:
@@ -294,14 +305,15 @@ class InFlight:
             self._submit(request)
         return deliver
 
-    def cancel(self, request_id: str) -> None:
-        """End a request that has not ended; nothing more of it is delivered."""
-        with self._changing:
-            if self._waiting.pop(request_id, None) is not None:
-                return
-        if self._leave(request_id) is not None:
-            with suppress(HotcoldError):
-                self._connection.cancel(request_id)
+    def cancel(self, *request_ids: str) -> None:
+        """End those requests that have not ended; nothing more of them is delivered."""
+        with self._changing:  # first those that would take the others' places
+            for name in request_ids:
+                self._waiting.pop(name, None)
+        for name in request_ids:
+            if self._leave(name) is not None:
+                with suppress(HotcoldError):
+                    self._connection.cancel(name)
 
     def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Stream a request; closing the iterator cancels it. Errors: HotcoldError."""

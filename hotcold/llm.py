@@ -32,7 +32,7 @@ from hotcold.actors.protocol.options import (
     bytes_of,
     seconds_of,
 )
-from hotcold.connections import Connection, Deliver, InFlight, find, start
+from hotcold.connections import Connection, Deliver, InFlight, find, new_id, start
 from hotcold.model import sampling
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
 from hotcold.outputs import CompletionOutput, RequestOutput, ScoreOutput, StreamPiece, work_of
@@ -418,14 +418,16 @@ class LLM:
 
     def _copies(self, request: GenerateRequest, params: SamplingParams) -> list[GenerateRequest]:
         drawn = params.of_requests(self.default_sampling)
-        first = replace(request, sampling=drawn[0])
-        later = [replace(request, sampling=one, num_prompt_logprobs=None) for one in drawn[1:]]
+        first = replace(request, sampling=drawn[0], request_id=new_id())
+        request = replace(request, num_prompt_logprobs=None)
+        later = [replace(request, sampling=one, request_id=new_id()) for one in drawn[1:]]
         return [first, *later]
 
     def _plain_task(self, prompt: Any, **wanted: Any) -> _Task:
         """Of the prompt alone; a new token costs nothing beside it."""
         drawn = replace(self.default_sampling, max_tokens=1, temperature=0.0)
-        return _Task(prompt, [replace(_request(drawn, prompt), **wanted)])
+        request = replace(_request(drawn, prompt), request_id=new_id(), **wanted)
+        return _Task(prompt, [request])
 
     def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], _Task]:
         """What makes tasks of conversations. Errors: UsageError for options that are none."""
@@ -490,7 +492,6 @@ class LLM:
         arrived = queue.SimpleQueue()
         found: list[_Answers] = []
         running: set[_Answers] = set()
-        names: list[str] = []
         shown = self._progress if progress is None else progress
         try:
             for task in tasks:
@@ -499,7 +500,7 @@ class LLM:
                 if not answers.is_done:
                     running.add(answers)
                 for index, request in enumerate(task.requests):
-                    names.append(self._in_flight.start(request, _putter(arrived, answers, index)))
+                    self._in_flight.start(request, _putter(arrived, answers, index))
             with _bar(count, shown) as show:
                 while running:
                     show(count - len(running))
@@ -508,8 +509,10 @@ class LLM:
                         if answers.is_done:
                             running.discard(answers)
         finally:
-            for name in names:  # those that have not ended
-                self._in_flight.cancel(name)
+            # Those that have not ended.
+            self._in_flight.cancel(
+                *(one.request_id for answers in found for one in answers.task.requests)
+            )
         return found
 
     async def _arun(
@@ -523,6 +526,7 @@ class LLM:
 
         tasks = await _in_thread(lambda: list(self._tasks(given, params, make)))
         found = [_Answers(task) for task in tasks]
+        names = [request.request_id for task in tasks for request in task.requests]
 
         async def read(answers: _Answers, index: int) -> None:
             try:
@@ -530,6 +534,9 @@ class LLM:
                     answers.take(index, event)
             except HotcoldError as problem:
                 answers.take(index, problem)
+            except asyncio.CancelledError:
+                self._in_flight.cancel(*names)
+                raise
 
         async with asyncio.TaskGroup() as group:
             for answers in found:

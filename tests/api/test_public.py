@@ -1,0 +1,95 @@
+"""What is public: names, options, parameters, and that none of it costs anything before use."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+import hotcold
+from hotcold import LLM, SamplingParams, UsageError
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.support.options import system_options
+from hotcold.model import sampling
+
+DEFAULTS = sampling.SamplingParams(temperature=0.3, top_k=7)
+HEAVY = {"torch", "numba", "ray", "numpy", "click", "rich", "asyncio", "tokenizers", "hotcold.llm"}
+
+
+def test_names() -> None:
+    for name in hotcold.__all__:
+        assert getattr(hotcold, name) is not None
+    assert set(hotcold.__all__) <= set(dir(hotcold))
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        _ = hotcold.Llm  # type: ignore[attr-defined]
+
+
+def test_imports_are_light() -> None:
+    code = (
+        "import sys, hotcold\nfirst = sorted(sys.modules)\npath = list(sys.path)\n"
+        "from hotcold import LLM, SamplingParams\n"
+        "assert sys.path == path\nprint(first)\nprint(sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, then = (set(eval(line)) for line in done.stdout.splitlines())
+    assert not first & HEAVY
+    assert not then & (HEAVY - {"hotcold.llm"})
+
+
+def test_options_are_those_of_the_command() -> None:
+    @system_options
+    def command() -> None: ...
+
+    options = {one.opts[0].lstrip("-").replace("-", "_") for one in command.__click_params__}  # type: ignore[attr-defined]
+    assert len(options) == len(fields(SystemOptions))
+    given = set(inspect.signature(LLM).parameters)
+    assert {"context_length" if name == "context" else name for name in options} <= given
+
+
+def test_only_what_is_given_changes_a_models_own_sampling() -> None:
+    assert SamplingParams().of_requests(DEFAULTS) == [DEFAULTS]
+    (found,) = SamplingParams(top_k=3, stop="end", logit_bias={5: -1.0}).of_requests(DEFAULTS)
+    assert (found.temperature, found.top_k) == (0.3, 3)
+    assert (found.stop, found.biases) == (("end",), ((5, -1.0),))
+    assert [one.seed for one in SamplingParams(n=2, seed=4).of_requests(DEFAULTS)] == [4, 5]
+    assert type(found) is sampling.SamplingParams
+
+
+def test_penalties_count_as_those_of_vllm() -> None:
+    (found,) = SamplingParams(presence_penalty=1.0).of_requests(DEFAULTS)
+    assert (found.repeat_last_n, found.penalize_prompt) == (-1, False)
+    (found,) = SamplingParams(repetition_penalty=1.2).of_requests(DEFAULTS)
+    assert (found.repeat_penalty, found.repeat_last_n, found.penalize_prompt) == (1.2, -1, True)
+    (found,) = SamplingParams(presence_penalty=1.0, repeat_last_n=8).of_requests(DEFAULTS)
+    assert (found.repeat_last_n, found.penalize_prompt) == (8, True)
+
+
+def test_params_are_copied_and_shown() -> None:
+    params = SamplingParams(temperature=0.5, seed=3)
+    assert repr(params) == "SamplingParams(temperature=0.5, seed=3)"
+    sent = pickle.loads(pickle.dumps(params))
+    assert sent == params and sent.of_requests(DEFAULTS) == params.of_requests(DEFAULTS)
+    assert repr(params.changed(seed=4)) == "SamplingParams(temperature=0.5, seed=4)"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"temprature": 1}, "no option 'temprature'; known are max_tokens"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"n": 0}, "n is 0"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice were both given"),
+        ({"repetition_penalty": 1.0, "repeat_penalty": 1.0}, "were both given"),
+        ({"stop": [""]}, "stop is"),
+    ],
+)
+def test_params_that_are_refused(options: dict[str, object], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        SamplingParams(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="options by name"):
+        SamplingParams(3)  # type: ignore[misc]

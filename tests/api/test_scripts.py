@@ -1,0 +1,79 @@
+"""Scripts as users run them: with modules of their own beside them, ended in any way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import environment, processes_left, ray_folder
+
+WAIT_S = 170.0
+OWN = ("model.py", "jobs.py", "torch.py", "actors.py", "ui/__init__.py")
+# So many tokens go through matrix products, for which services import torch.
+SCRIPT = """
+import os, sys
+path = list(sys.path)
+import model, ui  # the script's own
+from hotcold import LLM, SamplingParams
+{start}
+llm = LLM(threads=1, own=True)
+print(llm.generate("return the wrapped text " * 50, SamplingParams(max_tokens=2, seed=1)).text)
+maps = [open(f"/proc/{{pid}}/maps").read() for pid in llm._connection.system.call("processes").values()]
+print(any("libtorch" in one for one in maps), [f for f in path if f not in sys.path], flush=True)
+print("torch" in sys.modules, model.MARK, os.getcwd() == {folder!r}, flush=True)
+{end}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose modules leave a mark with the name of the process that runs them."""
+    for name in OWN:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(
+            f"import os\nMARK = {name!r}\n"
+            f"print({name!r}, os.getpid(), file=open({str(tmp_path / 'marks')!r}, 'a'))\n"
+        )
+    yield tmp_path
+
+
+def begin(folder: Path, ray: Path, start: str, end: str) -> subprocess.Popen[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(start=start, end=end, folder=str(folder)))
+    return subprocess.Popen(
+        [sys.executable, str(script)], cwd=folder, env=environment(ray), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "start", ["", "import ray; ray.init(num_cpus=2, include_dashboard=False)"], ids=["own", "ray"]
+)
+def test_no_service_runs_a_module_of_the_scripts_folder(folder: Path, start: str) -> None:
+    """The script closes nothing, and nothing is left when it has ended."""
+    with ray_folder() as ray:
+        process = begin(folder, ray, start, "")
+        out, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+        assert out.splitlines()[-2:] == ["True []", "False model.py True"]
+        marks = {line.split()[0] for line in (folder / "marks").read_text().splitlines()}
+        pids = {line.split()[1] for line in (folder / "marks").read_text().splitlines()}
+        assert marks == {"model.py", "ui/__init__.py"} and pids == {str(process.pid)}
+        assert processes_left(ray) == []
+
+
+def test_a_script_that_is_killed_leaves_nothing(folder: Path) -> None:
+    with ray_folder() as ray:
+        process = begin(folder, ray, "", "import time; time.sleep(1000)")
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert "model.py" in lines[-1], process.communicate()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert processes_left(ray) == []
