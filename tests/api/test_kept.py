@@ -1,4 +1,4 @@
-"""Systems that stay: found by programs and commands alike, and all that the examples do with one."""
+"""Systems that stay: found by programs and commands alike, and by the examples."""
 
 from __future__ import annotations
 

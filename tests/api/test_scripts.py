@@ -23,8 +23,9 @@ import model, ui  # the script's own
 from hotcold import LLM, SamplingParams
 {start}
 llm = LLM(threads=1, own=True)
-print(llm.generate("return the wrapped text " * 50, SamplingParams(max_tokens=2, seed=1)).text)
-maps = [open(f"/proc/{{pid}}/maps").read() for pid in llm._connection.system.call("processes").values()]
+print(llm.generate("return the wrapped text " * 50, SamplingParams(max_tokens=2)).token_ids)
+processes = llm._connection.system.call("processes").values()
+maps = [open(f"/proc/{{pid}}/maps").read() for pid in processes]
 print(any("libtorch" in one for one in maps), [f for f in path if f not in sys.path], flush=True)
 print("torch" in sys.modules, model.MARK, os.getcwd() == {folder!r}, flush=True)
 {end}
