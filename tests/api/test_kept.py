@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -111,4 +110,3 @@ def test_examples(name: str, places: dict[str, str], llm: LLM) -> None:
 
 def test_each_example_is_run() -> None:
     assert {path.name for path in Path(CHECKOUT, "examples").glob("*.py")} == EXAMPLES.keys()
-    assert os.path.exists(CHECKOUT / "docs" / "python.md")
