@@ -39,7 +39,7 @@ WITHOUT_PRIVATE_RAY = f"""
 import hotcold.actors.launch
 def init_private(*_, **__):
     raise TypeError("as of a Ray that is not known")
-hotcold.hotcold.actors.launch.init_private = init_private
+hotcold.actors.launch.init_private = init_private
 {MAIN}"""
 
 
@@ -104,7 +104,7 @@ def foreign(tmp_path: Path) -> Iterator[Foreign]:
         path.unlink() if path.is_file() else shutil.rmtree(path)
     (tmp_path / "bin").mkdir(0o700)
     with ray_folder() as ray:
-        yield Foreign(folder, tmp_path / "marks", tmp_path / "bin" / "hotcold.py", ray)
+        yield Foreign(folder, tmp_path / "marks", tmp_path / "bin" / "program.py", ray)
         assert processes_left(ray) == []
 
 
