@@ -36,7 +36,7 @@ OF_PYTHON = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}.union(
 )
 MAIN = "from hotcold.jobs.cli import run\nrun()\n"
 WITHOUT_PRIVATE_RAY = f"""
-import hotcold.actors.launch
+import hotcold.jobs.foreign_folder, hotcold.actors.launch
 def init_private(*_, **__):
     raise TypeError("as of a Ray that is not known")
 hotcold.actors.launch.init_private = init_private
