@@ -40,7 +40,7 @@ def main(model: str | None = None) -> None:
             names, ray.get([summary.remote(llm, one) for one in names]), strict=True
         ):
             print(f"{name}: {text}")
-        counter = Counter.remote(llm)
+        counter = Counter.remote(llm)  # type: ignore[attr-defined]
         print(ray.get([counter.num_tokens.remote(name) for name in names]))
 
 

@@ -217,14 +217,14 @@ class LLM:
     # --- text ------------------------------------------------------------------------------------
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
         self, prompts: Prompt, params: SamplingParams | None = None, *, progress: bool | None = None
     ) -> RequestOutput: ...
 
     @overload
     def generate(
         self,
-        prompts: list[str] | list[list[int]] | list[Prompt],
+        prompts: Sequence[Prompt],
         params: Params = None,
         *,
         progress: bool | None = None,
@@ -258,7 +258,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: list[list[dict[str, Any]]],
+        messages: Sequence[list[dict[str, Any]]],
         params: Params = None,
         *,
         progress: bool | None = None,
@@ -328,7 +328,7 @@ class LLM:
 
     def embed(
         self,
-        texts: Prompt | list[str] | list[list[int]] | list[Prompt],
+        texts: Prompt | Sequence[Prompt],
         *,
         normalize: bool = False,
         progress: bool | None = None,
@@ -354,11 +354,13 @@ class LLM:
         return found[0] if is_one else found
 
     @overload
-    def score(self, texts: Prompt, *, progress: bool | None = None) -> ScoreOutput: ...
+    def score(  # type: ignore[overload-overlap]  # as above
+        self, texts: Prompt, *, progress: bool | None = None
+    ) -> ScoreOutput: ...
 
     @overload
     def score(
-        self, texts: list[str] | list[list[int]] | list[Prompt], *, progress: bool | None = None
+        self, texts: Sequence[Prompt], *, progress: bool | None = None
     ) -> list[ScoreOutput]: ...
 
     def score(self, texts: Any, *, progress: bool | None = None) -> ScoreOutput | list[ScoreOutput]:

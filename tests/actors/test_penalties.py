@@ -37,7 +37,7 @@ def expected(
     """As llama.cpp has it: each token that stands among the last ones, by how often."""
     last = params.repeat_last_n
     found = logits.astype(np.float64)
-    for token, bias in params.logit_bias:
+    for token, bias in params.biases:
         found[token] += bias
     tokens = [*prompt, *answer]
     for token in set(tokens if last < 0 else tokens[-last:]):

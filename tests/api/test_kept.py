@@ -80,11 +80,12 @@ def test_all_of_a_request_reaches_it(llm: LLM) -> None:
     assert asked.logprobs is not None and len(asked.logprobs) == len(asked.token_ids)
     assert {len(one.top) for one in asked.logprobs} == {2}
     ids = [*llm.tokenize("return"), *asked.token_ids]
-    tail = llm.score(ids).logprobs[-len(asked.token_ids) :]
-    np.testing.assert_allclose(tail, [one.logprob for one in asked.logprobs], atol=1e-4)
+    tail = np.array(llm.score(ids).logprobs[-len(asked.token_ids) :], np.float64)
+    told = np.array([one.logprob for one in asked.logprobs], np.float64)
+    np.testing.assert_allclose(tail, told, atol=1e-4)
     assert llm.embed(["a", "b"]).shape == (2, 384)
     assert llm.generate("a", GREEDY.changed(choice=["yes", "no"])).text in ("yes", "no")
-    results = llm.generate([[1 << 30], *["a"] * 20], GREEDY)
+    results = llm.generate([[1 << 30], *("a" for _ in range(20))], GREEDY)
     assert results[0].error and len({one.token_ids for one in results[1:]}) == 1
 
 
