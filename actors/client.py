@@ -15,17 +15,17 @@ from hotcold.actors.protocol.messages import DriverLoad, GenerateRequest, Reader
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 
-_WAIT_S = 1.0  # the longest that the driver keeps a question for events open
-# Unanswered looks at which the driver counts as stuck.
+_WAIT_S = 1.0  # the longest that the driver keeps a request for events open
+# Unanswered polls after which the driver counts as stuck.
 _TIMEOUT_POLLS = round(_WAIT_S / POLL_S) + DRIVER_POLLS
 
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
 class AsyncClient:
-    """Asks one driver for the events of all requests together, while there are any.
+    """Takes the events of all requests from one driver, in one call while there are any.
 
-    All of it is for one event loop, and one client a system.
+    Each client belongs to one event loop.
     """
 
     def __init__(self, system: System) -> None:
@@ -53,7 +53,7 @@ class AsyncClient:
             _answer(self._system.begin("submit", self._epoch, request))
         )
         try:
-            # The other task looks whether the driver lives.
+            # The other task checks that the driver lives.
             await asyncio.wait({submitting, self._taking}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure is not None and not submitting.done():
                 raise self._failure
@@ -79,33 +79,33 @@ class AsyncClient:
                 self._system.cancel(request_id)
 
     def _forget(self, request_id: str, submitted: asyncio.Future[None]) -> None:
-        """Nobody waits for a request that has just been queued, or refused."""
+        """End a request whose submitter was cancelled, once it is queued or refused."""
         if submitted.exception() is None:
             self.cancel(request_id)
         self._readers.pop(request_id, None)
 
     async def load(self) -> DriverLoad:
         """What the driver is busy with. Errors: ServiceError."""
-        load: DriverLoad = await _patient(self._system.begin("driver_load"))
+        load: DriverLoad = await _answer_soon(self._system.begin("driver_load"))
         return load
 
     async def _take(self) -> None:
-        """Deliver events until no request is left; what goes wrong ends all of them."""
+        """Deliver events until no request is left; an error ends all of them."""
         self._failure = None
         try:
             while self._readers:
                 asked = self._system.begin("take_events", self._epoch, self._num_taken, _WAIT_S)
-                self._num_taken, events = await _patient(asked)
+                self._num_taken, events = await _answer_soon(asked)
                 for request_id, event in events:
                     self._deliver(request_id, event)
         except Exception as error:
             self._failure = error
-            self._begin_anew()
+            self._new_epoch()
             for request_id in list(self._readers):
                 self._deliver(request_id, error)
 
-    def _begin_anew(self) -> None:
-        """Want nothing any more of what was submitted; a driver that recovers will hear it."""
+    def _new_epoch(self) -> None:
+        """Give up all that was submitted; a driver that recovers is told so."""
         self._epoch = replace(self._epoch, number=self._epoch.number + 1)
         self._num_taken = 0
         with suppress(HotcoldError, ray.exceptions.RayError):
@@ -127,8 +127,8 @@ async def _answer(ref: Any) -> Any:
         raise service_error("driver", error) from error
 
 
-async def _patient(ref: Any) -> Any:
-    """What a call returned that a live driver answers soon. Errors: HotcoldError."""
+async def _answer_soon(ref: Any) -> Any:
+    """What a call returned, which a live driver answers soon. Errors: HotcoldError."""
     answering = asyncio.ensure_future(_answer(ref))
     for _ in range(_TIMEOUT_POLLS):
         if (await asyncio.wait({answering}, timeout=POLL_S))[0]:

@@ -26,9 +26,9 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 
 _STOP_POLLS = 300
-_ATTEND_S = 1.0  # between two words to the driver that a stream is still read
-# Methods that are answered at once, or within a second, whatever else is asked: they have threads
-# of their own. All others may take as long as what runs.
+_ATTEND_S = 1.0  # between two messages to the driver that a stream is still read
+# Methods that return within a second, whatever else is called: they have threads of their own. All
+# others may take as long as what runs.
 _QUICK = {"ping", "progress", "describe", "processes", "driver_load", "telemetry", "cpu_seconds"}
 _QUICK |= {"take_events", "attend", "cancel", "stop"}
 
@@ -64,9 +64,9 @@ class System:
     ) -> "System":
         """Start a system, in the Ray that this process is connected to, else in one of its own.
 
-        That has room for `others`, which this process may start beside it, and ends with this one.
-        Where another has taken the name meanwhile, it is a handle on that one's system.
-        Errors:  HotcoldError of whatever could not be loaded; nothing is left running then
+        That Ray has room for `others`, which this process may start beside it, and ends with this
+        system. Where another process has taken the name meanwhile, returns a handle on its system.
+        Errors:  HotcoldError of what could not be loaded; nothing is left running then
         """
         owns_ray = not ray.is_initialized()
         if owns_ray and system.hosts:
@@ -143,12 +143,12 @@ class System:
 
     @contextmanager
     def _attending(self, request_id: str) -> Iterator[None]:
-        """Within it the driver hears that the request is read; when it does not, it cancels it."""
+        """Within it the driver is told that the request is read; else it cancels the request."""
         done, epoch = threading.Event(), ReaderEpoch(request_id)
 
         def attend() -> None:
             while not done.wait(_ATTEND_S):
-                with suppress(Exception):  # whoever waits for the stream hears of it
+                with suppress(Exception):  # the stream raises it
                     self.begin("attend", epoch)
 
         threading.Thread(target=attend, name="attend", daemon=True).start()
@@ -175,7 +175,7 @@ class System:
     def begin(self, method: str, *args: Any) -> Any:
         """Start a call of a driver's method by name; returns its object ref, which can be awaited.
 
-        No number of calls that take long holds up one that does not.
+        Calls that take long never delay those that do not.
         """
         called = getattr(self._driver, method)
         if method in _QUICK:
@@ -190,7 +190,7 @@ class System:
             self.end()
 
     def end(self) -> None:
-        """End the system, whoever started it."""
+        """End the system, even if another process started it."""
         with suppress(HotcoldError):
             self._await(self.begin("stop"), _STOP_POLLS)
         ray.kill(self._driver, no_restart=True)

@@ -10,8 +10,8 @@ packages' folders stand at its top, and this folder has a symbolic link to each.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # type checkers know the name; `typing` takes as long as all else here
 if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import TokenLogprob
     from hotcold.llm import LLM
@@ -71,11 +71,11 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that `import hotcold` takes no time."""
     if name not in __all__:
         raise AttributeError(f"module 'hotcold' has no attribute {name!r}")
-    found = getattr(import_module(_MODULES.get(name, "hotcold.model.errors")), name)
+    found: object = getattr(import_module(_MODULES.get(name, "hotcold.model.errors")), name)
     globals()[name] = found
     return found
 

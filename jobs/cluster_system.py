@@ -17,7 +17,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
 
 _LINE_EVERY_S = 5.0
-# Options that a running system cannot change, as the command line spells them.
+# Options that a running system cannot change, by their names on the command line.
 _COMPARED = {
     "mode": "--mode",
     "num_threads": "--threads",

@@ -1,6 +1,6 @@
 """Answer a file of requests, as a job of a Ray cluster.
 
-    ray job submit --working-dir . -- python -m jobs.generate --requests /data/in.jsonl \
+    ray job submit --working-dir . -- python -m hotcold.jobs.generate --requests /data/in.jsonl \
         --out /data/out.jsonl
 
 As many requests run at once as the system lets (--parallel). A line of the requests is an object of
@@ -11,7 +11,8 @@ all before it have ended. Requests stand in a file because a job's command line 
 dashboard. A job runs in a copy of the working directory: give absolute paths.
 
 With --system NAME the job uses the cluster's running system of that name, or starts it: for itself
-and for those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
+and for those who attach meanwhile, or with --keep until `python -m hotcold.jobs.stop --system
+NAME`.
 Without a name it uses, as `hotcold generate` does, one of the same model and options that this user
 runs on this machine, kept or of `hotcold serve`; --own starts one of its own in any case.
 """
@@ -103,15 +104,15 @@ def _told(config: SystemConfig) -> str:
 
 
 def _with_advice(error: ServiceError, name: str | None) -> ServiceError:
-    """A system that lost a service stays as it is; one with a name may outlive this job."""
+    """The error, and how to end a system that may outlive this job because it has a name."""
     if name is None:
         return error
-    end = f"python -m jobs.stop --system {name}"
+    end = f"python -m hotcold.jobs.stop --system {name}"
     return ServiceError(f"{error}; if the system is still there, end it with `{end}`")
 
 
 class _Counts:
-    """What has become of the lines so far; shown every few seconds."""
+    """How many lines were answered; shown every few seconds."""
 
     def __init__(self) -> None:
         self.answered = self.failed = self.skipped = 0
@@ -190,4 +191,4 @@ def _failure(line: RequestLine, problem: object) -> dict[str, Any]:
 
 if __name__ == "__main__":
     add_debug_option(generate)
-    run(command=generate, program="python -m jobs.generate")
+    run(command=generate, program="python -m hotcold.jobs.generate")

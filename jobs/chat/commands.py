@@ -1,4 +1,4 @@
-"""What may be typed in a conversation beside questions: /help lists it.
+"""Commands of a conversation: /help lists them.
 
 The names are Ollama's or llama.cpp's where these have one.
 """
@@ -31,7 +31,7 @@ class Settings:
     markdown: bool = True
     verbose: bool = False  # the speed of each answer is told
     history: bool = True
-    can_use_files: bool = True  # a program that types is not to read or write any by its text
+    can_use_files: bool = True  # False where a program types
 
 
 class Ask(NamedTuple):
@@ -42,7 +42,7 @@ class Ask(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """The last question is to be typed anew, beginning with this."""
+    """The user types the last question anew, beginning with this text."""
 
     question: str
 
@@ -51,11 +51,11 @@ class End(NamedTuple):
     """The conversation is over."""
 
 
-Outcome = str | Ask | Edit | End  # a text is told
+Outcome = str | Ask | Edit | End  # a text is printed
 
 
 class Command(NamedTuple):
-    """One of them, by its first name; the others mean the same."""
+    """One command; its first name is shown, the others mean the same."""
 
     names: tuple[str, ...]
     takes: str
@@ -64,7 +64,7 @@ class Command(NamedTuple):
 
 
 class Commands:
-    """Acts on a conversation as lines that begin with "/" say."""
+    """Runs the lines of a conversation that begin with "/"."""
 
     def __init__(self, conversation: Conversation, settings: Settings) -> None:
         """`settings` may be changed by what is typed."""
@@ -72,7 +72,7 @@ class Commands:
         self.settings = settings
 
     def run(self, line: str) -> Outcome:
-        """Do what a line says; returns what is to be told or done. Errors: UsageError."""
+        """Run a command line; returns what to print or do next. Errors: UsageError."""
         name, _, rest = line.partition(" ")
         for command in COMMANDS:
             if name in command.names:

@@ -99,7 +99,7 @@ class Conversation:
         self.num_context_tokens, self.tokens_per_s, self.result = 0, 0.0, None
 
     def begin(self) -> str:
-        """Say who is to be cancelled, before an answer is read; returns the request's id."""
+        """Return the id of the next request, by which it can be cancelled."""
         self.request_id = uuid.uuid4().hex
         self.answering = Answering()
         return self.request_id

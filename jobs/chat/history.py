@@ -23,7 +23,7 @@ def history_path() -> Path:
 def open_history() -> Path:
     """Make the file where it is not there, and see that nobody else can read it; its path.
 
-    Errors:  UsageError where it cannot be had, or is another user's
+    Errors:  UsageError where it cannot be opened, or is another user's
     """
     path = history_path()
     try:
