@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # What a request has brought: an event, the last of which has a result, or the error that ended it.
 Deliver = Callable[[TokenEvent | BaseException], None]
 _has_own_ray = False  # which one system takes for itself
+_ENDING_S = 5.0
 
 
 class Connection(Protocol):
@@ -67,6 +68,7 @@ class RayConnection:
         self._stack = stack or ExitStack()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._client: Any = None
 
     @classmethod
@@ -112,9 +114,11 @@ class RayConnection:
         global _has_own_ray
         with self._starting:
             loop, self._loop = self._loop, None
-        if loop is not None:
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(loop.stop)
+        if loop is not None and self._thread is not None:
+            import asyncio
+
+            asyncio.run_coroutine_threadsafe(_stop(), loop)
+            self._thread.join(_ENDING_S)
         self._stack.close()
         if self.system.owns_ray:
             _has_own_ray = False
@@ -129,17 +133,30 @@ class RayConnection:
 
                 self._loop = asyncio.new_event_loop()
                 self._client = AsyncClient(self.system)
-                threading.Thread(
+                self._thread = threading.Thread(
                     target=_run, args=(self._loop,), name="hotcold", daemon=True
-                ).start()
+                )
+                self._thread.start()
             return self._loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+    import asyncio
+
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.close()
+
+
+async def _stop() -> None:
+    """Stop the loop once earlier tasks have begun: they tell the driver what is cancelled."""
+    import asyncio
+
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().stop()
 
 
 class KeptConnection:
