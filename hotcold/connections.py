@@ -144,10 +144,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     import asyncio
 
     loop.run_forever()
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))
     loop.close()
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import sys
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -21,7 +19,6 @@ from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
     TokenEvent,
-    TokenLogprob,
 )
 from hotcold.actors.protocol.options import (
     DEVICES,
@@ -32,21 +29,21 @@ from hotcold.actors.protocol.options import (
     bytes_of,
     seconds_of,
 )
+from hotcold.answers import Answer, Answers, Task, progress_bar
 from hotcold.connections import Connection, Deliver, InFlight, find, new_id, start
 from hotcold.model import sampling
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
-from hotcold.outputs import CompletionOutput, RequestOutput, ScoreOutput, StreamPiece, work_of
+from hotcold.outputs import RequestOutput, ScoreOutput, StreamPiece
 from hotcold.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
     from hotcold.actors.driver.prompts import Prompts
-    from hotcold.chats import Chat, ChatOptions, Message
+    from hotcold.chats import ChatOptions, Message
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_BAR_AFTER_S = 2.0
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": (*MODES, AUTO_MODE),
     "dtype": DTYPES,
@@ -296,7 +293,7 @@ class LLM:
         Errors:  as `generate`
         """
         task = self._stream_task(prompt, params, options)
-        answer = _Answer(task, 0)
+        answer = Answer(task, 0)
         for event in self._in_flight.events(task.requests[0]):
             yield answer.add(event)
 
@@ -308,7 +305,7 @@ class LLM:
     ) -> AsyncIterator[StreamPiece]:
         """As `stream`, for `async for`."""
         task = await _in_thread(lambda: self._stream_task(prompt, params, options))
-        answer = _Answer(task, 0)
+        answer = Answer(task, 0)
         async for event in self._in_flight.async_events(task.requests[0]):
             yield answer.add(event)
 
@@ -344,7 +341,7 @@ class LLM:
 
         given, is_one = _as_list(texts)
 
-        def task(text: Any, _: SamplingParams) -> _Task:
+        def task(text: Any, _: SamplingParams) -> Task:
             return self._plain_task(text, wants_embedding=True)
 
         results = self._finished(self._tasks(given, None, task), len(given), progress)
@@ -370,7 +367,7 @@ class LLM:
         """
         given, is_one = _as_list(texts)
 
-        def task(text: Any, _: SamplingParams) -> _Task:
+        def task(text: Any, _: SamplingParams) -> Task:
             return self._plain_task(text, num_prompt_logprobs=0)
 
         found = []
@@ -384,8 +381,8 @@ class LLM:
     # --- from what is given to requests ----------------------------------------------------------
 
     def _tasks(
-        self, given: list[Any], params: Params, make: Callable[[Any, SamplingParams], _Task]
-    ) -> Iterator[_Task]:
+        self, given: list[Any], params: Params, make: Callable[[Any, SamplingParams], Task]
+    ) -> Iterator[Task]:
         """A task for each of `given`, made when it is wanted. Errors: UsageError."""
         if params is None or isinstance(params, sampling.SamplingParams):
             each: Iterable[Any] = [params or SamplingParams()] * len(given)
@@ -397,18 +394,18 @@ class LLM:
                     "or one for each"
                 )
 
-        def tasks() -> Iterator[_Task]:
+        def tasks() -> Iterator[Task]:
             for prompt, one in zip(given, each, strict=True):
                 try:
                     yield make(prompt, one)
                 except ServiceError:
                     raise
                 except HotcoldError as problem:
-                    yield _Task(prompt, problem=problem)
+                    yield Task(prompt, problem=problem)
 
         return tasks()
 
-    def _prompt_task(self, prompt: Any, params: SamplingParams) -> _Task:
+    def _prompt_task(self, prompt: Any, params: SamplingParams) -> Task:
         """Errors: PromptError, UsageError."""
         request = replace(
             _request(self.default_sampling, prompt),
@@ -416,7 +413,7 @@ class LLM:
             num_logprobs=params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
         )
-        return _Task(prompt, self._copies(request, params))
+        return Task(prompt, self._copies(request, params))
 
     def _copies(self, request: GenerateRequest, params: SamplingParams) -> list[GenerateRequest]:
         drawn = params.of_requests(self.default_sampling)
@@ -425,20 +422,20 @@ class LLM:
         later = [replace(request, sampling=one, request_id=new_id()) for one in drawn[1:]]
         return [first, *later]
 
-    def _plain_task(self, prompt: Any, **wanted: Any) -> _Task:
+    def _plain_task(self, prompt: Any, **wanted: Any) -> Task:
         """Of the prompt alone; a new token costs nothing beside it."""
         drawn = replace(self.default_sampling, max_tokens=1, temperature=0.0)
         request = replace(_request(drawn, prompt), request_id=new_id(), **wanted)
-        return _Task(prompt, [request])
+        return Task(prompt, [request])
 
-    def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], _Task]:
+    def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], Task]:
         """What makes tasks of conversations. Errors: UsageError for options that are none."""
         from hotcold.chats import Chat, chat_request, tools_of, variables_of
 
         tools, variables = tools_of(options), variables_of(options)
         wanted = None if tools is None else tools.wanted
 
-        def make(messages: Sequence[Message], params: SamplingParams) -> _Task:
+        def make(messages: Sequence[Message], params: SamplingParams) -> Task:
             asked = chat_request(self.default_sampling, messages, tools, variables)
             ids = self._prompts.ids(asked)
             tokenizer = self._prompts.tokenizer
@@ -451,13 +448,13 @@ class LLM:
                 num_logprobs=params.logprobs,
                 num_prompt_logprobs=params.prompt_logprobs,
             )
-            return _Task(messages, self._copies(request, params), chat)
+            return Task(messages, self._copies(request, params), chat)
 
         return make
 
     def _stream_task(
         self, prompt: Any, params: SamplingParams | None, options: ChatOptions
-    ) -> _Task:
+    ) -> Task:
         """Errors: PromptError, UsageError."""
         params = params or SamplingParams()
         if params.n > 1:
@@ -478,7 +475,7 @@ class LLM:
 
     # --- running requests ------------------------------------------------------------------------
 
-    def _run(self, tasks: Iterator[_Task], count: int, is_one: bool, progress: bool | None) -> Any:
+    def _run(self, tasks: Iterator[Task], count: int, is_one: bool, progress: bool | None) -> Any:
         results = [one.output() for one in self._finished(tasks, count, progress)]
         if not is_one:
             return results
@@ -486,24 +483,22 @@ class LLM:
             raise results[0].problem
         return results[0]
 
-    def _finished(
-        self, tasks: Iterator[_Task], count: int, progress: bool | None
-    ) -> list[_Answers]:
+    def _finished(self, tasks: Iterator[Task], count: int, progress: bool | None) -> list[Answers]:
         """Run all tasks. Errors: ServiceError, and all of them end."""
-        arrived: queue.SimpleQueue[tuple[_Answers, int, TokenEvent | BaseException]]
+        arrived: queue.SimpleQueue[tuple[Answers, int, TokenEvent | BaseException]]
         arrived = queue.SimpleQueue()
-        found: list[_Answers] = []
-        running: set[_Answers] = set()
+        found: list[Answers] = []
+        running: set[Answers] = set()
         shown = self._progress if progress is None else progress
         try:
             for task in tasks:
-                answers = _Answers(task)
+                answers = Answers(task)
                 found.append(answers)
                 if not answers.is_done:
                     running.add(answers)
                 for index, request in enumerate(task.requests):
                     self._in_flight.start(request, _putter(arrived, answers, index))
-            with _bar(count, shown) as show:
+            with progress_bar(count, shown) as show:
                 while running:
                     show(count - len(running))
                     for answers, index, event in _all_of(arrived):
@@ -521,16 +516,16 @@ class LLM:
         self,
         given: list[Any],
         params: Params,
-        make: Callable[[Any, SamplingParams], _Task],
+        make: Callable[[Any, SamplingParams], Task],
         is_one: bool,
     ) -> Any:
         import asyncio
 
         tasks = await _in_thread(lambda: list(self._tasks(given, params, make)))
-        found = [_Answers(task) for task in tasks]
+        found = [Answers(task) for task in tasks]
         names = [request.request_id for task in tasks for request in task.requests]
 
-        async def read(answers: _Answers, index: int) -> None:
+        async def read(answers: Answers, index: int) -> None:
             try:
                 async for event in self._in_flight.async_events(answers.task.requests[index]):
                     answers.take(index, event)
@@ -550,102 +545,7 @@ class LLM:
         return results[0] if is_one else results
 
 
-@dataclass
-class _Task:
-    """A prompt, and a request for each of its answers, or the problem that it has."""
-
-    prompt: Any
-    requests: list[GenerateRequest] = field(default_factory=list)
-    chat: Chat | None = None
-    problem: Exception | None = None
-
-
-class _Answer:
-    """One answer, as it comes."""
-
-    def __init__(self, task: _Task, index: int) -> None:
-        self._task = task
-        self._index = index
-        self._reader = None if task.chat is None else task.chat.reader()
-        self._logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.result: Generation | None = None
-
-    def add(self, event: TokenEvent) -> StreamPiece:
-        """Take the next event; returns what it brings."""
-        said, thought = event.text, ""
-        if self._reader is not None:
-            said, thought = self._reader.push(event.text, event.result is not None)
-        self._logprobs += event.logprobs
-        self.prompt_logprobs += event.prompt_logprobs
-        self.result = event.result
-        piece = StreamPiece(said, thought, event.token_ids, event.logprobs)
-        if event.result is None:
-            return piece
-        output = self.output()
-        whole = request_output(self._task, [self])
-        return replace(piece, finish_reason=output.finish_reason, output=whole)
-
-    def output(self) -> CompletionOutput:
-        """The whole answer, once it has ended."""
-        result = self.result
-        assert result is not None
-        request, reader = self._task.requests[self._index], self._reader
-        calls = () if reader is None else reader.tool_calls
-        return CompletionOutput(
-            self._index,
-            result.text if reader is None else reader.said,
-            tuple(result.ids),
-            "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
-            None if request.num_logprobs is None else tuple(self._logprobs),
-            "" if reader is None else reader.thought,
-            calls,
-            result.queued_s,
-            result.prefill_s,
-            result.decode_s,
-            work_of(result),
-        )
-
-
-class _Answers:
-    """All answers to one prompt."""
-
-    def __init__(self, task: _Task) -> None:
-        self.task = task
-        self.answers = [_Answer(task, index) for index in range(len(task.requests))]
-        self.problem = task.problem
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.problem is not None or all(one.result is not None for one in self.answers)
-
-    def take(self, index: int, event: TokenEvent | BaseException) -> None:
-        """Take an event of one answer. Errors: what is not this prompt's own fault."""
-        if isinstance(event, TokenEvent):
-            self.answers[index].add(event)
-        elif isinstance(event, HotcoldError) and not isinstance(event, ServiceError):
-            self.problem = event
-        else:
-            raise event
-
-    def output(self) -> RequestOutput:
-        """All of it."""
-        if self.problem is not None:
-            return RequestOutput(self.task.prompt, error=str(self.problem), problem=self.problem)
-        return request_output(self.task, self.answers)
-
-
-def request_output(task: _Task, answers: Sequence[_Answer]) -> RequestOutput:
-    """The answers to a prompt, which have all ended."""
-    first, request = answers[0], task.requests[0]
-    assert first.result is not None
-    scored = None if request.num_prompt_logprobs is None else tuple(first.prompt_logprobs)
-    outputs = tuple(answer.output() for answer in answers)
-    return RequestOutput(task.prompt, outputs, first.result.num_prompt_tokens, scored)
-
-
-def _first(answers: _Answers) -> Generation:
+def _first(answers: Answers) -> Generation:
     """What the first answer ended with. Errors: the prompt's."""
     if answers.problem is not None:
         raise answers.problem
@@ -714,7 +614,7 @@ def _as_conversations(messages: Any) -> tuple[list[Any], bool]:
     return ([found] if is_one else found), is_one
 
 
-def _putter(arrived: Any, answers: _Answers, index: int) -> Callable[[Any], None]:
+def _putter(arrived: Any, answers: Answers, index: int) -> Callable[[Any], None]:
     return lambda event: arrived.put((answers, index, event))
 
 
@@ -733,35 +633,3 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     import asyncio
 
     return await asyncio.to_thread(work)
-
-
-@contextmanager
-def _bar(count: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error for what takes more than two seconds; `shown` None: at a terminal."""
-    if shown is None:
-        shown = sys.stderr is not None and sys.stderr.isatty()
-    began = time.monotonic()
-    bar: Any = nullcontext()
-    task: Any = None
-
-    def show(num_done: int) -> None:
-        nonlocal bar, task
-        if not shown or count < 2:
-            return
-        if task is None and time.monotonic() - began > _BAR_AFTER_S:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-            columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            bar = Progress(*columns, console=Console(stderr=True))
-            bar.start()
-            task = bar.add_task("", total=count)
-        if task is not None:
-            bar.update(task, completed=num_done)
-
-    try:
-        yield show
-        show(count)
-    finally:
-        if task is not None:
-            bar.stop()
