@@ -41,16 +41,9 @@ class _Function(NamedTuple):
 
 
 def grammars() -> ModuleType:
-    """What makes grammars. Errors: UsageError where llguidance is missing."""
-    try:
-        from hotcold.ui.api.tools import grammar
-    except ImportError as problem:
-        if problem.name != "llguidance":
-            raise
-        raise UsageError(
-            "tools and structured output need llguidance, which is not installed; "
-            "pip install 'hotcold[ui]'"
-        ) from None
+    """What makes grammars; importing it takes a while."""
+    from hotcold.ui.api.tools import grammar
+
     return grammar
 
 

@@ -96,8 +96,8 @@ def _hold(
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
     from hotcold.model.files.locate import locate_model
-    from hotcold.ui.app import create_app
     from hotcold.ui.api.served_models import ServedModels
+    from hotcold.ui.app import create_app
 
     system, _ = prepare_system(locate_model(model), options)
     running = stack.enter_context(running_system(system, on_progress=endpoint.show))

@@ -28,8 +28,8 @@ from hotcold.ui.api.schemas import (
     TokenizeRequest,
     parse,
 )
-from hotcold.ui.openapi import add_description, body_of
 from hotcold.ui.api.served_models import ServedModels
+from hotcold.ui.openapi import add_description, body_of
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
 _CLIENT_GONE = 499  # no client reads it

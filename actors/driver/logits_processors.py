@@ -113,7 +113,7 @@ class Grammars:
             from llguidance import LLMatcher
         except ImportError:
             raise UsageError(
-                "grammars need llguidance, which is not installed; pip install 'hotcold[ui]'"
+                "grammars need llguidance, which is not installed; pip install llguidance"
             ) from None
         table = self._token_table()
         try:

@@ -22,8 +22,8 @@ from hotcold.model.errors import ServiceError, UsageError
 if TYPE_CHECKING:
     from hotcold.jobs.kept.served_systems import SystemStarter
     from hotcold.ui.api.backend import Backend
-    from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.api.served_models import ServedModels
+    from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.server_thread import ServerThread
 
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
@@ -108,10 +108,10 @@ def serve(
     from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
-    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))

@@ -31,7 +31,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
     system = _chosen(name)
     is_seen = sys.stdout is not None and sys.stdout.isatty()
     if is_seen and not (once or as_json) and sys.stdin is not None and sys.stdin.isatty():
-        from hotcold.jobs.support.top_watch import watch
+        from hotcold.jobs.kept.top_watch import watch
 
         watch(system)
         return
@@ -40,7 +40,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
         time.sleep(_COUNT_S)
         found = system.telemetry()
     if not as_json or once:
-        from hotcold.jobs.support.top_picture import drawn, picture
+        from hotcold.jobs.kept.top_picture import drawn, picture
 
         width = shutil.get_terminal_size().columns
         click.echo(drawn(picture(system.record.name, found, width), width, is_seen))

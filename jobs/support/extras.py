@@ -5,7 +5,7 @@ import importlib.util
 from hotcold.model.errors import UsageError
 
 EXTRAS = {
-    "ui": ("fastapi", "uvicorn", "prometheus_client", "llguidance"),
+    "ui": ("fastapi", "uvicorn", "prometheus_client"),
     "plan": ("scipy",),
     "plot": ("matplotlib",),
 }

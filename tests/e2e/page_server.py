@@ -45,10 +45,10 @@ def served_page(
 ) -> Iterator[str]:
     """The page's address, until the end. `client` asks in place of the server's own."""
     from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.app import create_app
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
-    from hotcold.ui.api.served_models import ServedModels
 
     backend = Backend(None, system.call("describe"), ServerSettings(model_name))
     backend.attach(system, client)

@@ -22,10 +22,10 @@ def books() -> dict[str, StandIn]:
 @pytest.fixture(scope="module")
 def address(books: dict[str, StandIn]) -> Iterator[str]:
     from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.app import create_app
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
-    from hotcold.ui.api.served_models import ServedModels
 
     backends = []
     for name, book in books.items():

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.app import create_app
 from hotcold.ui.api.served_models import ServedModels
+from hotcold.ui.app import create_app
 from tests.unit.test_server_limits import Client, Deliver, give_client, make_backend
 
 RESULT = Generation("ab", [7, 8], "stop", 3, prefill_s=0.5, decode_s=0.25, queued_s=0.125)

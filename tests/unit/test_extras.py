@@ -30,7 +30,7 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (["serve"], "serve needs fastapi, uvicorn, prometheus_client, llguidance, which are"),
+        (["serve"], "serve needs fastapi, uvicorn, prometheus_client, which are"),
         (["plan"], "plan needs scipy, which is"),
         (["profile", "--plot", "a.png"], "--plot needs matplotlib, which is"),
     ],

@@ -20,10 +20,10 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
 from hotcold.ui.page.routes import PageRoutes, is_allowed
-from hotcold.ui.api.served_models import ServedModels
 
 # What the page asks of the installed Gradio. Who adds a line here knows what it does.
 NEEDED = {

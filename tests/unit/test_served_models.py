@@ -22,10 +22,10 @@ from hotcold.jobs.commands.serve import _serve
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from hotcold.ui.control_api import memory_bytes
 from hotcold.ui.model_loading import ModelLoader, Need
-from hotcold.ui.api.served_models import ServedModels
 
 WAIT_S = 30.0
 Post = Callable[..., Awaitable[httpx.Response]]

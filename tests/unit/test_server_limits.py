@@ -30,8 +30,8 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
-from hotcold.ui.app import create_app
 from hotcold.ui.api.served_models import ServedModels
+from hotcold.ui.app import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
 _TIMEOUT_S = 60.0

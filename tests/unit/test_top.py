@@ -21,8 +21,8 @@ from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
 from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
 from hotcold.jobs.kept.registry import Record
-from hotcold.jobs.support.top_picture import drawn, picture
-from hotcold.jobs.support.top_watch import watch
+from hotcold.jobs.kept.top_picture import drawn, picture
+from hotcold.jobs.kept.top_watch import watch
 from hotcold.model.errors import ServiceError
 from hotcold.ui.control_api import create_control_app
 from hotcold.ui.telemetry import telemetry_json

@@ -23,8 +23,8 @@ from hotcold.ui.api.ollama.schemas import (
 )
 from hotcold.ui.api.route import JsonAnswer, answered
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.openapi import body_of
 from hotcold.ui.api.served_models import ServedModels
+from hotcold.ui.openapi import body_of
 
 SCHEMAS: list[type[BaseModel]] = [
     OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,

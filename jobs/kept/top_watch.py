@@ -16,7 +16,7 @@ from prompt_toolkit.output import Output
 from rich.text import Text
 
 from hotcold.jobs.kept.client import KeptSystem, LoadingError
-from hotcold.jobs.support.top_picture import drawn, picture
+from hotcold.jobs.kept.top_picture import drawn, picture
 from hotcold.model.errors import HotcoldError
 
 _FOOT = "q ends"
