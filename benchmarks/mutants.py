@@ -8,6 +8,8 @@ from all that Cosmic Ray makes of these files, one file after the other, by `--s
 in a copy of the checkout, where its file's tests are run. OUT.json and OUT.md say which survived.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import random
@@ -20,18 +22,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from cosmic_ray.commands import init
-from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+if TYPE_CHECKING:  # in the bench extra only
+    from cosmic_ray.work_item import MutationSpec
 
 _ROOT = Path(__file__).resolve().parents[1]
 LISTED: dict[str, list[str]] = tomllib.loads(
     (_ROOT / "benchmarks/mutants.toml").read_text()
 )  # file -> ids of its tests
 _TIMEOUT_S = 300.0  # of the tests of one mutant
+_KINDS = ("killed", "survived", "incompetent")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ def copy_checkout(folder: Path) -> None:
 
 def draw_mutants(files: Sequence[str], number: int, seed: int) -> list[MutationSpec]:
     """Draw `number` mutants of the current folder's files, as many from each as from the others."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import WorkDB, use_db
+
     draw, found = random.Random(seed), []
     for file in files:
         with use_db(":memory:", WorkDB.Mode.create) as database:
@@ -74,6 +80,8 @@ def test_command(file: str) -> str:
 
 def try_mutant(mutant: MutationSpec) -> Result:
     """Run the tests of its file with it. Errors: ClickException where they cannot be run."""
+    from cosmic_ray.mutating import mutate_and_test
+
     file = mutant.module_path.as_posix()
     found = mutate_and_test([mutant], test_command(file), _TIMEOUT_S)
     if found.test_outcome is None:
@@ -87,17 +95,12 @@ def table(results: Sequence[Result], seed: int) -> str:
     lines += ["| file | killed | survived | incompetent |", "| --- | --- | --- | --- |"]
     for file in sorted({result.file for result in results}):
         outcomes = [result.outcome for result in results if result.file == file]
-        counts = " | ".join(str(outcomes.count(kind.value)) for kind in _KINDS)
+        counts = " | ".join(str(outcomes.count(kind)) for kind in _KINDS)
         lines.append(f"| `{file}` | {counts} |")
     lines += [
-        f"\n```diff\n{result.diff}\n```"
-        for result in results
-        if result.outcome == TestOutcome.SURVIVED.value
+        f"\n```diff\n{result.diff}\n```" for result in results if result.outcome == "survived"
     ]
     return "\n".join(lines) + "\n"
-
-
-_KINDS = (TestOutcome.KILLED, TestOutcome.SURVIVED, TestOutcome.INCOMPETENT)
 
 
 @click.command()
