@@ -51,9 +51,10 @@ def look_for_own_modules() -> None:
 
     Of those that this program lies in it does.
     """
-    worker = ray._private.worker.global_worker
-    if worker.mode == ray.WORKER_MODE:
-        folders = list(worker.core_worker.get_job_config().py_driver_sys_path)
+    from ray._private.worker import WORKER_MODE, global_worker
+
+    if global_worker.mode == WORKER_MODE:
+        folders = list(global_worker.core_worker.get_job_config().py_driver_sys_path)
         foreign = set(folders) - set(own_folders(folders))
         sys.path[:] = [folder for folder in sys.path if folder not in foreign]
 

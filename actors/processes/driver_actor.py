@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotcold.actors.processes.child_process import give_back_freed_memory
+from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.reports import LoadingServices, NeuronCounts, SystemHealth
 from hotcold.actors.processes.scaling import scale
 from hotcold.actors.processes.system_services import SystemServices
@@ -51,6 +52,7 @@ class DriverActor:
         spawn_relay: SpawnRelay,
     ) -> None:
         """`spawn` and `spawn_relay` as in `SystemServices`."""
+        look_for_own_modules()
         sys.setswitchinterval(_SWITCH_S)
         if system.storage is not None:
             give_back_freed_memory()

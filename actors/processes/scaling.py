@@ -86,11 +86,11 @@ class CpuServiceChange:
         return self._new.exchange
 
     def prepare(self) -> None:
-        """Let the new services prepare for long prompts where the old ones have."""
+        """Prepare the new services for long prompts if the old ones are. Errors: HotcoldError."""
         new, old = self._new, self._services.connection
         new.replacer.take_over(0, old.replacer)
         if old.has_matmul:
-            new.begin_prompts(new.cpu_services)
+            new.prepare_prompts(new.cpu_services)
 
     def move(self) -> None:
         """Move the attention service to the new arena, and the driver's exchange to the services.

@@ -17,6 +17,7 @@ import ray
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.processes.child_process import give_back_freed_memory
+from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
@@ -52,6 +53,7 @@ class ServiceActor:
 
     def __init__(self, spec: ServiceSpec) -> None:
         """Only pins the process to its cores, before imports start threads; see `load`."""
+        look_for_own_modules()
         self.spec = spec
         self._place = None if spec.share is None else find_place(spec.share, spec.num_threads)
         if self._place is not None:

@@ -90,14 +90,16 @@ class Connection:
         for service in services:
             self.handles[service].begin_prompts.remote()
 
-    def prepare_prompts(self) -> None:
-        """Return once all services have prepared for long prompts, which may compile kernels.
+    def prepare_prompts(self, services: Sequence[int] | None = None) -> None:
+        """Return once services, all by default, have prepared for long prompts.
+
+        This may compile kernels. Services that replace them prepare too.
 
         Errors:  ServiceLost of one that died or is stuck; RequestError of one that fails
         """
         self.watch.starting, before = True, self.watch.starting
         try:
-            self.call_each("prepare_prompts")
+            self.call_each("prepare_prompts", services=services)
             self.replacer.prepares_prompts = True
         except ServiceLost:
             raise

@@ -213,15 +213,19 @@ def test_new_services_prepare_for_long_prompts(
         if has_had_a_long_prompt:
             expected = tokens(system)
         assert services.connection.has_matmul == has_had_a_long_prompt
-        begun: list[list[int]] = []
-        monkeypatch.setattr(
-            Connection, "begin_prompts", lambda self, services: begun.append(list(services))
-        )
+        prepared: list[Any] = []
+        prepare = Connection.prepare_prompts
+
+        def noted(self: Connection, services: Any = None) -> None:
+            prepared.append(services and list(services))
+            prepare(self, services)
+
+        monkeypatch.setattr(Connection, "prepare_prompts", noted)
         system.actor.scale(2)
-        assert begun.count([1, 2]) == has_had_a_long_prompt  # idle ones begin all together
+        assert prepared.count([1, 2]) == has_had_a_long_prompt
+        assert services.connection.has_matmul == has_had_a_long_prompt
         if has_had_a_long_prompt:
-            assert not services.connection.has_matmul  # the next long prompt awaits them
-            assert tokens(system) == expected and services.connection.has_matmul
+            assert tokens(system) == expected
 
 
 def test_without_room_for_new_services_the_old_ones_go_on(

@@ -141,7 +141,7 @@ def test_a_failed_answer_ends_only_its_request(
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(system.services[1]._products.get(), "combine", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(system.services[1]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
     error = Running(driver, long_prompt).end()
     assert isinstance(error, RequestError), error
     assert "the cpu0 service failed: MemoryError: no room" in str(error)

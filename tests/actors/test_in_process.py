@@ -315,7 +315,7 @@ def test_a_failing_matrix_product_is_named(tiny: Tiny, monkeypatch: pytest.Monke
         def fail(*arguments: object) -> None:
             raise MemoryError("no room for 7 numbers")
 
-        monkeypatch.setattr(system.services[2]._products.get(), "combine", fail)  # type: ignore[attr-defined]
+        monkeypatch.setattr(system.services[2]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
         with pytest.raises(RequestError, match=r"the cpu1 service failed: .*no room for 7"):
             system.logits("dense", checkpoint.ids, [40])
         monkeypatch.undo()

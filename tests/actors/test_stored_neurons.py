@@ -412,7 +412,7 @@ def test_a_ring_that_breaks_is_done_without(tiny: Tiny, monkeypatch: pytest.Monk
         return rings[-1]
 
     monkeypatch.setattr(bundle_reads, "new_ring", kept)
-    monkeypatch.setattr(bundle_reads, "keep_mapped", lambda ring, into: buffers.append(into))
+    monkeypatch.setattr(bundle_reads, "register_buffers", lambda ring, into: buffers.append(into))
     with InProcessSystem(path, 1, 2) as system:
         expected = [system.logits("exact", IDS, way) for way in ([1], [40])]
     with StoredSystem(path, 1, 2) as stored:
