@@ -107,9 +107,9 @@ def run_layers(layer_state, request_state, buffers, facts, team):
 
     `request_state` is of `numba_kernels.serve.mailbox`, or empty where Python sends requests.
     `team` is a `PredictTeam`, NO_TEAM unless it chooses neurons; without `request_state`, and for
-    a reply with another sequence number than announced, Python chooses. After ASK and RESUME
-    Python adds its waiting time to ASK_WAITED_NS. A failed loop can start again at any layer, which
-    reads nothing but `hidden` of the layer before.
+    a reply with another sequence number than announced, Python chooses. After SEND_REQUESTS and
+    RESUME Python adds its waiting time to REQUEST_WAITED_NS. A failed loop can start again at any
+    layer, which reads nothing but `hidden` of the layer before.
     """
     while layer_state[AT_LAYER] < layer_state[END_LAYER]:
         phase = layer_state[AT_PHASE]
