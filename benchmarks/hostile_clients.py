@@ -72,10 +72,10 @@ class StalledReader:
         body = json.dumps(_LONG).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         while not ended.is_set():
-            with connect(self._port, receive_bytes=4096) as request_state:
-                request_state.sendall(f"{head}\r\n\r\n".encode() + body)
+            with connect(self._port, receive_bytes=4096) as client:
+                client.sendall(f"{head}\r\n\r\n".encode() + body)
                 lost = select.poll()
-                lost.register(request_state, select.POLLERR | select.POLLHUP)
+                lost.register(client, select.POLLERR | select.POLLHUP)
                 while not ended.is_set():
                     if lost.poll(_POLL_S * 1000):
                         self._tally.add("stalled, cut off")

@@ -175,8 +175,8 @@ def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) 
         expected = buffers.partials[0, :2].copy()
         assert 0 < buffers.replies[0, NUM_COMPUTED] < 30
         dense = system.engine("dense")
-        for request_state in (engine, engine, dense):
-            ask_ffn(request_state, FFN, 2)
+        for target in (engine, engine, dense):
+            ask_ffn(target, FFN, 2)
             np.testing.assert_array_equal(buffers.partials[0, :2], expected)
         assert buffers.replies[0, NUM_COMPUTED] == 30
 

@@ -229,6 +229,7 @@ def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
     assert System.attach(NAME) is None
 
 
+@pytest.mark.thorough
 def test_a_service_of_many_neurons_comes_back(local_ray: None, tmp_path: Path) -> None:
     """What Ray starts its process with again is small: larger things may be gone by then."""
     make_model(tmp_path, resolve_shape("tiny", {"ffn": 16384, "layers": 2}))

@@ -38,7 +38,7 @@ forked_worker.main()
 """
 
 
-def request_state(folder: Path, *arguments: str, code: str = "") -> subprocess.Popen[str]:
+def run_worker(folder: Path, *arguments: str, code: str = "") -> subprocess.Popen[str]:
     program = ["-c", code] if code else [forked_worker.__file__]
     command = [sys.executable, "-I", "-S", *program, *arguments]
     environment = {**os.environ, fork_server.ADDRESS: "workers", "PYTHONPATH": str(folder)}
@@ -46,7 +46,7 @@ def request_state(folder: Path, *arguments: str, code: str = "") -> subprocess.P
 
 
 def test_it_hands_on_all_that_a_worker_needs(tmp_path: Path, server: socket.socket) -> None:
-    with request_state(tmp_path, "--one", "two three") as process:
+    with run_worker(tmp_path, "--one", "two three") as process:
         asked, _ = server.accept()
         request, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
         arguments, environment, folder = json.loads(request)
@@ -70,7 +70,7 @@ def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, h
     if how == "none":
         server.close()
     code = IMPATIENT if how == "waits" else ""
-    with request_state(tmp_path, "--one", "two three", code=code) as process:
+    with run_worker(tmp_path, "--one", "two three", code=code) as process:
         if how == "ends":
             server.accept()[0].close()
         if how == "waits":
@@ -112,10 +112,10 @@ fork_server._serve(socket.socket(fileno=owner), Listener(fileno=listener), {})
 
 def test_a_server_outlives_what_the_machine_has_no_more_of(server: socket.socket) -> None:
     def answer() -> bytes:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as request_state:
-            request_state.settimeout(60)
-            request_state.connect("workers")
-            return request_state.recv(16)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(60)
+            client.connect("workers")
+            return client.recv(16)
 
     owner, theirs = socket.socketpair()
     numbers = theirs.fileno(), server.fileno()

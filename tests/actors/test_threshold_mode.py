@@ -108,6 +108,7 @@ def test_hot_neurons_keep_to_thresholds(tiny: Tiny, variant: str, kind: Any) -> 
             assert relative_difference(found, expected) < 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
 def test_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
     """Lengths are of the rows as they lie in memory; how far products round is the format's."""

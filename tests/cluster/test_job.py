@@ -16,7 +16,7 @@ from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(420)
 
-GENERATE = ("python", "-m", "hotcold.jobs.generate")
+GENERATE = ("python", "-m", "jobs.generate")
 GREEDY = {"temperature": 0, "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
 
 
@@ -109,7 +109,7 @@ def resumes(head: Head, requests: Path, out: Path, answers: list[dict[str, Any]]
 
 def ends(head: Head) -> None:
     """jobs.stop leaves no process; there is nothing to stop then, and it says so."""
-    stop = ("python", "-m", "hotcold.jobs.stop", "--system", "shared")
+    stop = ("python", "-m", "jobs.stop", "--system", "shared")
     status, log = head.run(*stop)
     assert status == 0, log
     deadline = time.monotonic() + 20

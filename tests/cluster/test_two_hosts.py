@@ -78,9 +78,9 @@ def test_the_same_tokens_when_services_are_lost(
         pytest.skip(reason)
     out = tmp_path / "out.jsonl"
     requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
-    request_state = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
-    request_state += ["--out", str(out), "--system", SYSTEM]
-    then = ("--faults", "--then", shlex.join(request_state))
+    command = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
+    command += ["--out", str(out), "--system", SYSTEM]
+    then = ("--faults", "--then", shlex.join(command))
     row = told(model, checkpoint, tmp_path / "report.json", *then)
     assert texts(out) == expected_texts
     assert row["lost"]["ids"] == [checkpoint.greedy_ids] * 2

@@ -138,7 +138,7 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
     assert "config.json" in error_of(run_benchmark("vs_llama_cpp", tmp_path, *bench))
 
 
-@pytest.mark.sweep(rounds=[1])
+@pytest.mark.thorough
 @pytest.mark.timeout(600)  # kernels may have to be compiled
 @pytest.mark.parametrize(("how", "rounds"), [([], 2), (["--one-at-a-time"], 1)])
 def test_a_whole_run(how: list[str], rounds: int, tmp_path: Path) -> None:
