@@ -55,7 +55,7 @@ def answers(checkout: Path, model: Path | None, options: Sequence[str]) -> list[
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
         where = ["--model", str(model)] if model else []
         files = ["--requests", str(asked), "--out", str(answered)]
-        run_in(checkout, "hotcold.jobs.generate", *files, *where, *options)
+        run_in(checkout, "jobs.generate", *files, *where, *options)
         found = [json.loads(line) for line in answered.read_text().splitlines()]
     return [line["ids"] for line in found]
 
@@ -68,12 +68,16 @@ def compare_tokens(other: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cases: list[tuple[str, Path | None, list[str]]] = [
             (f"demo {' '.join(options)}", None, options)
-            for options in ([], ["--mode", "sign"], ["--dtype", "q8"], ["--dtype", "q4"])
+            for options in (
+                *([], ["--mode", "dense"], ["--mode", "sign"], ["--mode", "lowrank"]),
+                *(["--dtype", "q8"], ["--dtype", "q4"]),
+            )
         ]
         for variant in VARIANTS:
             for dtype in ("float32", "bfloat16") if variant == "llama-gqa" else ("float32",):
                 path = make_tiny(variant, Path(folder, f"{variant}-{dtype}"), dtype)
                 cases.append((path.name, path, []))
+                cases.append((f"{path.name} dense", path, ["--mode", "dense"]))
         for name, path, options in cases:
             same = answers(HERE, path, options) == answers(other, path, options)
             click.echo(f"{name}: {'the same' if same else 'DIFFERENT'}")
@@ -94,7 +98,7 @@ def compare_speed(other: Path, model: str, runs: int) -> Json:
 
 
 def _tokens_per_s(checkout: Path, arguments: Sequence[str], model: str) -> float:
-    said = run_in(checkout, "hotcold.jobs.cli", "bench", *arguments, model, "--json")
+    said = run_in(checkout, "jobs.cli", "bench", *arguments, model, "--json")
     return float(json.loads(said.splitlines()[-1])["tokens_per_s"])
 
 
