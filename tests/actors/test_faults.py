@@ -252,6 +252,7 @@ def neuron_ids(system: System) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.thorough
 def test_actor_calls_recover_too(kept: KeptSystem) -> None:
     """A system over actor calls, from the start to the death of its driver."""
     with System.start(config_of(kept.checkpoint, 1, "calls")) as system:

@@ -154,6 +154,7 @@ def test_a_disk_that_is_full_for_inputs(words: Path, tmp_path: Path) -> None:
         state.add_inputs(0, inputs)
 
 
+@pytest.mark.thorough
 def test_part_of_a_text_without_inputs(
     local_ray: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
