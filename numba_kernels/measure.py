@@ -7,7 +7,7 @@ import numpy as np
 from hotcold.numba_kernels.checks import RELU
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import Activation, Thresholds
-from hotcold.numba_kernels.decode.ffn import NO_MASKS, gate_values_kernel
+from hotcold.numba_kernels.decode.ffn import gate_values_kernel
 from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
@@ -15,6 +15,7 @@ from hotcold.numba_kernels.decode.predict import (
     sign_scores_kernel,
 )
 from hotcold.numba_kernels.decode.rows import rows_kernel
+from hotcold.numba_kernels.decode.selection import NO_MASKS
 from hotcold.numba_kernels.decode.vectors import NO_BIAS, quantize_activations
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.doorbell import atomic_add, barrier, now_ns

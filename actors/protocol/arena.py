@@ -40,6 +40,7 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
+    num_blocks: int = 0  # of a layer's neurons, where there are several
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
 
@@ -57,6 +58,7 @@ class ArenaLayout:
             ("ffn_input", np.float32, (t, d)),
             ("active_ids", np.int32, (s, self.max_neurons)),
             ("active_masks", np.uint32, (s, self.max_neurons)),
+            ("block_weights", np.float32, (t, self.num_blocks)),
             ("partials", np.float32, (s, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),

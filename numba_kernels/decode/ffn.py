@@ -24,9 +24,6 @@ from hotcold.numba_kernels.ir.vector_ir import (
     prefetch_row,
 )
 
-NO_IDS = np.empty(0, np.int32)
-NO_MASKS = np.empty(0, np.uint32)
-
 
 @njit(nogil=True, cache=True)
 def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):

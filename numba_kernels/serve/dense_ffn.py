@@ -14,13 +14,12 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.batch_ffn import contribution
 from hotcold.numba_kernels.decode.ffn import (
-    NO_IDS,
-    NO_MASKS,
     drop_small,
     keep_fired_kernel,
     scale_by_up,
 )
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
     empty_vectors,

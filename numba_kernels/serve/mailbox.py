@@ -13,6 +13,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.serve.doorbell import (
     CLOCK_US,
     INTS_A_CELL,
@@ -34,6 +35,7 @@ _MAX_DELAYED_US = 10_000  # of one request; longer delays have other causes, suc
 OPERATION, LAYER, NUM_TOKENS, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(7)
 GATE_THRESHOLD, PRODUCT_THRESHOLD = 7, 8  # `Thresholds`, as the bits of float64 numbers
 NEXT_LAYER = 9  # of a prompt: the layer of the next request, plus 1; 0: unknown
+WEIGHS_BLOCKS = 10  # whether `block_weights` chooses blocks of neurons
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
 
@@ -79,6 +81,7 @@ class SharedBuffers(NamedTuple):
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
+    block_weights (T, B): as in `Selection`, of the current layer; B is 0 for one block
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
@@ -96,6 +99,7 @@ class SharedBuffers(NamedTuple):
     ffn_input: np.ndarray
     active_ids: np.ndarray
     active_masks: np.ndarray
+    block_weights: np.ndarray
     partials: np.ndarray
     logits: np.ndarray
     neuron_counts: np.ndarray
@@ -120,6 +124,20 @@ def read_thresholds(request):
     """`decode_thresholds` for compiled code."""
     words = request.view(np.float64)
     return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
+
+
+@njit(nogil=True, cache=True)
+def read_selection(buffers, service):
+    """The `Selection` of the FFN request in a service's request words."""
+    request = buffers.requests[service]
+    num_tokens, num_ids = request[NUM_TOKENS], request[NUM_IDS]
+    ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
+    masks, weights = NO_MASKS, NO_WEIGHTS
+    if num_ids > 0 and num_tokens > 1:
+        masks = buffers.active_masks[service, :num_ids]
+    if request[WEIGHS_BLOCKS]:
+        weights = buffers.block_weights[:num_tokens]
+    return Selection(num_ids >= 0, ids, masks, weights)
 
 
 @njit(nogil=True, cache=True)

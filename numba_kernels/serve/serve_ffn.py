@@ -5,7 +5,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import (
@@ -24,6 +23,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     WATCHED,
     finish_request,
     next_request,
+    read_selection,
     read_thresholds,
 )
 
@@ -43,20 +43,18 @@ def ffn_request(thread, num_threads, service, buffers, arrays, scratch, buckets,
     """This thread's share of the FFN request in the mailbox; checks nothing."""
     request = buffers.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
-    ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
-    token_masks = NO_MASKS
-    if num_ids > 0 and num_tokens > 1:
-        token_masks = buffers.active_masks[service, :num_ids]
+    chosen = read_selection(buffers, service)
     layer_ffn(
-        thread, num_threads, buffers.cells, service, layer, num_ids >= 0, ids, token_masks,
-        read_thresholds(request), buffers.ffn_input[:num_tokens], arrays, scratch, function,
-        buffers.partials[service, :num_tokens],
+        thread, num_threads, buffers.cells, service, layer, chosen.is_listed, chosen.ids,
+        chosen.token_masks, read_thresholds(request), buffers.ffn_input[:num_tokens], arrays,
+        scratch, function, buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread == 0:
         buffers.replies[service, NUM_COMPUTED] = scratch.counts.sum()
         buffers.replies[service, NUM_UP] = scratch.up_counts.sum()
         if request[WATCHED]:
             first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
+            ids = chosen.ids
             count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch)
 
 

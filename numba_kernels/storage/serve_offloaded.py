@@ -3,7 +3,6 @@
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
@@ -23,6 +22,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     WATCHED,
     finish_request,
     next_request,
+    read_selection,
     read_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import count_neurons
@@ -35,14 +35,11 @@ def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, bu
     """`numba_kernels.serve.serve_ffn.ffn_request`; the reply also counts reads so far."""
     request, reply = buffers.requests[service], buffers.replies[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
-    ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
-    token_masks = NO_MASKS
-    if num_ids > 0 and num_tokens > 1:
-        token_masks = buffers.active_masks[service, :num_ids]
+    chosen = read_selection(buffers, service)
     done = offloaded_layer_ffn(
-        thread, num_threads, buffers.cells, service, layer, num_ids >= 0, ids, token_masks,
-        read_thresholds(request), buffers.ffn_input[:num_tokens], shard, scratch, function,
-        buffers.partials[service, :num_tokens],
+        thread, num_threads, buffers.cells, service, layer, chosen.is_listed, chosen.ids,
+        chosen.token_masks, read_thresholds(request), buffers.ffn_input[:num_tokens], shard,
+        scratch, function, buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread != 0:
         return
@@ -59,7 +56,7 @@ def _offloaded_request(thread, num_threads, service, buffers, shard, scratch, bu
     if request[WATCHED]:
         offsets = shard.arrays.offsets
         first, last = offsets[layer], offsets[layer + 1]
-        count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch)
+        count_neurons(service, layer, num_ids, chosen.ids, buckets, first, last, buffers, scratch)
 
 
 @njit(nogil=True, cache=True)

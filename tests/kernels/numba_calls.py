@@ -12,8 +12,8 @@ import numpy as np
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.attention import attend_kernel, rope_kernel
-from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
 from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS
 from hotcold.numba_kernels.decode.vectors import NO_BIAS
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL

@@ -25,7 +25,8 @@ from numba.core import dispatcher
 cache, add = dispatcher.FunctionCache, dispatcher.Dispatcher.add_overload
 import numpy as np
 import hotcold.numba_kernels
-from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS, keep_fired_kernel
+from hotcold.numba_kernels.decode.ffn import keep_fired_kernel
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS
 gates = np.linspace(-1, 1, 40).astype(np.float32)
 ids, fired = np.zeros(40, np.int32), np.zeros(40, np.float32)
 masks = np.zeros(40, np.uint32)
