@@ -1,4 +1,4 @@
-"""Selections drawn at random, and the float64 FFN of one: what every source of rows must compute."""
+"""Selections drawn at random, and the float64 FFN of one, for tests of every source of rows."""
 
 from __future__ import annotations
 
