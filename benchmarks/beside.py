@@ -1,12 +1,13 @@
 """Two checkouts of hotcold beside each other: the same tokens, and how fast each is.
 
-    python -m benchmarks.beside OTHER --tokens
-    python -m benchmarks.beside OTHER --speed MODEL
+    python -m benchmarks.beside OTHER --tokens [--model MODEL]... [--with OPTIONS]...
+    python -m benchmarks.beside OTHER --speed --model MODEL [--with OPTIONS]...
 
-`--tokens` asks both for greedy answers of the embedded model and of a tiny random model of every
-variant that the tests know, in several formats, to short prompts and to one that goes through
-matrix products, and prints those that differ. `--speed` runs `hotcold bench` on a model in both, in
-turn, and prints the medians of the ratios, this checkout's tokens a second over the other's.
+`--tokens` asks both for greedy answers to short prompts and to one that goes through matrix
+products, and prints those that differ: of each MODEL, else of the embedded model and of a tiny
+random model of every variant that the tests know, in several formats. `--speed` runs `hotcold
+bench` in both, in turn, and prints the medians of the ratios, this checkout's tokens a second over
+the other's. Both do so for each group of OPTIONS, such as "--mode sign --dtype q8".
 """
 
 import json
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ import click
 from benchmarks.runs import Json, spread
 
 HERE = Path(__file__).resolve().parents[1]
+Case = tuple[Path | None, list[str]]  # a model, None for the embedded one, and options
 NUM_TOKENS = 24
 # Short prompts go through kernels, the last one through matrix products.
 PROMPTS = ([5, 17, 29], [3, 1, 4, 1, 5, 9, 2, 6], [(7 + 31 * i) % 97 for i in range(70)])
@@ -60,62 +62,79 @@ def answers(checkout: Path, model: Path | None, options: Sequence[str]) -> list[
     return [line["ids"] for line in found]
 
 
-def compare_tokens(other: Path) -> int:
-    """Print a line a model, and return how many differ."""
-    from tests.tiny_models import VARIANTS, make_tiny  # transformers takes seconds
-
+def compare_tokens(other: Path, cases: Iterable[Case]) -> int:
+    """Print a line a case, and return how many differ."""
     num_different = 0
-    with tempfile.TemporaryDirectory() as folder:
-        cases: list[tuple[str, Path | None, list[str]]] = [
-            (f"demo {' '.join(options)}", None, options)
-            for options in (
-                *([], ["--mode", "dense"], ["--mode", "sign"], ["--mode", "lowrank"]),
-                *(["--dtype", "q8"], ["--dtype", "q4"]),
-            )
-        ]
-        for variant in VARIANTS:
-            for dtype in ("float32", "bfloat16") if variant == "llama-gqa" else ("float32",):
-                path = make_tiny(variant, Path(folder, f"{variant}-{dtype}"), dtype)
-                cases.append((path.name, path, []))
-                cases.append((f"{path.name} dense", path, ["--mode", "dense"]))
-        for name, path, options in cases:
-            same = answers(HERE, path, options) == answers(other, path, options)
-            click.echo(f"{name}: {'the same' if same else 'DIFFERENT'}")
-            num_different += not same
+    for path, options in cases:
+        same = answers(HERE, path, options) == answers(other, path, options)
+        name = " ".join([path.name if path else "demo", *options])
+        click.echo(f"{name}: {'the same' if same else 'DIFFERENT'}")
+        num_different += not same
     return num_different
 
 
-def compare_speed(other: Path, model: str, runs: int) -> Json:
+def known_cases(folder: Path) -> Iterator[Case]:
+    """The embedded model in its modes and formats, and tiny models, made in `folder`."""
+    from tests.tiny_models import VARIANTS, make_tiny  # transformers takes seconds
+
+    for line in ("", "--mode dense", "--mode sign", "--mode lowrank", "--dtype q8", "--dtype q4"):
+        yield None, line.split()
+    for variant in VARIANTS:
+        for dtype in ("float32", "bfloat16") if variant == "llama-gqa" else ("float32",):
+            path = make_tiny(variant, folder / f"{variant}-{dtype}", dtype)
+            yield path, []
+            yield path, ["--mode", "dense"]
+
+
+def compare_speed(other: Path, model: Path, options: Sequence[str], runs: int) -> Json:
     """Run each of BENCHES in both checkouts in turn; name -> ratios, one a run."""
     ratios: Json = {name: [] for name in BENCHES}
     for i in range(runs):
         for name, arguments in BENCHES.items():
             order = (HERE, other) if i % 2 else (other, HERE)
-            rates = {checkout: _tokens_per_s(checkout, arguments, model) for checkout in order}
+            rates = {
+                checkout: _tokens_per_s(checkout, [*arguments, str(model), *options])
+                for checkout in order
+            }
             ratios[name].append(rates[HERE] / rates[other])
             click.echo(f"{name}: {rates[HERE]:.2f} beside {rates[other]:.2f} tokens/s", err=True)
     return ratios
 
 
-def _tokens_per_s(checkout: Path, arguments: Sequence[str], model: str) -> float:
-    said = run_in(checkout, "jobs.cli", "bench", *arguments, model, "--json")
+def _tokens_per_s(checkout: Path, arguments: Sequence[str]) -> float:
+    said = run_in(checkout, "jobs.cli", "bench", *arguments, "--json")
     return float(json.loads(said.splitlines()[-1])["tokens_per_s"])
 
 
 @click.command()
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--tokens", is_flag=True, help="Compare greedy tokens.")
-@click.option("--speed", "model", metavar="MODEL", help="Compare tokens a second on this model.")
+@click.option("--speed", is_flag=True, help="Compare tokens a second.")
+@click.option("--model", "models", multiple=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--with", "groups", multiple=True, default=[""], metavar="OPTIONS")
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
-def main(other: Path, tokens: bool, model: str | None, runs: int) -> None:
+def main(
+    other: Path,
+    tokens: bool,
+    speed: bool,
+    models: tuple[Path, ...],
+    groups: tuple[str, ...],
+    runs: int,
+) -> None:
     """Compare this checkout of hotcold with OTHER, the folder of another."""
-    if not tokens and model is None:
-        raise click.UsageError("nothing to compare: give --tokens or --speed MODEL")
-    if model is not None:
-        for name, ratios in compare_speed(other.resolve(), model, runs).items():
-            click.echo(f"{name}: {spread(ratios)} times the other's tokens/s")
-    if tokens and (num_different := compare_tokens(other.resolve())):
-        raise click.ClickException(f"{num_different} models answer differently")
+    if not (tokens or (speed and models)):
+        raise click.UsageError("nothing to compare: give --tokens, or --speed and a --model")
+    other = other.resolve()
+    cases = [(model.resolve(), group.split()) for model in models for group in groups]
+    for model, options in cases if speed else []:
+        for name, ratios in compare_speed(other, model, options, runs).items():
+            label = " ".join([model.name, *options])
+            click.echo(f"{label}, {name}: {spread(ratios)} times the other's tokens/s")
+    if tokens:
+        with tempfile.TemporaryDirectory() as folder:
+            num_different = compare_tokens(other, cases or known_cases(Path(folder)))
+        if num_different:
+            raise click.ClickException(f"{num_different} cases answer differently")
 
 
 if __name__ == "__main__":
