@@ -1,7 +1,6 @@
 """Options that several commands share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from hotcold.actors.protocol.options import (
     bytes_of,
     seconds_of,
 )
+from hotcold.jobs.support.settings import flag_of
 from hotcold.jobs.support.settings import shared_option as _option
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.sampling import SamplingParams
+from hotcold.model.parameters import Biases, Kind, Number, Parameter, Switch, Texts, Whole, bias_of
+from hotcold.model.sampling import PARAMETERS, SamplingParams
 
 dtype_option = _option(
     "--dtype",
@@ -75,6 +76,21 @@ class TokenIds(click.ParamType[list[int]]):
             self.fail(f"{shown(value)} is no list of token ids; write it like 1,2,3", param, ctx)
 
 
+class Bias(click.ParamType[tuple[int, float]]):
+    """A token id and a number, such as 1234=-5."""
+
+    name = "id=number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
+        """The pair; `SamplingParams` checks its bounds."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return bias_of(value)
+        except UsageError as problem:
+            self.fail(str(problem), param, ctx)
+
+
 class Addresses(click.ParamType[tuple[str, ...]]):
     """Addresses of hosts with commas between them."""
 
@@ -125,16 +141,17 @@ _SYSTEM = [
                  "services, like 10.0.0.1,10.0.0.2; the driver's own without it."),
 ]  # fmt: skip
 
-_SAMPLING = [
-    _option("--max-tokens", type=int, help="Longest answer; to the end of the context without it."),
-    _option("--temperature", type=float, help="0 takes the likeliest token every time."),
-    _option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
-    _option("--top-p", type=float, help="Choose among those that hold so much probability."),
-    _option("--min-p", type=float, help="Leave out those so much less likely than the first."),
-    _option("--seed", type=int, help="The same seed gives the same text."),
-    _option("--stop", multiple=True, help="End before this text; may be given several times."),
-    _option("--ignore-eos", is_flag=True, help="Go on after an end token."),
-]
+
+def _sampling_option(name: str, parameter: Parameter) -> Any:
+    """The option of a sampling parameter."""
+    kinds: dict[type[Kind], dict[str, Any]] = {
+        Whole: {"type": int},
+        Number: {"type": float},
+        Switch: {"is_flag": True},
+        Texts: {"multiple": True},
+        Biases: {"type": Bias(), "multiple": True},
+    }
+    return _option(flag_of(name), name, help=parameter.about, **kinds[type(parameter.kind)])
 
 
 _KEPT = [
@@ -160,7 +177,9 @@ def options_adder(options: Sequence[Any]) -> Callable[[Callable[..., Any]], Call
 own_option = options_adder(_KEPT[1:])  # --own
 kept_options = options_adder(_KEPT)  # --keep and --own
 system_options = options_adder(_SYSTEM)  # those of `SystemOptions`
-sampling_options = options_adder(_SAMPLING)  # those of `SamplingParams`
+sampling_options = options_adder(  # those of `SamplingParams`
+    [_sampling_option(name, one) for name, one in PARAMETERS.items() if one.about]
+)
 
 
 def split_system_options(values: dict[str, Any]) -> SystemOptions:
@@ -171,9 +190,6 @@ def split_system_options(values: dict[str, Any]) -> SystemOptions:
 
 def split_sampling(path: Path, values: dict[str, Any]) -> SamplingParams:
     """Take the sampling options out of a command's keyword arguments; the model's defaults else."""
-    given = {
-        name: value
-        for name in SamplingParams.__dataclass_fields__
-        if (value := values.pop(name, None)) not in (None, ())
-    }
-    return replace(SamplingParams.defaults(path), **given)
+    given = {name: values.pop(name) for name in PARAMETERS if name in values}
+    told = {name: value for name, value in given.items() if value != ()}
+    return SamplingParams.of_given(told, SamplingParams.defaults(path))

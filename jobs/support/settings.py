@@ -29,15 +29,20 @@ import click
 from click.core import ParameterSource
 
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.sampling import PARAMETERS
 
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
 _MAX_BYTES = 1 << 20
 
+
+def flag_of(name: str) -> str:
+    """The option of a parameter of that name."""
+    return f"--{name.replace('_', '-')}"
+
+
 # Section of `--help` -> the shared options in it, as they are written on a command line.
 SHARED_OPTIONS = {
-    "Sampling": (
-        "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos",
-    ),
+    "Sampling": tuple(flag_of(name)[2:] for name, one in PARAMETERS.items() if one.about),
     "System": (
         "mode", "predictors", "thresholds", "dtype", "plan", "threads", "cpu-actors", "context",
         "parallel", "kv-tokens", "kv-dtype", "device", "gpu-memory", "cpu-memory", "exchange",
