@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotcold.model.sampling import SamplingParams
@@ -112,22 +113,35 @@ class ServiceSpec:
     name: str
     index: int
     num_threads: int
-    model_path: str
+    system: SystemConfig  # that it is of
     cache: CacheSpec | None = None
-    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
-    weight_dtype: str = ""  # as of SystemConfig
-    has_down_norms: bool = False  # as of SystemConfig
-    down_transposed: bool = False  # the neurons are a run then, cut at multiples of a block
+    # One int32 array a layer; with `system.down_transposed` a run, cut at multiples of a block.
+    neuron_ids: list[np.ndarray] | None = None
+    has_down_bias: bool = False  # one CPU service adds it
     # Of the model when the system started: of its files' state or, with `has_own_files`, content;
     # "": any.
     model_digest: str = ""
-    has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"
     storage: NeuronStorage | None = None  # this service's part of SystemConfig's
     # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
     reserves_cpus: bool = True  # of Ray; a service that replaces another has that one's
+
+    @property
+    def path(self) -> Path:
+        """The model's."""
+        return Path(self.system.model_path)
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether it reads a copy of the model's files, on a host of its own."""
+        return bool(self.system.hosts)
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether the files that it reads stay in the page cache."""
+        return self.storage is None
 
 
 @dataclass(frozen=True)

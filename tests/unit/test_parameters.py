@@ -118,7 +118,10 @@ def test_what_penalties_count_where_nothing_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_a_bias_of_the_command_line(tmp_path: Path, words: list[str], told: str) -> None:
-    command = sampling_options(click.command()(lambda **values: None))
+    @click.command()
+    @sampling_options
+    def command(**values: Any) -> None: ...
+
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 2 and told in result.output
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,15 +41,10 @@ class CudaLoading:
             self._gpu.first_layer,
             self._gpu.has_head,
             spec.neuron_ids or no_neurons,
-            spec.has_down_norms,
         )
-        path = Path(spec.model_path)
-        keeps_pages = spec.storage is None
-        self._model = CudaModel(
-            device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
-        )
+        self._model = CudaModel(device, config, share, spec)
         self._service = CudaAttentionService(
-            "gpu", spec.index, device, self._model, self._gpu.layout
+            spec.name, spec.index, device, self._model, self._gpu.layout
         )
         self._service.try_out()
 
@@ -71,7 +65,7 @@ class CudaLoading:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
             spec, shape = self.spec, self._model.shape
-            inner = AttentionService("gpu", spec.index, spec.num_threads, shape, arrays)
+            inner = AttentionService(spec.name, spec.index, spec.num_threads, shape, arrays)
             self._service.host = HostPart(inner)
         return self._service
 
@@ -92,8 +86,8 @@ class CudaLoading:
         """Empty arrays for the part that the GPU does not hold, with the norms of all layers."""
         spec, config, layers = self.spec, self._config, self._gpu.first_layer
         none = [np.empty(0, np.int32)] * config.num_layers
-        checkpoint = Checkpoint(Path(spec.model_path))
-        attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
+        checkpoint, dtype = Checkpoint(spec.path), spec.system.weight_dtype
+        attention, head, _ = weight_shapes(checkpoint, config, none, dtype)
         found: dict[str, Any] = {
             name: _empty_stack(stack, config.num_layers if "norm" in name else layers)
             for name, stack in vars(attention).items()

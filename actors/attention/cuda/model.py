@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hotcold.actors.attention.arrays import attention_shape, position_arrays
 from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
 from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype
@@ -89,13 +88,12 @@ class HeadPart:
 @dataclass(frozen=True)
 class Share:
     """A GPU's share of a model: attention from layer `first_layer` on, the head or not, and the
-    neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
+    neurons `neuron_ids` of each layer.
     """
 
     first_layer: int
     has_head: bool
     neuron_ids: Sequence[np.ndarray]
-    has_down_norms: bool = False
 
 
 class CudaModel:
@@ -109,23 +107,21 @@ class CudaModel:
     def __init__(
         self,
         device: Device,
-        path: Path,
         config: ModelConfig,
         share: Share,
-        cache: CacheSpec,
-        weight_dtype: str = "",
-        keeps_pages: bool = True,
+        spec: ServiceSpec,
     ) -> None:
-        """Without `keeps_pages`, `fill` drops the files' pages from the page cache.
+        """`share` is the part of `spec`, a service with a KV cache, that is on the device.
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
-        self.config, self.share = config, share
-        self._keeps_pages = keeps_pages
+        if spec.cache is None:
+            raise ValueError(f"the {spec.name} service has no KV cache")
+        self.config, self.share, self._spec = config, share, spec
         self.shape = attention_shape(config)
         self.activation = activation(config.activation_fn, config.activation_threshold)
-        self._device, self._path, self._dtype = device, path, weight_dtype
-        shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
+        self._device, self._dtype, cache = device, spec.system.weight_dtype, spec.cache
+        shapes = weight_shapes(Checkpoint(spec.path), config, share.neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self._place_ropes(cache)
         self.norms = [self._norms(attention) for _ in range(config.num_layers)]
@@ -149,7 +145,7 @@ class CudaModel:
         `on_layer` gets each layer's attention, in arrays that the next layer overwrites.
         Errors:  CheckpointError
         """
-        checkpoint = Checkpoint(self._path, self._keeps_pages)
+        checkpoint = Checkpoint(self._spec.path, self._spec.keeps_pages)
         with TensorReader(checkpoint, on_bytes, requested_dtype(self._dtype)) as reader:
             self._read_attention(reader, on_layer)
             self._read_neurons(reader)
@@ -199,7 +195,7 @@ class CudaModel:
             upload(part.up.data, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
         upload(part.down.data, _bits(weights.down))
-        if self.share.has_down_norms:
+        if self._spec.system.has_down_norms:
             upload(part.down_norms, row_lengths(weights.down))
 
     def _like(self, array: np.ndarray) -> Any:
@@ -243,7 +239,7 @@ class CudaModel:
             up=self._matrix(weights.up, size) if has_up else None,
             up_bias=biases(weights.up_bias),
             down=self._matrix(weights.down, size),
-            down_norms=self._device.empty((size * self.share.has_down_norms,), np.float32),
+            down_norms=self._device.empty((size * self._spec.system.has_down_norms,), np.float32),
         )
 
     def _head(self, weights: HeadWeights) -> HeadPart:
