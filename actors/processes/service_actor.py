@@ -108,9 +108,9 @@ class ServiceActor:
         with named_host(self.spec):
             service = self._loader(config)(self._count)
         # A thread that waits for a GPU may run anywhere: all cores have threads that work.
-        if self._place is not None and self.spec.gpu is None:
+        if self._place is not None and not self.spec.on_gpu:
             service.thread_cores = self._place.thread_cores
-        elif self.spec.share is not None and self.spec.gpu is None:
+        elif self.spec.share is not None and not self.spec.on_gpu:
             cores = find_cores(self.spec.share, self.spec.num_threads)
             service.affinity = CoreAffinity(cores) if cores else None
         self._service = service
@@ -132,7 +132,7 @@ class ServiceActor:
         threading.Thread(target=prepare, name="prompts", daemon=True).start()
 
     def _loader(self, config: ModelConfig) -> Loader:
-        if self.spec.gpu is not None:
+        if self.spec.on_gpu:
             return self._gpu_loading(config).fill
         return _cpu_loader(self.spec, config, self._touch())
 
@@ -237,7 +237,7 @@ class ServiceActor:
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
-        return service.device_report(measure) if self.spec.gpu is not None else {}
+        return service.device_report(measure) if self.spec.on_gpu else {}
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used."""

@@ -50,7 +50,7 @@ class SystemConfig:
     requires_gpu: bool = False  # an error where "cuda" is not available; else "cpu" is used
     gpu_memory_bytes: int = 0  # VRAM to use; 0: the free VRAM, less a reserve
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
-    num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
+    num_host_layers: int = 0  # the first ones, whose attention "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
@@ -94,19 +94,6 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
-class GpuShare:
-    """What the GPU service on device="cuda" keeps on its GPU, beside its neurons.
-
-    Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
-    """
-
-    memory_bytes: int  # 0: the free VRAM, less a reserve
-    first_layer: int
-    has_head: bool
-    layout: ArenaLayout
-
-
-@dataclass(frozen=True)
 class ServiceSpec:
     """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
 
@@ -122,7 +109,7 @@ class ServiceSpec:
     # "": any.
     model_digest: str = ""
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
-    gpu: GpuShare | None = None  # of the GPU service on device="cuda"
+    gpu_layout: ArenaLayout | None = None  # of the arena, for the GPU service on device="cuda"
     storage: NeuronStorage | None = None  # this service's part of SystemConfig's
     # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
@@ -132,6 +119,11 @@ class ServiceSpec:
     def path(self) -> Path:
         """The model's."""
         return Path(self.system.model_path)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.gpu_layout is not None
 
     @property
     def has_own_files(self) -> bool:

@@ -78,7 +78,7 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
     Preflight has checked the system as a whole; a replacement service may find less free.
     """
-    if spec.gpu is None and num_bytes > (free := free_bytes()):
+    if not spec.on_gpu and num_bytes > (free := free_bytes()):
         raise MemoryBudgetError(
             f"the {spec.name} service needs {num_bytes / 1e9:.2f} GB of memory, {free / 1e9:.2f} "
             "GB are free; free memory, or use a smaller model or --dtype"
@@ -88,8 +88,8 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: CheckpointError."""
     checkpoint = Checkpoint(spec.path)
-    has_gpu, transposed = spec.gpu is not None, spec.system.down_transposed
-    config = stored_config(checkpoint, config, spec.system.weight_dtype, not has_gpu, transposed)
+    by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
+    config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)

@@ -12,7 +12,6 @@ from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import (
     THRESHOLD,
     CacheSpec,
-    GpuShare,
     ServiceSpec,
     SystemConfig,
 )
@@ -65,7 +64,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         neuron_ids=hot,
         model_digest=identity.content if system.hosts else identity.state,
         share=host_share(system, threads, None),
-        gpu=_gpu_share(system, config),
+        gpu_layout=None if system.device == "cpu" else arena_layout(system, config),
         storage=system.storage,
     )
     return [gpu, *_cpu_specs(system, gpu, threads, cold)]
@@ -83,8 +82,8 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
     else:
         shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
     gpu = replace(gpu, system=system, share=host_share(system, threads, None))
-    if gpu.gpu is not None:
-        gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))
+    if gpu.on_gpu:
+        gpu = replace(gpu, gpu_layout=arena_layout(system, config))
     return [gpu, *_cpu_specs(system, gpu, threads, shards)]
 
 
@@ -157,17 +156,6 @@ def _among(system: SystemConfig, shards: Sequence[Layers], service: int) -> np.n
         return None
     sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64)
     return np.stack([sizes[:service].sum(axis=0), sizes.sum(axis=0)], axis=1)
-
-
-def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
-    if system.device == "cpu":
-        return None
-    return GpuShare(
-        system.gpu_memory_bytes,
-        system.num_host_layers,
-        not system.head_on_host,
-        arena_layout(system, config),
-    )
 
 
 def service_threads(system: SystemConfig) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ So lack of memory shows before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -85,50 +85,37 @@ class HeadPart:
     head: DeviceMatrix
 
 
-@dataclass(frozen=True)
-class Share:
-    """A GPU's share of a model: attention from layer `first_layer` on, the head or not, and the
-    neurons `neuron_ids` of each layer.
-    """
-
-    first_layer: int
-    has_head: bool
-    neuron_ids: Sequence[np.ndarray]
-
-
 class CudaModel:
-    """A share of a model on a device. The constructor allocates arrays, `fill` reads them.
+    """A service's part of a model on a device: attention from layer `num_host_layers` on, the head
+    or not, and its neurons. The constructor allocates arrays, `fill` reads them.
 
     attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
     (0,) is there for every layer: neuron upload, which computes whole layers, adds it. `ffn_like`
     has the shapes and dtypes of the model's neurons.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        config: ModelConfig,
-        share: Share,
-        spec: ServiceSpec,
-    ) -> None:
-        """`share` is the part of `spec`, a service with a KV cache, that is on the device.
+    def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
+        """`spec` is of a service with a KV cache.
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
         if spec.cache is None:
             raise ValueError(f"the {spec.name} service has no KV cache")
-        self.config, self.share, self._spec = config, share, spec
+        self.config, self._spec = config, spec
+        no_neurons = [np.empty(0, np.int32)] * config.num_layers
+        self._neuron_ids = spec.neuron_ids or no_neurons
         self.shape = attention_shape(config)
         self.activation = activation(config.activation_fn, config.activation_threshold)
-        self._device, self._dtype, cache = device, spec.system.weight_dtype, spec.cache
-        shapes = weight_shapes(Checkpoint(spec.path), config, share.neuron_ids, self._dtype)
+        system, cache = spec.system, spec.cache
+        self._device, self._dtype = device, system.weight_dtype
+        shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self._place_ropes(cache)
         self.norms = [self._norms(attention) for _ in range(config.num_layers)]
         self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
-        self.head = self._head(head) if share.has_head else None
+        self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
-            self._attention(attention, cache) if layer >= share.first_layer else None
+            self._attention(attention, cache) if layer >= system.num_host_layers else None
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
@@ -169,7 +156,7 @@ class CudaModel:
 
     def _read_neurons(self, reader: TensorReader) -> None:
         """Layer by layer; a layer is freed before the next one is read."""
-        layers = ffn_layers(reader, self.config, self.share.neuron_ids)
+        layers = ffn_layers(reader, self.config, self._neuron_ids)
         for layer in range(self.config.num_layers):
             self._fill_ffn(layer, next(layers))
 
