@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
+from hotcold.actors.protocol.options import OPTIONS
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.sampling import PARAMETERS
 
@@ -43,13 +44,9 @@ def flag_of(name: str) -> str:
 # Section of `--help` -> the shared options in it, as they are written on a command line.
 SHARED_OPTIONS = {
     "Sampling": tuple(flag_of(name)[2:] for name, one in PARAMETERS.items() if one.about),
-    "System": (
-        "mode", "predictors", "thresholds", "dtype", "plan", "threads", "cpu-actors", "context",
-        "parallel", "kv-tokens", "kv-dtype", "device", "gpu-memory", "cpu-memory", "exchange",
-        "pin", "hosts",
-    ),
+    "System": tuple(one.flag[2:] for one in OPTIONS.values()),
     "Kept system": ("keep", "own"),
-}  # fmt: skip
+}
 
 
 class SharedOption(click.Option):
