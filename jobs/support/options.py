@@ -86,8 +86,8 @@ class Addresses(click.ParamType[tuple[str, ...]]):
         return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _system_option(name: str) -> Any:
-    """The option of a field of `SystemOptions`."""
+def system_option(name: str, **changes: Any) -> Any:
+    """The option of a field of `SystemOptions`; a command may change its help and type."""
     one = OPTIONS[name]
     kinds: dict[str, Any] = {
         "choice": click.Choice(one.choices),
@@ -96,14 +96,10 @@ def _system_option(name: str) -> Any:
         "path": click.Path(path_type=Path),
         "addresses": Addresses(),
     }
-    default = {} if one.default is None else {"default": one.default or ""}
-    has_name = isinstance(one.default, str)
-    return _option(
-        one.flag, name, type=kinds[one.reads], help=one.about, show_default=has_name, **default
-    )
-
-
-dtype_option = _system_option("weight_dtype")
+    given = {"type": kinds[one.reads], "help": one.about}
+    if one.default is not None:
+        given |= {"default": one.default or "", "show_default": isinstance(one.default, str)}
+    return _option(one.flag, name, **given | changes)
 
 
 def _sampling_option(name: str, parameter: Parameter) -> Any:
@@ -140,10 +136,8 @@ def options_adder(options: Sequence[Any]) -> Callable[[Callable[..., Any]], Call
 
 own_option = options_adder(_KEPT[1:])  # --own
 kept_options = options_adder(_KEPT)  # --keep and --own
-system_options = options_adder(
-    [_system_option(name) for name in OPTIONS]
-)  # those of `SystemOptions`
-sampling_options = options_adder(  # those of `SamplingParams`
+system_options = options_adder([system_option(name) for name in OPTIONS])
+sampling_options = options_adder(
     [_sampling_option(name, one) for name, one in PARAMETERS.items() if one.about]
 )
 
