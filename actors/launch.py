@@ -183,7 +183,7 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
     # If it reserved no GPU, Ray would hide all GPUs from the process.
-    options["num_gpus"] = 0 if spec.gpu is None else 1
+    options["num_gpus"] = int(spec.on_gpu)
     options["max_restarts"] = -1  # the driver decides when to give up
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)

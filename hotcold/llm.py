@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from hotcold.actors.protocol.messages import (
-    AUTO_MODE,
-    EXCHANGES,
-    MODES,
     GenerateRequest,
     Generation,
     TokenEvent,
 )
 from hotcold.actors.protocol.options import (
-    DEVICES,
-    DTYPES,
-    KV_DTYPES,
-    PIN_CHOICES,
     SystemOptions,
-    bytes_of,
     seconds_of,
 )
 from hotcold.answers import Answer, Answers, Task, progress_bar
@@ -44,14 +36,6 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": (*MODES, AUTO_MODE),
-    "dtype": DTYPES,
-    "kv_dtype": KV_DTYPES,
-    "device": DEVICES,
-    "exchange": EXCHANGES,
-    "pin": PIN_CHOICES,
-}
 
 
 class LLM:
@@ -98,33 +82,13 @@ class LLM:
         progress: bool | None = None,
     ) -> None:
         given = {
-            "mode": mode, "dtype": dtype, "kv_dtype": kv_dtype, "device": device,
-            "exchange": exchange, "pin": pin,
+            "mode": mode, "dtype": dtype, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory,
+            "threads": threads, "cpu_actors": cpu_actors, "context_length": context_length,
+            "parallel": parallel, "kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "device": device,
+            "predictors": predictors, "thresholds": thresholds, "plan": plan,
+            "exchange": exchange, "pin": pin, "hosts": hosts,
         }  # fmt: skip
-        for name, value in given.items():
-            if value is not None and value not in _CHOICES[name]:
-                raise UsageError(
-                    f"{name} is {shown(value)}; give one of {', '.join(_CHOICES[name])}"
-                )
-        options = SystemOptions(
-            mode=mode,
-            num_threads=threads,
-            num_cpu_actors=cpu_actors,
-            context_length=context_length,
-            max_batch=parallel,
-            kv_positions=kv_tokens,
-            kv_dtype=kv_dtype,
-            gpu_memory_bytes=_bytes("gpu_memory", gpu_memory),
-            cpu_memory_bytes=_bytes("cpu_memory", cpu_memory),
-            exchange=exchange,
-            predictors=None if predictors is None else Path(predictors),
-            thresholds=None if thresholds is None else Path(thresholds),
-            plan=None if plan is None else Path(plan),
-            device=device,
-            weight_dtype=dtype,
-            pin=pin,
-            hosts=tuple(hosts),
-        )
+        options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)
         text = None if model is None else os.fspath(model)
         self._use(_connect(text, options, keep_s, own), progress)
@@ -572,14 +536,6 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
 def _end(in_flight: InFlight, connection: Connection) -> None:
     in_flight.close()
     connection.close()
-
-
-def _bytes(name: str, size: int | str | None) -> int | None:
-    """Errors: UsageError."""
-    try:
-        return bytes_of(size) if isinstance(size, str) else size
-    except UsageError as problem:
-        raise UsageError(f"{name}: {problem}") from None
 
 
 def _request(drawn: sampling.SamplingParams, prompt: Any) -> GenerateRequest:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotcold.model import sampling
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.parameters import require_int
 
 if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import Grammar
@@ -58,16 +59,14 @@ class SamplingParams(sampling.SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sampling.require_int("n", self.n, 1, _MAX_ANSWERS)
+        require_int("n", self.n, 1, _MAX_ANSWERS)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                sampling.require_int(name, getattr(self, name), 0, _MAX_TOP)
+                require_int(name, getattr(self, name), 0, _MAX_TOP)
         if self.repetition_penalty is not None:
-            sampling.require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-            if "repeat_penalty" in self._own:
-                raise UsageError(
-                    "repetition_penalty and repeat_penalty were both given; leave one out"
-                )
+            known = sampling.PARAMETERS[sampling.REPETITION]
+            known.kind.check(sampling.REPETITION, self.repetition_penalty)
+        sampling.require_one_repeat(name for name, one in self._own.items() if one is not None)
         shapes = [name for name in _SHAPES if getattr(self, name) is not None]
         if len(shapes) > 1:
             raise UsageError(f"{shapes[0]} and {shapes[1]} were both given; leave one out")
@@ -87,22 +86,11 @@ class SamplingParams(sampling.SamplingParams):
 
     def of_requests(self, defaults: sampling.SamplingParams) -> list[sampling.SamplingParams]:
         """The sampling of each of `n` requests; `defaults` are the model's own."""
-        shared = {field.name for field in fields(sampling.SamplingParams)}
-        given = {name: getattr(self, name) for name in self._own if name in shared}
-        base = replace(defaults, **{**self._counted(), **given})
+        given = {name: one for name, one in self._own.items() if name in sampling.PARAMETERS}
+        base = sampling.SamplingParams.of_given(given, defaults)
         if base.seed is None:
             return [base] * self.n
         return [replace(base, seed=(base.seed + i) & _LARGEST_SEED) for i in range(self.n)]
-
-    def _counted(self) -> dict[str, Any]:
-        """What penalties count, by the definitions of OpenAI and vLLM, where nothing is said."""
-        found: dict[str, Any] = {}
-        says_itself = self._own.keys() & {"repeat_penalty", "repeat_last_n", "penalize_prompt"}
-        if (self.presence_penalty or self.frequency_penalty) and not says_itself:
-            found = {"repeat_last_n": -1, "penalize_prompt": False}
-        if self.repetition_penalty is not None:
-            found |= {"repeat_penalty": self.repetition_penalty, "repeat_last_n": -1}
-        return found
 
     @property
     def has_shape(self) -> bool:

@@ -9,6 +9,7 @@ import click
 
 from hotcold.actors.processes.cluster import connect, in_cluster, within_cluster
 from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
+from hotcold.actors.protocol.options import OPTIONS
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.system import System
 from hotcold.connections import RayConnection
@@ -17,20 +18,9 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
 
 _LINE_EVERY_S = 5.0
-# Options that a running system cannot change, by their names on the command line.
-_COMPARED = {
-    "mode": "--mode",
-    "num_threads": "--threads",
-    "num_cpu_actors": "--cpu-actors",
-    "context_length": "--context",
-    "max_batch": "--parallel",
-    "kv_positions": "--kv-tokens",
-    "kv_dtype": "--kv-dtype",
-    "exchange": "--exchange",
-    "pin": "--pin",
-    "device": "--device",
-    "hosts": "--hosts",
-}
+# Not compared with those of a running system as they are: it has what the model has without the
+# first, and limits of memory count at its start.
+_NOT_COMPARED = ("weight_dtype", "gpu_memory_bytes")
 
 
 def job_system(
@@ -74,13 +64,14 @@ def _difference(running: SystemConfig, model: str | None, given: SystemOptions) 
     """How the running system differs from what was asked for; memory limits count at its start."""
     if model is not None and str(resolved_model(locate_model(model))) != running.model_path:
         return f"has the model {running.model_path}"
-    unasked = SystemOptions()
-    for name, option in _COMPARED.items():
+    for name, option in OPTIONS.items():
+        if name in _NOT_COMPARED or not hasattr(running, name):
+            continue
         asked, value = getattr(given, name), getattr(running, name)
         if (name, asked) == ("mode", AUTO_MODE) and running.auto_mode:
             continue
-        if asked not in (getattr(unasked, name), value):
-            return f"has {option} {value}, not {asked}"
+        if asked not in (option.default, value):
+            return f"has {option.flag} {value}, not {asked}"
     return _dtype_difference(running, given.weight_dtype)
 
 

@@ -20,7 +20,7 @@ import click
 
 from hotcold.actors.exchange.watch import Pulse
 from hotcold.actors.private_ray.fork_server import begin_workers
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
 from hotcold.jobs.support.extras import require_extra
@@ -57,8 +57,7 @@ def keep() -> None:
 
 
 def _options(given: dict[str, Any]) -> SystemOptions:
-    names = ("predictors", "thresholds", "plan")
-    paths = {name: Path(given[name]) for name in names if given[name] is not None}
+    paths = {name: Path(given[name]) for name in PATHS if given[name] is not None}
     return SystemOptions(**{**given, **paths, "hosts": tuple(given["hosts"])})
 
 

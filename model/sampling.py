@@ -1,20 +1,47 @@
-"""Sampling options of a request, checked, and a model's defaults; a kernel draws the tokens."""
+"""The sampling parameters of a request, each declared once; a model's own. A kernel draws."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
-from hotcold.model.errors import HotcoldError, UsageError, shown
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.parameters import (
+    Biases,
+    Kind,
+    Number,
+    Parameter,
+    Switch,
+    Texts,
+    TokenIds,
+    Whole,
+)
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
 
 GENERATION_CONFIG = "generation_config.json"
+
+
+def _parameter(
+    default: Any,
+    kind: Kind,
+    about: str = "",
+    http: Kind | bool = True,
+    ollama: str = "",
+    is_models: bool = False,
+) -> Any:
+    """A field of `SamplingParams`; `http` True: the values are the same there."""
+    of_http = (kind if http else None) if isinstance(http, bool) else http
+    one = Parameter(default, kind, about, of_http, ollama, is_models)
+    return field(default=default, metadata={"parameter": one})
+
+
+_MANY = 1 << 31
+_ANY_REPEAT = Number(0.0, 100.0, above=True)
 
 
 @dataclass(frozen=True)
@@ -29,74 +56,64 @@ class SamplingParams:
     Generation ends after `max_tokens` (None: with the context), and from `min_tokens` on at a
     `stop` text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`. The answer
     includes these only with `include_stop_str_in_output`.
+
+    Each parameter is declared here alone: `PARAMETERS` is what the command line, HTTP, Ollama's
+    API and the page read.
     Errors:  UsageError naming the value that is out of range
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = 64
-    penalize_prompt: bool = True
-    stop_token_ids: Sequence[int] = ()
-    min_tokens: int = 0
-    include_stop_str_in_output: bool = False
-    logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = ()
+    # fmt: off
+    max_tokens: int | None = _parameter(
+        None, Whole(1, _MANY, or_none=True), "Longest answer; to the end of the context without "
+        "it.", http=False, ollama="num_predict")
+    temperature: float = _parameter(
+        0.8, Number(0.0, 100.0), "0 takes the likeliest token every time.", ollama="temperature",
+        is_models=True)
+    top_k: int = _parameter(
+        40, Whole(0, _MANY), "Choose among so many likeliest tokens; 0: all.",
+        http=Whole(-1, _MANY), ollama="top_k", is_models=True)
+    top_p: float = _parameter(
+        0.95, Number(0.0, 1.0), "Choose among those that hold so much probability.",
+        ollama="top_p", is_models=True)
+    min_p: float = _parameter(
+        0.05, Number(0.0, 1.0), "Leave out those so much less likely than the first.",
+        ollama="min_p", is_models=True)
+    seed: int | None = _parameter(
+        None, Whole(0, (1 << 63) - 1, or_none=True), "The same seed gives the same text.",
+        http=Whole(-(1 << 63), 1 << 63), ollama="seed")
+    stop: Sequence[str] = _parameter(
+        (), Texts(), "End before this text; may be given several times.", ollama="stop")
+    ignore_eos: bool = _parameter(False, Switch(), "Go on after an end token.")
+    repeat_penalty: float = _parameter(
+        1.0, Number(0.01, 100.0), "Divide the logits of the last tokens by this, llama.cpp's; 1: "
+        "not.", http=_ANY_REPEAT, ollama="repeat_penalty")
+    presence_penalty: float = _parameter(
+        0.0, Number(-100.0, 100.0), "Taken off the logits of the answer's tokens.",
+        http=Number(-2.0, 2.0), ollama="presence_penalty")
+    frequency_penalty: float = _parameter(
+        0.0, Number(-100.0, 100.0), "The same, for each time that a token stands there.",
+        http=Number(-2.0, 2.0), ollama="frequency_penalty")
+    repeat_last_n: int = _parameter(
+        64, Whole(-1, _MANY), "What penalties count: so many last tokens of prompt and answer; -1: "
+        "all.", ollama="repeat_last_n")
+    penalize_prompt: bool = _parameter(True, Switch(), http=False)
+    stop_token_ids: Sequence[int] = _parameter((), TokenIds())
+    min_tokens: int = _parameter(0, Whole(0, _MANY))
+    include_stop_str_in_output: bool = _parameter(False, Switch())
+    logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = _parameter(
+        (), Biases(), "Add to a token's logit, like 1234=-5; may be given several times.",
+        ollama="logit_bias")
 
+    # fmt: on
     def __post_init__(self) -> None:
-        self._keep_as_tuples()
-        if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, 1, 1 << 31)
-        require_number("temperature", self.temperature, 0.0, 100.0)
-        require_int("top_k", self.top_k, 0, 1 << 31)
-        require_number("top_p", self.top_p, 0.0, 1.0)
-        require_number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            require_int("seed", self.seed, 0, (1 << 63) - 1)
-        is_tuple = isinstance(self.stop, tuple)
-        if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
-            raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
-        _require_bool("ignore_eos", self.ignore_eos)
-        require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
-        _require_bool("penalize_prompt", self.penalize_prompt)
-        if not isinstance(self.stop_token_ids, tuple):
-            raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        for token_id in self.stop_token_ids:
-            require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
-        require_int(
-            "min_tokens",
-            self.min_tokens,
-            0,
-            (1 << 31) if self.max_tokens is None else self.max_tokens,
-        )
-        _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-        is_pairs = isinstance(self.logit_bias, tuple)
-        if not is_pairs or any(not isinstance(one, tuple) for one in self.logit_bias):
-            raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
-        for token_id, bias in self.biases:
-            require_int("logit_bias", token_id, 0, (1 << 31) - 1)
-            require_number("logit_bias", bias, -100.0, 100.0)
-
-    def _keep_as_tuples(self) -> None:
-        for name in ("stop", "stop_token_ids", "logit_bias"):
-            given = getattr(self, name)
-            if isinstance(given, list):
-                object.__setattr__(self, name, tuple(given))
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.logit_bias, Mapping):
-            biases = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
-            object.__setattr__(self, "logit_bias", biases)
+        for one in fields(SamplingParams):
+            kind: Kind = one.metadata["parameter"].kind
+            object.__setattr__(self, one.name, kind.kept(getattr(self, one.name)))
+        for one in fields(SamplingParams):
+            kind = one.metadata["parameter"].kind
+            if one.name == "min_tokens" and self.max_tokens is not None:
+                kind = Whole(0, self.max_tokens)
+            kind.check(one.name, getattr(self, one.name))
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -120,12 +137,14 @@ class SamplingParams:
             base = cls(temperature=1.0, top_k=50, top_p=1.0, min_p=0.0)
             if not reader.boolean("do_sample", True):
                 return cls(temperature=0.0)
-        return cls(
-            temperature=reader.number("temperature", base.temperature, low=0.0, high=100.0),
-            top_k=reader.integer("top_k", base.top_k, low=0, high=1 << 31),
-            top_p=reader.number("top_p", base.top_p, low=0.0, high=1.0),
-            min_p=reader.number("min_p", base.min_p, low=0.0, high=1.0),
-        )
+        found: dict[str, Any] = {}
+        for name, one in PARAMETERS.items():
+            match one.kind:
+                case Number(low, high) if one.is_models:
+                    found[name] = reader.number(name, getattr(base, name), low=low, high=high)
+                case Whole(first, last) if one.is_models:
+                    found[name] = reader.integer(name, getattr(base, name), low=first, high=last)
+        return cls(**found)
 
     @classmethod
     def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -139,6 +158,46 @@ class SamplingParams:
             raise UsageError(f"unknown option {shown(unknown[0])}; known are {', '.join(known)}")
         return cls(**(known | values))
 
+    @classmethod
+    def of_given(cls, values: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` changed by the values of PARAMETERS that are given; None: is not.
+
+        Presence and frequency penalties count all of the answer, as OpenAI's, unless `SAYS_WINDOW`
+        says otherwise; `repetition_penalty` counts all of prompt and answer, as vLLM's.
+        Errors:  UsageError for a value out of range, and for two names of one
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        require_one_repeat(given)
+        found: dict[str, Any] = {}
+        counts = given.get("presence_penalty") or given.get("frequency_penalty")
+        if counts and not given.keys() & SAYS_WINDOW:
+            found = {"repeat_last_n": -1, "penalize_prompt": False}
+        if (repeat := given.pop(REPETITION, None)) is not None:
+            PARAMETERS[REPETITION].kind.check(REPETITION, repeat)
+            found |= {"repeat_penalty": repeat, "repeat_last_n": -1}
+        return cls.from_json({**found, **given}, defaults)
+
+
+REPETITION = "repetition_penalty"
+SAYS_WINDOW = frozenset(("repeat_penalty", "repeat_last_n", "penalize_prompt"))
+
+# By their names. The last one is no field of `SamplingParams`: `of_given` reads it.
+PARAMETERS: dict[str, Parameter] = {
+    **{one.name: one.metadata["parameter"] for one in fields(SamplingParams)},
+    REPETITION: Parameter(
+        1.0,
+        Number(0.01, 100.0),
+        "The same as --repeat-penalty, of all tokens; vLLM's.",
+        http=_ANY_REPEAT,
+    ),
+}
+
+
+def require_one_repeat(given: Iterable[str]) -> None:
+    """Raise UsageError where both names of the repeat penalty are given."""
+    if {REPETITION, "repeat_penalty"} <= set(given):
+        raise UsageError(f"{REPETITION} and repeat_penalty were both given; leave one out")
+
 
 def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that end a text: generation_config.json's, else config.json's.
@@ -151,33 +210,3 @@ def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
         if reader.has("eos_token_id"):
             return reader.token_ids("eos_token_id", (), config.vocab_size)
     return config.eos_token_ids
-
-
-def _token_id(key: str | int) -> int:
-    """Also of a text, as JSON has it for a key."""
-    if isinstance(key, int):
-        return key
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
-    return int(key)
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise _out_of_range(name, value, "true or false")
-
-
-def require_int(name: str, value: Any, low: int, high: int) -> None:
-    """Raise UsageError unless `value` is a whole number from `low` to `high`."""
-    if type(value) is not int or not low <= value <= high:
-        raise _out_of_range(name, value, f"a whole number from {low} to {high}")
-
-
-def require_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise UsageError unless `value` is a number from `low` to `high`."""
-    if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
-        raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
-
-
-def _out_of_range(name: str, value: Any, wanted: str) -> HotcoldError:
-    return UsageError(f"{name} is {shown(value)}; give {wanted}")

@@ -4,9 +4,6 @@ If a plan puts hot neurons here, a CPU service computes them in this service's t
 `actors.attention.cuda.service` is the same service on a GPU.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
 import numpy as np
 
 from hotcold.actors.attention.arrays import attention_arrays, attention_shape
@@ -14,13 +11,13 @@ from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_head
-from hotcold.model.weights.tensor_reader import Touch
+from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.decode.vectors import empty_vectors
 from hotcold.numba_kernels.serve.doorbell import clock_ns
@@ -160,42 +157,19 @@ class AttentionService(Service):
 
 
 def load_attention_service(
-    path: Path,
-    config: ModelConfig,
-    index: int,
-    num_threads: int,
-    cache: CacheSpec,
-    on_bytes: Callable[[int], None],
-    weight_dtype: str = "",
-    touch: Touch | None = None,
-    neuron_ids: Sequence[np.ndarray] | None = None,
-    has_down_norms: bool = False,
-    keeps_pages: bool = True,
+    spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
 ) -> AttentionService:
-    """Read attention, head and the neurons `neuron_ids`; allocate the KV cache.
+    """Read attention, head and hot neurons; allocate the KV cache.
 
-    `touch` gets each new matrix before it is filled. Without `keeps_pages` the files' pages are
-    dropped from the page cache after reading.
+    `touch` gets each new matrix before it is filled.
     Errors:  CheckpointError, MemoryBudgetError, UsageError
     """
-    checkpoint = Checkpoint(path, keeps_pages)
-    attention = load_attention(
-        checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
-    )
-    head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
-    arrays = attention_arrays(config, cache, attention, head)
-    hot = None
-    if neuron_ids is not None:
-        hot = load_cpu_service(
-            path,
-            config,
-            index,
-            num_threads,
-            neuron_ids,
-            False,
-            on_bytes,
-            weight_dtype,
-            touch,
-            has_down_norms,
-        )
-    return AttentionService("gpu", index, num_threads, attention_shape(config), arrays, hot)
+    if spec.cache is None:
+        raise ValueError(f"the {spec.name} service has no KV cache")
+    checkpoint, dtype = Checkpoint(spec.path, spec.keeps_pages), spec.system.weight_dtype
+    attention = load_attention(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
+    head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
+    arrays = attention_arrays(config, spec.cache, attention, head)
+    hot = None if spec.neuron_ids is None else load_cpu_service(spec, config, on_bytes, touch)
+    shape = attention_shape(config)
+    return AttentionService(spec.name, spec.index, spec.num_threads, shape, arrays, hot)

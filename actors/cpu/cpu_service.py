@@ -1,7 +1,5 @@
 """The CPU service: a shard of every layer's cold neurons."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,13 +7,14 @@ import numpy as np
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
-from hotcold.model.weights.tensor_reader import Touch
+from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.load.convert import row_lengths
@@ -196,31 +195,20 @@ class CpuService(Service):
 
 
 def load_cpu_service(
-    path: Path,
-    config: ModelConfig,
-    index: int,
-    num_threads: int,
-    neuron_ids: Sequence[np.ndarray],
-    include_down_bias: bool,
-    on_bytes: Callable[[int], None],
-    weight_dtype: str = "",
-    touch: Touch | None = None,
-    has_down_norms: bool = False,
+    spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
 ) -> CpuService:
-    """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
+    """Read a shard from a checkpoint; of the attention service, its hot neurons.
 
-    With index 0 it is the hot neurons' part of the GPU service.
-
-    `touch` is called with each new matrix before it is filled. With `has_down_norms` requests may
-    have thresholds of products.
+    `touch` is called with each new matrix before it is filled.
     Errors:  CheckpointError, UsageError
     """
+    neuron_ids = spec.neuron_ids or []
     weights = load_ffn(
-        Checkpoint(path),
+        Checkpoint(spec.path),
         config,
         neuron_ids,
-        include_down_bias=include_down_bias,
-        dtype=weight_dtype,
+        include_down_bias=spec.has_down_bias,
+        dtype=spec.system.weight_dtype,
         on_bytes=on_bytes,
         touch=touch,
     )
@@ -232,9 +220,8 @@ def load_cpu_service(
         gate_bias=weights.gate_bias,
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
-        down_norms=row_lengths(weights.down) if has_down_norms else NO_NORMS,
+        down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
-    name = f"cpu{index - 1}" if index else "gpu"
     function = activation(config.activation_fn, config.activation_threshold)
-    return CpuService(name, index, num_threads, arrays, function, buckets)
+    return CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)

@@ -1,10 +1,9 @@
 """The CPU service where no neuron is chosen beforehand: down projections as the file has them."""
 
-from pathlib import Path
-
 import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -41,26 +40,17 @@ class DenseCpuService(CpuService):
 
 
 def load_dense_service(
-    path: Path,
-    config: ModelConfig,
-    index: int,
-    num_threads: int,
-    neurons: np.ndarray,
-    include_down_bias: bool,
-    on_bytes: OnBytes,
-    touch: Touch | None = None,
-    has_down_norms: bool = False,
+    spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
 ) -> DenseCpuService:
-    """Read the run `neurons` of every layer; as `actors.cpu.cpu_service.load_cpu_service`.
+    """Read a run of neurons, the same of every layer; as `actors.cpu.cpu_service.load_cpu_service`.
 
-    Shapes:  neurons (N,), ascending without a gap
-    Dtypes:  neurons int32
     Errors:  CheckpointError
     """
+    ids = spec.neuron_ids or []
+    neurons = ids[0]
     first, last = int(neurons[0]), int(neurons[-1]) + 1
-    ids = [neurons] * config.num_layers
-    with TensorReader(Checkpoint(path), on_bytes, touch=touch) as reader:
-        weights = read_ffn(reader, config, ids, include_down_bias, has_down=False)
+    with TensorReader(Checkpoint(spec.path), on_bytes, touch=touch) as reader:
+        weights = read_ffn(reader, config, ids, spec.has_down_bias, has_down=False)
         down = read_down_outputs(reader, config, first, last)
     arrays = DenseFfnArrays(
         offsets=weights.offsets,
@@ -70,8 +60,8 @@ def load_dense_service(
         gate_bias=weights.gate_bias,
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
-        down_norms=down_lengths(down) if has_down_norms else NO_NORMS,
+        down_norms=down_lengths(down) if spec.system.has_down_norms else NO_NORMS,
     )
     buckets = bucket_of(np.concatenate(ids), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return DenseCpuService(f"cpu{index - 1}", index, num_threads, arrays, function, buckets)
+    return DenseCpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)

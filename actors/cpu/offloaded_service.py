@@ -1,6 +1,6 @@
 """The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.bundles.bundle_file import read_bundle_file
@@ -18,6 +19,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.mapped_file import forget_pages
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
+from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
@@ -84,37 +86,33 @@ class OffloadedCpuService(CpuService):
 
 
 def load_offloaded_service(
-    path: Path,
+    spec: ServiceSpec,
     config: ModelConfig,
-    index: int,
-    num_threads: int,
-    neuron_ids: Sequence[np.ndarray],
-    include_down_bias: bool,
-    on_bytes: Callable[[int], None],
-    bundles: Path,
     share: OffloadedShare,
-    weight_dtype: str = "",
-    predictors: Path | None = None,
-    has_down_norms: bool = False,
-    among: np.ndarray | None = None,
+    predictors: Path | None,
+    on_bytes: OnBytes,
 ) -> OffloadedCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
-    With the file `predictors` the next layer's neurons are read ahead; with `among` (see
+    With the file `predictors` the next layer's neurons are read ahead; with `spec.among` (see
     `shard_predictors`) by those of its bits that the driver copies into the arena.
     Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
              ServiceError where it cannot be read
     """
-    checkpoint = Checkpoint(path, keeps_pages=False)
-    geometry = BundleGeometry.of(stored_config(checkpoint, config, weight_dtype))
-    file = read_bundle_file(bundles, geometry, ModelIdentity.of(path))
+    if spec.storage is None:
+        raise ValueError(f"{spec.name} has no neurons on storage")
+    bundles, neuron_ids = Path(spec.storage.path), spec.neuron_ids or []
+    checkpoint, identity = Checkpoint(spec.path, spec.keeps_pages), ModelIdentity.of(spec.path)
+    geometry = BundleGeometry.of(stored_config(checkpoint, config, spec.system.weight_dtype))
+    file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
-    weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
+    weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias)
     ahead = None
     if predictors is not None:
-        found = read_predictors(predictors, ModelIdentity.of(path), config, keeps_pages=False)
-        ahead = shard_predictors(found, neuron_ids, among)
-    store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
+        found = read_predictors(predictors, identity, config, keeps_pages=False)
+        ahead = shard_predictors(found, neuron_ids, spec.among)
+    threads, has_norms = spec.num_threads, spec.system.has_down_norms
+    store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return OffloadedCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)
+    return OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)

@@ -109,8 +109,8 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     from hotcold.model.weights.tensor_reader import TensorReader
 
     assert spec.cache is not None
-    checkpoint = Checkpoint(Path(spec.model_path), keeps_pages=False)
-    dtype = requested_dtype(spec.weight_dtype)
+    checkpoint = Checkpoint(spec.path, keeps_pages=False)
+    dtype = requested_dtype(spec.system.weight_dtype)
     with TensorReader(checkpoint, dtype=dtype, max_rows=1) as reader:
         attention, head = read_attention(reader, config), read_head(reader, config)
     arrays = attention_arrays(config, spec.cache, attention, head)
@@ -124,24 +124,16 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
-    path, predictors = Path(spec.model_path), spec.storage.predictors
-    share = offloaded_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+    stored = stored_config(Checkpoint(spec.path), config, spec.system.weight_dtype)
+    share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
     return load_offloaded_service(
-        path,
+        spec,
         config,
-        spec.index,
-        spec.num_threads,
-        spec.neuron_ids,
-        spec.index == 1,
-        lambda num_bytes: None,
-        Path(spec.storage.path),
         share,
-        spec.weight_dtype,
         Path(predictors) if predictors else None,
-        spec.has_down_norms,
-        spec.among,
+        lambda num_bytes: None,
     )
 
 

@@ -101,16 +101,16 @@ class ServiceActor:
         if self.spec.storage is not None:
             give_back_freed_memory()
         require_same_model(self.spec)
-        config = read_config(self.spec.model_path)
+        config = read_config(self.spec.path)
         num_bytes = weight_bytes(self.spec, config)
         require_free_memory(self.spec, num_bytes)
         self._bind_thread(num_bytes)
         with named_host(self.spec):
             service = self._loader(config)(self._count)
         # A thread that waits for a GPU may run anywhere: all cores have threads that work.
-        if self._place is not None and self.spec.gpu is None:
+        if self._place is not None and not self.spec.on_gpu:
             service.thread_cores = self._place.thread_cores
-        elif self.spec.share is not None and self.spec.gpu is None:
+        elif self.spec.share is not None and not self.spec.on_gpu:
             cores = find_cores(self.spec.share, self.spec.num_threads)
             service.affinity = CoreAffinity(cores) if cores else None
         self._service = service
@@ -132,7 +132,7 @@ class ServiceActor:
         threading.Thread(target=prepare, name="prompts", daemon=True).start()
 
     def _loader(self, config: ModelConfig) -> Loader:
-        if self.spec.gpu is not None:
+        if self.spec.on_gpu:
             return self._gpu_loading(config).fill
         return _cpu_loader(self.spec, config, self._touch())
 
@@ -237,7 +237,7 @@ class ServiceActor:
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
-        return service.device_report(measure) if self.spec.gpu is not None else {}
+        return service.device_report(measure) if self.spec.on_gpu else {}
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used."""
@@ -254,34 +254,20 @@ def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None
 
     `touch` spreads new matrices over NUMA nodes.
     """
-    path, dtype, down_norms = Path(spec.model_path), spec.weight_dtype, spec.has_down_norms
-    own = config, spec.index, spec.num_threads
-    neurons, has_down_bias = spec.neuron_ids or [], spec.index == 1
-    if (cache := spec.cache) is not None:
+    if spec.cache is not None:
         from hotcold.actors.attention.attention_service import load_attention_service
 
-        ids, keeps_pages = spec.neuron_ids, spec.storage is None
-        return lambda on_bytes: load_attention_service(
-            path, *own, cache, on_bytes, dtype, touch, ids, down_norms, keeps_pages
-        )
-    if (storage := spec.storage) is not None:
+        return lambda on_bytes: load_attention_service(spec, config, on_bytes, touch)
+    if spec.storage is not None:
         from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
-        share = offloaded_share(spec, stored_config(Checkpoint(path), config, dtype))
-        file, ahead, among = Path(storage.path), own_predictors(spec), spec.among
-        own_neurons = *own, neurons, has_down_bias
-        return lambda on_bytes: load_offloaded_service(
-            path, *own_neurons, on_bytes, file, share, dtype, ahead, down_norms, among
-        )
-    if spec.down_transposed:
+        stored = stored_config(Checkpoint(spec.path), config, spec.system.weight_dtype)
+        share, ahead = offloaded_share(spec, stored), own_predictors(spec)
+        return lambda on_bytes: load_offloaded_service(spec, config, share, ahead, on_bytes)
+    if spec.system.down_transposed:
         from hotcold.actors.cpu.dense_service import load_dense_service
 
-        run = neurons[0]  # the same in every layer
-        return lambda on_bytes: load_dense_service(
-            path, *own, run, has_down_bias, on_bytes, touch, down_norms
-        )
+        return lambda on_bytes: load_dense_service(spec, config, on_bytes, touch)
     from hotcold.actors.cpu.cpu_service import load_cpu_service
 
-    return lambda on_bytes: load_cpu_service(
-        path, *own, neurons, has_down_bias, on_bytes, dtype, touch, down_norms
-    )
+    return lambda on_bytes: load_cpu_service(spec, config, on_bytes, touch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotcold.model.sampling import SamplingParams
@@ -49,7 +50,7 @@ class SystemConfig:
     requires_gpu: bool = False  # an error where "cuda" is not available; else "cpu" is used
     gpu_memory_bytes: int = 0  # VRAM to use; 0: the free VRAM, less a reserve
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
-    num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
+    num_host_layers: int = 0  # the first ones, whose attention "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
@@ -93,41 +94,46 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
-class GpuShare:
-    """What the GPU service on device="cuda" keeps on its GPU, beside its neurons.
-
-    Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
-    """
-
-    memory_bytes: int  # 0: the free VRAM, less a reserve
-    first_layer: int
-    has_head: bool
-    layout: ArenaLayout
-
-
-@dataclass(frozen=True)
 class ServiceSpec:
     """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
 
     name: str
     index: int
     num_threads: int
-    model_path: str
+    system: SystemConfig  # that it is of
     cache: CacheSpec | None = None
-    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
-    weight_dtype: str = ""  # as of SystemConfig
-    has_down_norms: bool = False  # as of SystemConfig
-    down_transposed: bool = False  # the neurons are a run then, cut at multiples of a block
+    # One int32 array a layer; with `system.down_transposed` a run, cut at multiples of a block.
+    neuron_ids: list[np.ndarray] | None = None
+    has_down_bias: bool = False  # one CPU service adds it
     # Of the model when the system started: of its files' state or, with `has_own_files`, content;
     # "": any.
     model_digest: str = ""
-    has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
-    gpu: GpuShare | None = None  # of the GPU service on device="cuda"
+    gpu_layout: ArenaLayout | None = None  # of the arena, for the GPU service on device="cuda"
     storage: NeuronStorage | None = None  # this service's part of SystemConfig's
     # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
     reserves_cpus: bool = True  # of Ray; a service that replaces another has that one's
+
+    @property
+    def path(self) -> Path:
+        """The model's."""
+        return Path(self.system.model_path)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.gpu_layout is not None
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether it reads a copy of the model's files, on a host of its own."""
+        return bool(self.system.hosts)
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether the files that it reads stay in the page cache."""
+        return self.storage is None
 
 
 @dataclass(frozen=True)

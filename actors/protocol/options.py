@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
 from hotcold.model.errors import UsageError, shown
 
 QUANTIZED = ("q8", "q4_1", "q4")
@@ -19,27 +22,110 @@ _TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+class Option(NamedTuple):
+    """How a field of `SystemOptions` is given: on the command line, in settings, in Python."""
+
+    flag: str  # of the command line, and so the name in settings
+    keyword: str  # of the Python API
+    about: str
+    reads: str  # "choice", "number", "size", "path" or "addresses"
+    choices: tuple[str, ...]
+    default: Any
+
+    def value_of(self, given: Any) -> Any:
+        """A keyword's value as it is kept. Errors: UsageError."""
+        if given is None:
+            return None
+        if self.reads == "choice" and given not in self.choices:
+            raise UsageError(
+                f"{self.keyword} is {shown(given)}; give one of {', '.join(self.choices)}"
+            )
+        if self.reads == "size" and isinstance(given, str):
+            try:
+                return bytes_of(given)
+            except UsageError as problem:
+                raise UsageError(f"{self.keyword}: {problem}") from None
+        kept: dict[str, Callable[[Any], Any]] = {"path": Path, "addresses": tuple}
+        return kept.get(self.reads, lambda value: value)(given)
+
+
+def _option(
+    flag: str,
+    about: str,
+    reads: str = "choice",
+    choices: tuple[str, ...] = (),
+    default: Any = None,
+    keyword: str = "",
+) -> Any:
+    """A field of `SystemOptions`."""
+    keyword = keyword or flag.lstrip("-").replace("-", "_")
+    one = Option(flag, keyword, about, reads, choices, default)
+    return field(default=default, metadata={"option": one})
+
+
 @dataclass(frozen=True)
 class SystemOptions:
-    """What a user may choose; None: the system chooses."""
+    """What a user may choose; None: the system chooses. Each option is declared here alone."""
 
-    mode: str | None = None
-    num_threads: int | None = None
-    num_cpu_actors: int | None = None
-    context_length: int | None = None
-    max_batch: int | None = None
-    kv_positions: int | None = None
-    kv_dtype: str | None = None
-    gpu_memory_bytes: int | None = None
-    cpu_memory_bytes: int | None = None
-    exchange: str = "arena"
-    predictors: Path | None = None
-    thresholds: Path | None = None
-    plan: Path | None = None
-    device: str = "auto"  # of DEVICES
-    weight_dtype: str | None = None  # of --dtype; as stored without it
-    pin: str = "auto"  # of PIN_CHOICES
-    hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
+    # fmt: off
+    mode: str | None = _option(
+        "--mode", "Which neurons to compute: all; up and down only where the gate fired (the same "
+        "tokens); only where they add more than a threshold; what a predictor chooses; auto: the "
+        "faster of the model's default and of predictors made for a recall of 0.99 or more, where "
+        "such lie beside it.", choices=(*MODES, AUTO_MODE))
+    predictors: Path | None = _option(  # noqa: RUF009  # a field
+        "--predictors", "The file of predictors for --mode sign and lowrank; the model's own "
+        "without it.", "path")
+    thresholds: Path | None = _option(  # noqa: RUF009  # a field
+        "--thresholds", "The file of thresholds for --mode threshold; the model's own without it.",
+        "path")
+    weight_dtype: str | None = _option(
+        "--dtype", "Cast the weights to 16 bits while they load, or quantize them to 8 or 4 "
+        "(q4_1: with a minimum beside each scale); as stored without it.", choices=DTYPES)
+    plan: Path | None = _option(  # noqa: RUF009  # a field
+        "--plan", "Load by this plan; without it by the one that `hotcold plan` made for these "
+        "options, if there is one.", "path")
+    num_threads: int | None = _option("--threads", "Threads; one a core without it.", "number")
+    num_cpu_actors: int | None = _option(
+        "--cpu-actors", "CPU services that share the cold neurons; as many as NUMA nodes without "
+        "it.", "number")
+    context_length: int | None = _option(
+        "--context", "Most tokens of a request, the prompt and the answer together.", "number",
+        keyword="context_length")
+    max_batch: int | None = _option(
+        "--parallel", "Requests that run at once, 1 to 32; 8 without it.", "number")
+    kv_positions: int | None = _option(
+        "--kv-tokens", "Tokens that the KV cache holds, of all requests together; one context "
+        "without it.", "number")
+    kv_dtype: str | None = _option("--kv-dtype", "KV cache format.", choices=KV_DTYPES)
+    device: str = _option(
+        "--device", "Where attention, head and hot neurons are; auto: a GPU if there is one.",
+        choices=DEVICES, default="auto")
+    gpu_memory_bytes: int | None = _option(
+        "--gpu-memory", "VRAM to use, like 8GiB; all that is free, but for a reserve, without it; "
+        "0: no GPU.", "size")
+    cpu_memory_bytes: int | None = _option(
+        "--cpu-memory", "Memory to use, with --hosts on each of them.", "size")
+    exchange: str = _option(
+        "--exchange", "How the driver asks services: doorbells in shared memory, or actor calls.",
+        choices=EXCHANGES, default="arena")
+    pin: str = _option(
+        "--pin", "Keep services on the cores and memory of their NUMA nodes; auto: with one node, "
+        "on cores until another program wants those.", choices=PIN_CHOICES, default="auto")
+    hosts: tuple[str, ...] = _option(
+        "--hosts", "Ray nodes that share the CPU services, like 10.0.0.1,10.0.0.2; the driver's "
+        "own without it.", "addresses", default=())
+    # fmt: on
+
+    @classmethod
+    def of_keywords(cls, given: Mapping[str, Any]) -> SystemOptions:
+        """The options of the Python API's keywords. Errors: UsageError."""
+        values = {name: one.value_of(given[one.keyword]) for name, one in OPTIONS.items()}
+        return cls(**values)
+
+
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(SystemOptions)}
+PATHS = tuple(name for name, one in OPTIONS.items() if one.reads == "path")
 
 
 def bytes_of(size: str) -> int:

@@ -28,23 +28,23 @@ def require_same_model(spec: ServiceSpec) -> None:
     if not spec.model_digest:
         return
     if not spec.has_own_files:
-        if ModelIdentity.of(spec.model_path).state != spec.model_digest:
+        if ModelIdentity.of(spec.path).state != spec.model_digest:
             raise CheckpointError(
-                f"{spec.model_path} may be another model than when the system started, its files "
+                f"{spec.path} may be another model than when the system started, its files "
                 "have changed; start the system anew"
             )
         return
     host = socket.gethostname()
-    copy = f"copy the model's files to {spec.model_path} on every host of --hosts"
+    copy = f"copy the model's files to {spec.path} on every host of --hosts"
     try:
-        identity = ModelIdentity.of(spec.model_path)
-        config = read_config(spec.model_path)
+        identity = ModelIdentity.of(spec.path)
+        config = read_config(spec.path)
         num_bytes, content = weight_bytes(spec, config), identity.content
     except HotcoldError as error:
         raise CheckpointError(f"the {spec.name} service, on {host}: {error}; {copy}") from None
     if content != spec.model_digest:
         raise CheckpointError(
-            f"the {spec.name} service, on {host}: {spec.model_path} is another model than on the "
+            f"the {spec.name} service, on {host}: {spec.path} is another model than on the "
             f"driver's host; {copy}"
         )
     if num_bytes > (free := free_bytes()):
@@ -78,7 +78,7 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
     Preflight has checked the system as a whole; a replacement service may find less free.
     """
-    if spec.gpu is None and num_bytes > (free := free_bytes()):
+    if not spec.on_gpu and num_bytes > (free := free_bytes()):
         raise MemoryBudgetError(
             f"the {spec.name} service needs {num_bytes / 1e9:.2f} GB of memory, {free / 1e9:.2f} "
             "GB are free; free memory, or use a smaller model or --dtype"
@@ -87,9 +87,9 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: CheckpointError."""
-    checkpoint = Checkpoint(Path(spec.model_path))
-    has_gpu, transposed = spec.gpu is not None, spec.down_transposed
-    config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, transposed)
+    checkpoint = Checkpoint(spec.path)
+    by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
+    config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)

@@ -12,7 +12,6 @@ from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import (
     THRESHOLD,
     CacheSpec,
-    GpuShare,
     ServiceSpec,
     SystemConfig,
 )
@@ -60,15 +59,12 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         "gpu",
         0,
         system.num_threads,
-        system.model_path,
+        system,
         cache=CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype),
         neuron_ids=hot,
-        weight_dtype=system.weight_dtype,
-        has_down_norms=system.has_down_norms,
         model_digest=identity.content if system.hosts else identity.state,
-        has_own_files=bool(system.hosts),
         share=host_share(system, threads, None),
-        gpu=_gpu_share(system, config),
+        gpu_layout=None if system.device == "cpu" else arena_layout(system, config),
         storage=system.storage,
     )
     return [gpu, *_cpu_specs(system, gpu, threads, cold)]
@@ -85,9 +81,9 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
         shards = runs_of_layers(threads, config)
     else:
         shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
-    gpu = replace(gpu, share=host_share(system, threads, None))
-    if gpu.gpu is not None:
-        gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))
+    gpu = replace(gpu, system=system, share=host_share(system, threads, None))
+    if gpu.on_gpu:
+        gpu = replace(gpu, gpu_layout=arena_layout(system, config))
     return [gpu, *_cpu_specs(system, gpu, threads, shards)]
 
 
@@ -100,13 +96,10 @@ def _cpu_specs(
             f"cpu{i}",
             i + 1,
             threads[i],
-            system.model_path,
-            weight_dtype=gpu.weight_dtype,
-            has_down_norms=gpu.has_down_norms,
-            down_transposed=system.down_transposed,
+            system,
             neuron_ids=shard,
+            has_down_bias=i == 0,
             model_digest=gpu.model_digest,
-            has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
             storage=_storage_share(system, shard, shards)
             if any(ids.size for ids in shard)
@@ -163,17 +156,6 @@ def _among(system: SystemConfig, shards: Sequence[Layers], service: int) -> np.n
         return None
     sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64)
     return np.stack([sizes[:service].sum(axis=0), sizes.sum(axis=0)], axis=1)
-
-
-def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
-    if system.device == "cpu":
-        return None
-    return GpuShare(
-        system.gpu_memory_bytes,
-        system.num_host_layers,
-        not system.head_on_host,
-        arena_layout(system, config),
-    )
 
 
 def service_threads(system: SystemConfig) -> tuple[int, ...]:

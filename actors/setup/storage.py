@@ -111,7 +111,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
     num_gates, num_up_downs = max(most, storage.num_gates), max(most, storage.num_up_downs)
-    path = Path(spec.model_path)
+    path = spec.path
     profile = own_profile(path, ModelIdentity.of(path), config)
     rates = np.empty(0, np.float32)
     if profile is not None:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import load_conversation, read_attachment, save_conversation
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.parameters import Biases, Switch, Texts, TokenIds, Whole, bias_of
+from hotcold.model.sampling import PARAMETERS as ALL_PARAMETERS
 from hotcold.model.sampling import SamplingParams
 
 _OLLAMAS = {"num_predict": "max_tokens"}
-_WITHOUT = ("max_tokens", "seed")  # whole numbers that may be none
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 SWITCHES = ("history", "nohistory", "markdown", "nomarkdown", "verbose", "quiet")
 SHOWN = ("info", "parameters", "system", "messages")
@@ -140,10 +141,7 @@ class Commands:
         return f"{name} is {self._value(name)}"
 
     def _value(self, name: str) -> str:
-        value = getattr(self.conversation.sampling, name)
-        if isinstance(value, tuple):
-            return shlex.join(value) or "none"
-        return "none" if value is None else str(value).lower()
+        return _shown_value(getattr(self.conversation.sampling, name))
 
     def show(self, rest: str) -> str:
         """/show: one of SHOWN, or most of them."""
@@ -261,18 +259,34 @@ def last_answer(conversation: Conversation) -> str:
 
 
 def _value(name: str, text: str) -> object:
-    """The value of a parameter as its field is typed. Errors: UsageError."""
-    default = getattr(SamplingParams(), name)
-    if name == "stop":
-        return [] if text == "none" else _words(text)
-    if text == "none" and name in _WITHOUT:
-        return None
-    if isinstance(default, bool):
-        return {"true": True, "false": False}.get(text, text)
+    """The value of a parameter of its kind. Errors: UsageError."""
+    kind = ALL_PARAMETERS[name].kind
+    is_list = isinstance(kind, (Texts, TokenIds, Biases))
+    if text == "none" and (is_list or ALL_PARAMETERS[name].default is None):
+        return [] if is_list else None
     try:
-        return int(text) if name in _WITHOUT or isinstance(default, int) else float(text)
+        match kind:
+            case Texts():
+                return _words(text)
+            case TokenIds():
+                return [int(word) for word in text.split()]
+            case Biases():
+                return [bias_of(word) for word in text.split()]
+            case Switch():
+                return {"true": True, "false": False}.get(text, text)
+            case Whole():
+                return int(text)
+        return float(text)
     except ValueError:
         raise UsageError(f"{name} is a number, not {shown(text)}") from None
+
+
+def _shown_value(value: object) -> str:
+    """As `_value` reads it."""
+    if isinstance(value, tuple):
+        words = (f"{one[0]}={one[1]:g}" if isinstance(one, tuple) else str(one) for one in value)
+        return shlex.join(words) or "none"
+    return "none" if value is None else str(value).lower()
 
 
 def _words(text: str) -> list[str]:

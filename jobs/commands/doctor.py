@@ -11,8 +11,8 @@ import click
 
 import hotcold
 from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
-from hotcold.jobs.support.options import dtype_option
-from hotcold.jobs.support.settings import GroupedCommand, shared_option
+from hotcold.jobs.support.options import system_option
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@dtype_option
-@shared_option("--context", type=int, help="Positions in the KV cache.")
+@system_option("weight_dtype")
+@system_option("context_length", help="Positions in the KV cache.")
 @click.option(
     "--measure/--no-measure",
     default=True,
@@ -48,7 +48,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 def doctor(
     model: str | None,
     weight_dtype: str | None,
-    context: int | None,
+    context_length: int | None,
     measure: bool,
     fresh: bool,
     machine_out: Path | None,
@@ -72,7 +72,7 @@ def doctor(
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
     found = None if model is None else _model(model, weight_dtype)
-    need = None if found is None else _need(*found, context, weight_dtype)
+    need = None if found is None else _need(*found, context_length, weight_dtype)
     machine = survey()
     measured = _measured(measure, fresh)
     if machine_out is not None:

@@ -15,8 +15,8 @@ from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.profile.files import require_plot
 from hotcold.jobs.support.console import json_option, print_json, stderr_console
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.options import Bytes, dtype_option, split_system_options
-from hotcold.jobs.support.settings import GroupedCommand, shared_option
+from hotcold.jobs.support.options import split_system_options, system_option
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.locate import resolved_model
 
@@ -40,15 +40,15 @@ _LOADS_WITHOUT = (
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@shared_option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
-@shared_option("--predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
-@dtype_option
-@shared_option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
-@shared_option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
-@shared_option("--context", "context_length", type=int, help="Positions in the KV cache.")
-@shared_option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format.")
-@shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services; one a NUMA node.")
-@shared_option("--threads", "num_threads", type=int, help="Threads; one a core without it.")
+@system_option("mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
+@system_option("predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
+@system_option("weight_dtype")
+@system_option("gpu_memory_bytes", help="VRAM to use of each GPU.")
+@system_option("cpu_memory_bytes", help="Memory to use, like 8GiB.")
+@system_option("context_length", help="Positions in the KV cache.")
+@system_option("kv_dtype")
+@system_option("num_cpu_actors", help="CPU services; one a NUMA node.")
+@system_option("num_threads")
 @click.option("--machine", "machine_file", type=_FILE, help="Plan for the machine described there.")
 @click.option("--profile", "profile_file", type=_FILE, help="How often neurons fire.")
 @click.option("--shape", help="Plan for a named shape, as of make-model, without any weights.")

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.actors.protocol.messages import EXCHANGES
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import json_option, print_json
-from hotcold.jobs.support.options import options_adder
-from hotcold.jobs.support.settings import GroupedCommand, shared_option
+from hotcold.jobs.support.options import options_adder, system_option
+from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 
@@ -50,11 +49,10 @@ _OPTIONS = [
     click.option("--restart", is_flag=True, help="Do not go on from where a run was stopped."),
     click.option("--save-every", "every_s", type=click.FloatRange(min=0), default=10.0,
                  show_default=True, help="Seconds of work that a stopped run may lose."),
-    shared_option("--threads", "num_threads", type=int, help="Threads; one a core without it."),
-    shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
-                 "neurons; as many as NUMA nodes without it."),
-    shared_option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
-                 help="How the driver asks services: doorbells in shared memory, or actor calls."),
+    system_option("num_threads"),
+    system_option("num_cpu_actors", help="CPU services that share the neurons; as many as NUMA "
+                  "nodes without it."),
+    system_option("exchange"),
 ]  # fmt: skip
 
 

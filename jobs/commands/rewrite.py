@@ -11,7 +11,7 @@ import click
 
 from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
-from hotcold.jobs.support.options import dtype_option
+from hotcold.jobs.support.options import system_option
 from hotcold.model.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("model", required=False)
-@dtype_option
+@system_option("weight_dtype")
 @click.option("--verify", is_flag=True, help="Read the file that is there, and say what is wrong.")
 @json_option
 def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: bool) -> None:

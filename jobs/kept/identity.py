@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.model.files import hub
 from hotcold.model.files.hub import REPOSITORY
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
@@ -90,8 +90,7 @@ def resolved_options(system: SystemConfig) -> dict[str, Any]:
 
 def absolute(options: SystemOptions) -> SystemOptions:
     """The same options with absolute paths, for a process in another working directory."""
-    names = ("predictors", "thresholds", "plan")
-    given = {name: path for name in names if (path := getattr(options, name)) is not None}
+    given = {name: path for name in PATHS if (path := getattr(options, name)) is not None}
     return replace(options, **{name: path.absolute() for name, path in given.items()})
 
 

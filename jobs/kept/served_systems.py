@@ -13,7 +13,7 @@ import psutil
 
 from hotcold.actors.exchange.watch import Pulse
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import OPTIONS, PATHS, SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
@@ -29,8 +29,6 @@ _TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up 
 _ENDED_S = 10.0
 _CLOSED_S = 20.0
 _RAY = ("raylet", "gcs_server")
-
-_OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan
 
     Errors:  HotcoldError; UsageError for two of one name, and for options of one model alone
     """
-    given = [text for name, text in _OF_ONE_MODEL.items() if getattr(options, name) is not None]
+    given = [OPTIONS[name].flag for name in PATHS if getattr(options, name) is not None]
     if given and len(models) > 1:
         raise UsageError(
             f"{given[0]} is of one model, and these are {len(models)}; leave it out, or serve one"

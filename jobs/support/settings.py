@@ -28,23 +28,25 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
+from hotcold.actors.protocol.options import OPTIONS
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.sampling import PARAMETERS
 
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
 _MAX_BYTES = 1 << 20
 
+
+def flag_of(name: str) -> str:
+    """The option of a parameter of that name."""
+    return f"--{name.replace('_', '-')}"
+
+
 # Section of `--help` -> the shared options in it, as they are written on a command line.
 SHARED_OPTIONS = {
-    "Sampling": (
-        "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos",
-    ),
-    "System": (
-        "mode", "predictors", "thresholds", "dtype", "plan", "threads", "cpu-actors", "context",
-        "parallel", "kv-tokens", "kv-dtype", "device", "gpu-memory", "cpu-memory", "exchange",
-        "pin", "hosts",
-    ),
+    "Sampling": tuple(flag_of(name)[2:] for name, one in PARAMETERS.items() if one.about),
+    "System": tuple(one.flag[2:] for one in OPTIONS.values()),
     "Kept system": ("keep", "own"),
-}  # fmt: skip
+}
 
 
 class SharedOption(click.Option):

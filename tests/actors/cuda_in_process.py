@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 
@@ -40,16 +40,14 @@ class CudaInProcess(InProcessSystem):
             config.num_layers,
             bundle_bytes=self.bundle_bytes,
         )
-        return ServiceSpec(
-            "gpu",
-            0,
-            self.num_threads,
-            str(self.path),
-            cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
-            neuron_ids=self.hot_ids(),
-            weight_dtype=self.weight_dtype,
-            has_down_norms=self.has_down_norms,
-            gpu=GpuShare(0, self.first_layer, self.has_head, layout),
+        return replace(super().gpu_spec(), gpu_layout=layout)
+
+    def system(self) -> SystemConfig:
+        """As `InProcessSystem`, with what stays on the host."""
+        return replace(
+            super().system(),
+            num_host_layers=self.first_layer,
+            head_on_host=not self.has_head,
         )
 
     def _gpu(self) -> Service:

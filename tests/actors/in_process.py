@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import CacheSpec, load_attention_service
+from hotcold.actors.attention.attention_service import load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
@@ -19,7 +19,7 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
@@ -149,49 +149,43 @@ class InProcessSystem:
         """Of the KV cache: `kv_positions`, or a whole context for every slot."""
         return num_pages_of(self.kv_positions or self.num_positions * self.num_slots)
 
-    def _gpu(self) -> Service:
+    def gpu_spec(self) -> ServiceSpec:
+        """What the attention service is to load."""
         cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
-        return load_attention_service(
-            self.path,
-            self.config,
-            0,
-            self.num_threads,
-            cache,
-            lambda num_bytes: None,
-            self.weight_dtype,
-            neuron_ids=self.hot_ids(),
-            has_down_norms=self.has_down_norms,
+        return ServiceSpec(
+            "gpu", 0, self.num_threads, self.system(), cache=cache, neuron_ids=self.hot_ids()
         )
 
-    def _cpus(self) -> list[Service]:
-        if self.specs is not None and self.specs[1].down_transposed:
-            return [
-                load_dense_service(
-                    self.path,
-                    self.config,
-                    spec.index,
-                    spec.num_threads,
-                    (spec.neuron_ids or [])[0],
-                    spec.index == 1,
-                    lambda num_bytes: None,
-                    has_down_norms=spec.has_down_norms,
-                )
-                for spec in self.specs[1:]
-            ]
+    def cpu_specs(self) -> list[ServiceSpec]:
+        """What the CPU services are to load."""
+        if self.specs is not None:
+            return [replace(spec, storage=None) for spec in self.specs[1:]]
         return [
-            load_cpu_service(
-                self.path,
-                self.config,
-                index,
+            ServiceSpec(
+                f"cpu{index}",
+                index + 1,
                 self.num_threads,
-                shard,
-                index == 1,
-                lambda num_bytes: None,
-                self.weight_dtype,
-                has_down_norms=self.has_down_norms,
+                self.system(),
+                neuron_ids=shard,
+                has_down_bias=index == 0,
             )
-            for index, shard in enumerate(self.layer_shards(), start=1)
+            for index, shard in enumerate(self.layer_shards())
         ]
+
+    def system(self) -> SystemConfig:
+        """The options that services read."""
+        if self.specs is not None:
+            return self.specs[0].system
+        return SystemConfig(
+            str(self.path), weight_dtype=self.weight_dtype, has_down_norms=self.has_down_norms
+        )
+
+    def _gpu(self) -> Service:
+        return load_attention_service(self.gpu_spec(), self.config, lambda num_bytes: None)
+
+    def _cpus(self) -> list[Service]:
+        load = load_dense_service if self.system().down_transposed else load_cpu_service
+        return [load(spec, self.config, lambda num_bytes: None) for spec in self.cpu_specs()]
 
     def _count_python_answers(self, service: Service) -> None:
         answer = service.answer_in_python

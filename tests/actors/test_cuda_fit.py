@@ -62,7 +62,7 @@ def fit(
     config = read_config(system.model_path)
     device = NumpyDevice(memory_bytes, CONTEXT_BYTES)
     loading, fitted = fit_system(device, system, config)
-    assert loading.spec.gpu is not None
+    assert loading.spec.on_gpu
     return device, fitted, loading
 
 
@@ -159,7 +159,7 @@ def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
     fitted = host.fit(system)
     assert fitted.system == replace(system, device="cpu")
     assert fitted.note.endswith("cudaErrorInsufficientDriver")
-    assert service_specs(fitted.system, config)[0].gpu is None
+    assert service_specs(fitted.system, config)[0].gpu_layout is None
     with pytest.raises(ServiceError, match=r"cudaErrorInsufficientDriver$"):
         host.fit(replace(system, requires_gpu=True))
 

@@ -13,7 +13,7 @@ import pytest
 
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.processes.scaling import scaled_system
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
@@ -114,7 +114,11 @@ def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     file_of(tiny(), path, MIXED)
     neurons = np.arange(512, dtype=np.int32)
-    service = load_dense_service(path, read_model(path), 1, 1, neurons, True, lambda _: None)
+    config = read_model(path)
+    spec = ServiceSpec(
+        "cpu0", 1, 1, SystemConfig(str(path)), neuron_ids=[neurons] * config.num_layers
+    )
+    service = load_dense_service(spec, config, lambda _: None)
     service.buffers = mock.Mock(requests=np.zeros((2, 16), np.int64))
     service.buffers.requests[1, OPERATION] = FFN  # of no ids
     with pytest.raises(ValueError, match="computes all neurons; the request lists some"):

@@ -421,7 +421,7 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("hotcold.actors.exchange.replacement._NEW_PROCESS_S", 0.5)
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
-    spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
+    spec = ServiceSpec("cpu0", index=1, num_threads=1, system=SystemConfig(""))
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]
     replacer._places = [NoPlace()]  # type: ignore[list-item]
     replacer._processes = {0: ServiceProcess(1, True)}

@@ -21,7 +21,7 @@ from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_offlo
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
-from hotcold.actors.protocol.offloaded_neurons import ALONE, OffloadedShare
+from hotcold.actors.protocol.offloaded_neurons import ALONE, NeuronStorage, OffloadedShare
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.bundles import direct_io
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -101,25 +101,21 @@ class StoredSystem(InProcessSystem):
         sizes = np.array([[ids.size for ids in shard] for shard in self.layer_shards()])
         if self.shares_bits:
             self.predictor_words = words_to_read_ahead(self._predictors())
+        specs = [replace(one, storage=NeuronStorage(str(file), 0, 0)) for one in self.cpu_specs()]
+        if self.shares_bits:
+            specs = [
+                replace(one, among=np.stack([sizes[:place].sum(axis=0), sizes.sum(axis=0)], axis=1))
+                for place, one in enumerate(specs)
+            ]
         return [
             load_offloaded_service(
-                self.path,
+                one,
                 self.config,
-                index,
-                self.num_threads,
-                shard,
-                index == 1,
-                lambda num_bytes: None,
-                file,
-                self._share(index, shard),
-                self.weight_dtype,
+                self._share(one.index, one.neuron_ids or []),
                 self.predictors,
-                self.has_down_norms,
-                np.stack([sizes[: index - 1].sum(axis=0), sizes.sum(axis=0)], axis=1)
-                if self.shares_bits
-                else None,
+                lambda num_bytes: None,
             )
-            for index, shard in enumerate(self.layer_shards(), start=1)
+            for one in specs
         ]
 
     def _share(self, index: int, shard: Sequence[np.ndarray]) -> OffloadedShare:

@@ -243,9 +243,10 @@ def test_a_host_makes_the_file_that_it_lacks_once(
 def test_a_host_without_predictors_reads_nothing_ahead(tmp_path: Path) -> None:
     file = tmp_path / "predictors"
     kept = NeuronStorage("f", 1, 1, predictors=str(file))
-    spec = ServiceSpec("cpu1", 2, 1, "m", has_own_files=True, storage=kept)
+    system = SystemConfig("m", hosts=("a",))
+    spec = ServiceSpec("cpu1", 2, 1, system, storage=kept)
     assert own_predictors(spec) is None
-    assert own_predictors(replace(spec, has_own_files=False)) == file  # there it is an error
+    assert own_predictors(replace(spec, system=SystemConfig("m"))) == file  # there it is an error
     file.write_bytes(b"")
     assert own_predictors(spec) == file
     assert own_predictors(replace(spec, storage=replace(kept, predictors=""))) is None
@@ -266,7 +267,7 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
         np.arange(config.ffn_size - 8 * layer, dtype=np.int32)[::-1].copy() for layer in range(3)
     ]
     kept = NeuronStorage(str(file.path), 170, 130)
-    spec = ServiceSpec("cpu0", 1, 1, str(path), neuron_ids=ids, storage=kept)
+    spec = ServiceSpec("cpu0", 1, 1, SystemConfig(str(path)), neuron_ids=ids, storage=kept)
     share = offloaded_share(spec, config)
     assert (share.num_gates, share.num_up_downs) == (170, 130)
     own = np.concatenate([layer[n] for layer, n in zip(profile.counts, ids, strict=True)])

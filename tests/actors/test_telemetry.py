@@ -184,7 +184,7 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
     with InProcessSystem(tiny("llama-relu").path, num_services=2) as system:
         monkeypatch.setattr(ray, "get", lambda ref: system.arena)
         config = SystemConfig("m", num_cpu_actors=2, hosts=("a", "b"))
-        specs = [ServiceSpec(one.name, one.index, 1, "m") for one in system.services]
+        specs = [ServiceSpec(one.name, one.index, 1, config) for one in system.services]
         actors = [ServiceActor(spec) for spec in specs]
         for actor, service in zip(actors, system.services, strict=True):
             actor._service = SimpleNamespace(  # type: ignore[assignment]

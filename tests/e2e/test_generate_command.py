@@ -74,6 +74,20 @@ def test_greedy_ids_are_those_of_transformers(
     assert lines == [",".join(map(str, checkpoint.greedy_ids))]
 
 
+def test_penalties_and_biases_reach_the_answer(
+    command: Command, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    asked: list[str | Path] = [
+        "generate", tiny("llama-gqa").path, "--prompt-ids", "11,5,9,11", "--max-tokens", "6",
+        "--temperature", "0", "--ignore-eos", "--logit-bias", "11=100",
+    ]  # fmt: skip
+    assert command(*asked)[1]["ids"] == [11] * 6
+    once = command(*asked, "--frequency-penalty", "100")[1]["ids"]
+    assert once[0] == 11 and len(set(once)) == 6  # the prompt's tokens do not count
+    of_all = command(*asked, "--repetition-penalty", "100")[1]["ids"]
+    assert of_all[0] != 11
+
+
 def test_a_question_from_a_pipe_ends_at_a_stop_text(
     command: Command, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol import ray_memory
-from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import (
     free_bytes,
     is_reserved,
@@ -141,7 +141,7 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotcold.actors.setup.host_files.free_bytes", lambda: 2_000_000_000)
-    spec = ServiceSpec("cpu1", index=2, num_threads=1, model_path="")
+    spec = ServiceSpec("cpu1", index=2, num_threads=1, system=SystemConfig(""))
     require_free_memory(spec, 2_000_000_000)
     with pytest.raises(MemoryBudgetError, match=r"the cpu1 service needs 3.00 GB .* 2.00 GB are"):
         require_free_memory(spec, 3_000_000_000)

@@ -10,6 +10,7 @@ import pytest
 
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.jobs.cli import main
@@ -44,10 +45,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def loaded_bytes(path: Path, is_dense: bool) -> int:
     """Of all neurons, as a service holds them."""
     config, ids = read_config(path), neurons(tiny())
-    if is_dense:
-        service: Any = load_dense_service(path, config, 1, 1, ids[0], False, lambda count: None)
-    else:
-        service = load_cpu_service(path, config, 1, 1, ids, False, lambda count: None)
+    spec = ServiceSpec("cpu0", 1, 1, SystemConfig(str(path)), neuron_ids=list(ids))
+    load = load_dense_service if is_dense else load_cpu_service
+    service: Any = load(spec, config, lambda count: None)
     held = service.arrays._asdict() | {"offsets": None}
     return sum(array.nbytes for array in held.values() if array is not None) + 4 * 1024
 

@@ -81,7 +81,7 @@ def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
     config = read_model(path)
     plain = choose_system(path, config, SystemOptions(context_length=100))
     assert (plain.max_batch, plain.kv_positions) == (8, 100)
-    wide = choose_system(path, config, SystemOptions(None, context_length=100, max_batch=32))
+    wide = choose_system(path, config, SystemOptions(context_length=100, max_batch=32))
     more = choose_system(path, config, SystemOptions(context_length=100, kv_positions=1000))
     assert (wide.max_batch, more.kv_positions) == (32, 1000)
     layout = arena_layout(wide, config)

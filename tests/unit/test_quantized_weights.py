@@ -229,7 +229,7 @@ def test_a_system_is_told_the_dtype(tmp_path: Path) -> None:
     weights = system_need(plain, stored).ffn_bytes / system_need(system, config).ffn_bytes
     assert weights == pytest.approx(4 / (18 / 32), rel=0.15)
     for spec in service_specs(system, config):
-        assert spec.weight_dtype == "q4"
+        assert spec.system.weight_dtype == "q4"
         host = ServiceActor(spec)
         host.load()
         arrays = vars(host._require_service())["arrays"]
@@ -238,7 +238,7 @@ def test_a_system_is_told_the_dtype(tmp_path: Path) -> None:
         assert all(getattr(matrix, "first", matrix).dtype == Q4 for matrix in matrices)
         assert host.loaded_bytes() > 0
     for spec in service_specs(SystemConfig(str(path)), stored):
-        assert spec.weight_dtype == ""
+        assert spec.system.weight_dtype == ""
 
 
 def test_config_json_keeps_its_word(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class ChatRoute(Route):
     def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
         if not body.logprobs:
             return None
-        silent = self._backend.eos_ids
-        if not body.include_stop_str_in_output:
-            silent = silent.union(body.stop_token_ids or ())
+        silent, drawn = self._backend.eos_ids, body.drawn()
+        if not drawn["include_stop_str_in_output"]:
+            silent = silent.union(drawn["stop_token_ids"] or ())
         return chat_logprobs(self._texts, content_tokens(event, silent))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
 
 
@@ -20,42 +21,40 @@ class StrictModel(BaseModel):
 # Fields that change answers with any value but null and empty texts, lists and objects.
 _ALWAYS_CHANGING = (
     # OpenAI's
-    "audio", "conversation", "functions", "logit_bias", "max_completion_tokens",
-    "max_output_tokens", "max_tokens", "prompt", "reasoning", "reasoning_effort", "seed",
-    "stop", "suffix", "temperature", "tools", "top_p", "web_search_options",
+    "audio", "conversation", "functions", "max_completion_tokens",
+    "max_output_tokens", "max_tokens", "prompt", "reasoning", "reasoning_effort",
+    "suffix", "tools", "web_search_options",
     # vLLM's, and SGLang's
     "allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents",
     "ebnf", "enable_thinking", "grammar", "guided_choice", "guided_grammar", "guided_json",
     "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
-    "min_p", "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex",
-    "stop_token_ids", "structural_tag", "structured_outputs", "top_k",
-    "truncate_prompt_tokens",
+    "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex", "structural_tag",
+    "structured_outputs", "truncate_prompt_tokens",
     # llama.cpp's; what only matters beside one of these (dry_base, mirostat_tau) is not here
-    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "repeat_last_n",
-    "samplers",
+    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "samplers",
     # Ollama's
     "context", "format", "images", "options", "system", "template", "think",
 )  # fmt: skip
 # All fields that change answers, with the values that change nothing besides.
 CHANGING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ALWAYS_CHANGING, ()),
+    **{name: one.unchanging for name, one in PARAMETERS.items() if one.http is not None},
     # OpenAI's
-    "background": (False,), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
+    "background": (False,), "best_of": (1,), "echo": (False,),
     "function_call": ("none", "auto"), "logprobs": (False,), "modalities": (["text"],),
-    "n": (1,), "presence_penalty": (0,), "response_format": ({"type": "text"},),
+    "n": (1,), "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"), "top_logprobs": (0,), "verbosity": ("medium",),
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
-    "continue_final_message": (False,), "early_stopping": (False,), "ignore_eos": (False,),
-    "include_reasoning": (True,), "include_stop_str_in_output": (False,),
-    "length_penalty": (1,), "min_new_tokens": (0,), "min_tokens": (0,),
-    "repetition_penalty": (1,), "skip_special_tokens": (True,),
+    "continue_final_message": (False,), "early_stopping": (False,),
+    "include_reasoning": (True,), "length_penalty": (1,), "min_new_tokens": (0,),
+    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     # llama.cpp's
     "dry_multiplier": (0,), "dynatemp_range": (0,), "min_keep": (0,), "mirostat": (0,),
     "n_indent": (0,), "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
-    "reasoning_format": ("auto", "deepseek"), "repeat_penalty": (1,),
+    "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
     "top_n_sigma": (0, -1), "typical_p": (1,), "xtc_probability": (0,),
     # Ollama's

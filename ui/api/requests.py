@@ -2,10 +2,8 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
-from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
@@ -18,7 +16,7 @@ _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateRequest]:
     """One request for each of `n` answers. Errors: PromptError, UsageError."""
     wanted = body.max_completion_tokens or body.max_tokens
-    sampling = _sampling(backend, body, wanted)
+    sampling = body.sampling(wanted, backend.defaults)
     wanted_calls = body.callable
     asked = GenerateRequest(
         sampling,
@@ -47,7 +45,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     Errors:  PromptError, UsageError
     """
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = _sampling(backend, body, max(wanted, 1))
+    sampling = body.sampling(max(wanted, 1), backend.defaults)
     asked = [
         GenerateRequest(sampling, prompt=prompt)
         if isinstance(prompt, str)
@@ -83,46 +81,3 @@ def _copies(
         return [request] * count
     seeds = [(sampling.seed + i) & _LARGEST_SEED for i in range(count)]
     return [replace(request, sampling=replace(sampling, seed=seed)) for seed in seeds]
-
-
-def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int | None) -> SamplingParams:
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": 0 if body.top_k == -1 else body.top_k,
-        "min_p": body.min_p,
-        "ignore_eos": body.ignore_eos,
-        "seed": None if body.seed is None else body.seed & _LARGEST_SEED,
-        "stop": body.stop,
-        "stop_token_ids": body.stop_token_ids,
-        "include_stop_str_in_output": body.include_stop_str_in_output,
-        "min_tokens": body.min_tokens,
-        "logit_bias": body.logit_bias,
-    }
-    given |= _penalties(body)
-    values = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams.from_json({**values, "max_tokens": max_tokens}, backend.defaults)
-
-
-def _penalties(body: SamplingRequest) -> dict[str, Any]:
-    """Presence and frequency count the answer's tokens, as OpenAI's.
-
-    `repetition_penalty` counts the prompt's too, as vLLM's. With `repeat_penalty` all three are
-    llama.cpp's.
-    """
-    counted = {
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-    }
-    if body.repeat_penalty is not None:
-        return {
-            **counted,
-            "repeat_penalty": body.repeat_penalty,
-            "repeat_last_n": body.repeat_last_n,
-        }
-    found: dict[str, Any] = {}
-    if any(counted.values()):
-        found = {**counted, "repeat_last_n": -1, "penalize_prompt": False}
-    if body.repetition_penalty is not None:
-        found |= {"repeat_penalty": body.repetition_penalty, "repeat_last_n": -1}
-    return found

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
+from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.structured_output import (
@@ -29,8 +30,6 @@ from hotcold.ui.api.tools.schemas import (
 
 _MAX_CHOICES = 128
 _MAX_TOP = 20
-_MAX_STOPS = 64
-_MAX_BIASES = 1024
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
 _MAX_IDS = 1 << 20
@@ -40,7 +39,6 @@ _MAX_VALUES = 2 << 20
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{,'))
 
 # Lists stop at the first wrong item: each would be an error otherwise.
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MAX_IDS, fail_fast=True)]
 Prompt = (
     str
@@ -48,7 +46,6 @@ Prompt = (
     | _TokenIds
     | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
 )
-_StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -78,44 +75,15 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class SamplingRequest(ConstrainedRequest):
-    """The fields of both kinds of completions. A missing value is the model's default."""
+class SamplingRequest(ConstrainedRequest, Drawn):
+    """The fields of both kinds of completions."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # llama.cpp's
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=_MAX_BIASES)] | None = None
-    stop: (
-        _StopText | Annotated[list[_StopText], Field(max_length=_MAX_STOPS, fail_fast=True)] | None
-    ) = None
-    stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None
-    ) = None
-    include_stop_str_in_output: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _are_biases(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name, bias in (given or {}).items():
-            is_id = name.isascii() and name.isdecimal() and len(name) <= 10
-            if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
-                raise ValueError("must hold token ids, each with a number from -100 to 100")
-        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingRequest":
@@ -124,8 +92,6 @@ class SamplingRequest(ConstrainedRequest):
         names = [wanted.name for wanted in self.constraints()]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
-        if self.repetition_penalty is not None and self.repeat_penalty is not None:
-            raise ValueError("repetition_penalty and repeat_penalty were both given; leave one out")
         return self
 
     @property

@@ -6,7 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from hotcold.model.sampling import SamplingParams
+from hotcold.model.parameters import Number, Whole
+from hotcold.model.sampling import PARAMETERS, SamplingParams
 
 _HEADING = (
     "<h2>Settings</h2>"
@@ -35,33 +36,33 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
             elem_id="system-prompt",
         )
         with gr.Row():
-            temperature = gr.Number(
-                defaults.temperature, label="Temperature", info="0: always the likeliest",
-                minimum=0, maximum=100, step=0.1, min_width=130, elem_id="temperature",
-            )  # fmt: skip
+            temperature = _number("temperature", defaults, "0: always the likeliest", 0.1)
             max_tokens = gr.Number(
                 longest, label="Max tokens", info="longest answer", minimum=1, maximum=longest,
                 step=1, precision=0, min_width=130, elem_id="max-tokens",
             )  # fmt: skip
         with gr.Row():
-            top_k = gr.Number(
-                defaults.top_k, label="Top-k", info="0: all", minimum=0, step=1, precision=0,
-                min_width=130, elem_id="top-k",
-            )  # fmt: skip
-            top_p = gr.Number(
-                defaults.top_p, label="Top-p", info="of the probability", minimum=0, maximum=1,
-                step=0.01, min_width=130, elem_id="top-p",
-            )  # fmt: skip
+            top_k = _number("top_k", defaults, "0: all", 1)
+            top_p = _number("top_p", defaults, "of the probability", 0.01)
         with gr.Row():
-            min_p = gr.Number(
-                defaults.min_p, label="Min-p", info="of the likeliest", minimum=0, maximum=1,
-                step=0.01, min_width=130, elem_id="min-p",
-            )  # fmt: skip
+            min_p = _number("min_p", defaults, "of the likeliest", 0.01)
             seed = gr.Textbox(
                 label="Seed", info="the same, the same text", placeholder="random",
                 min_width=130, elem_id="seed",
             )  # fmt: skip
     return ChatSettings([system_prompt, temperature, top_k, top_p, min_p, seed, max_tokens])
+
+
+def _number(name: str, defaults: SamplingParams, info: str, step: float) -> gr.Number:
+    """The component of a parameter, within its bounds."""
+    kind, word = PARAMETERS[name].kind, name.replace("_", "-")
+    assert isinstance(kind, (Whole, Number))
+    is_whole = isinstance(kind, Whole)
+    return gr.Number(
+        getattr(defaults, name), label=word.capitalize(), info=info, minimum=kind.low,
+        maximum=None if is_whole else kind.high, step=step, precision=0 if is_whole else None,
+        min_width=130, elem_id=word,
+    )  # fmt: skip
 
 
 def read_settings(values: tuple[Any, ...]) -> tuple[str, SamplingParams]:

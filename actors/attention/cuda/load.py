@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from hotcold.actors.attention.arrays import cache_array, position_arrays
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
-from hotcold.actors.attention.cuda.model import CudaModel, Share
+from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.service import CudaAttentionService
-from hotcold.actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
+from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights
@@ -32,25 +31,13 @@ class CudaLoading:
 
     def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
         """`spec` is of a service with a GPU. Errors: DeviceMemoryError, CheckpointError."""
-        if spec.gpu is None or spec.cache is None:
+        if spec.gpu_layout is None or spec.cache is None:
             raise ValueError(f"the spec of the {spec.name} service has no GPU")
         self.spec, self._config = spec, config
-        self._gpu: GpuShare = spec.gpu
         self._cache: CacheSpec = spec.cache
-        no_neurons = [np.empty(0, np.int32)] * config.num_layers
-        share = Share(
-            self._gpu.first_layer,
-            self._gpu.has_head,
-            spec.neuron_ids or no_neurons,
-            spec.has_down_norms,
-        )
-        path = Path(spec.model_path)
-        keeps_pages = spec.storage is None
-        self._model = CudaModel(
-            device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
-        )
+        self._model = CudaModel(device, config, spec)
         self._service = CudaAttentionService(
-            "gpu", spec.index, device, self._model, self._gpu.layout
+            spec.name, spec.index, device, self._model, spec.gpu_layout
         )
         self._service.try_out()
 
@@ -71,7 +58,7 @@ class CudaLoading:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
             spec, shape = self.spec, self._model.shape
-            inner = AttentionService("gpu", spec.index, spec.num_threads, shape, arrays)
+            inner = AttentionService(spec.name, spec.index, spec.num_threads, shape, arrays)
             self._service.host = HostPart(inner)
         return self._service
 
@@ -79,21 +66,22 @@ class CudaLoading:
         """Whether this is a service of `spec`."""
         mine, other = self.spec.neuron_ids or [], spec.neuron_ids or []
         return (
-            (self.spec.gpu, self.spec.cache) == (spec.gpu, spec.cache)
+            _allocated(self.spec) == _allocated(spec)
             and len(mine) == len(other)
             and all(np.array_equal(a, b) for a, b in zip(mine, other, strict=True))
         )
 
     @property
     def _is_whole(self) -> bool:
-        return self._gpu.first_layer == 0 and self._gpu.has_head
+        system = self.spec.system
+        return system.num_host_layers == 0 and not system.head_on_host
 
     def _host_arrays(self) -> AttentionArrays:
         """Empty arrays for the part that the GPU does not hold, with the norms of all layers."""
-        spec, config, layers = self.spec, self._config, self._gpu.first_layer
+        spec, config, layers = self.spec, self._config, self.spec.system.num_host_layers
         none = [np.empty(0, np.int32)] * config.num_layers
-        checkpoint = Checkpoint(Path(spec.model_path))
-        attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
+        checkpoint, dtype = Checkpoint(spec.path), spec.system.weight_dtype
+        attention, head, _ = weight_shapes(checkpoint, config, none, dtype)
         found: dict[str, Any] = {
             name: _empty_stack(stack, config.num_layers if "norm" in name else layers)
             for name, stack in vars(attention).items()
@@ -105,6 +93,13 @@ class CudaLoading:
             values=cache_array(config, self._cache, layers),
             **position_arrays(config, self._cache),
         )
+
+
+def _allocated(spec: ServiceSpec) -> tuple[Any, ...]:
+    """What the device's arrays depend on, beside the neurons."""
+    system = spec.system
+    parts = system.gpu_memory_bytes, system.num_host_layers, system.head_on_host
+    return spec.gpu_layout, spec.cache, *parts
 
 
 def _num_layers(stack: Stack) -> int:

@@ -5,16 +5,15 @@ So lack of memory shows before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hotcold.actors.attention.arrays import attention_shape, position_arrays
 from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
 from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype
@@ -86,53 +85,37 @@ class HeadPart:
     head: DeviceMatrix
 
 
-@dataclass(frozen=True)
-class Share:
-    """A GPU's share of a model: attention from layer `first_layer` on, the head or not, and the
-    neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
-    """
-
-    first_layer: int
-    has_head: bool
-    neuron_ids: Sequence[np.ndarray]
-    has_down_norms: bool = False
-
-
 class CudaModel:
-    """A share of a model on a device. The constructor allocates arrays, `fill` reads them.
+    """A service's part of a model on a device: attention from layer `num_host_layers` on, the head
+    or not, and its neurons. The constructor allocates arrays, `fill` reads them.
 
     attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
     (0,) is there for every layer: neuron upload, which computes whole layers, adds it. `ffn_like`
     has the shapes and dtypes of the model's neurons.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        path: Path,
-        config: ModelConfig,
-        share: Share,
-        cache: CacheSpec,
-        weight_dtype: str = "",
-        keeps_pages: bool = True,
-    ) -> None:
-        """Without `keeps_pages`, `fill` drops the files' pages from the page cache.
+    def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
+        """`spec` is of a service with a KV cache.
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
-        self.config, self.share = config, share
-        self._keeps_pages = keeps_pages
+        if spec.cache is None:
+            raise ValueError(f"the {spec.name} service has no KV cache")
+        self.config, self._spec = config, spec
+        no_neurons = [np.empty(0, np.int32)] * config.num_layers
+        self._neuron_ids = spec.neuron_ids or no_neurons
         self.shape = attention_shape(config)
         self.activation = activation(config.activation_fn, config.activation_threshold)
-        self._device, self._path, self._dtype = device, path, weight_dtype
-        shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
+        system, cache = spec.system, spec.cache
+        self._device, self._dtype = device, system.weight_dtype
+        shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self._place_ropes(cache)
         self.norms = [self._norms(attention) for _ in range(config.num_layers)]
         self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
-        self.head = self._head(head) if share.has_head else None
+        self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
-            self._attention(attention, cache) if layer >= share.first_layer else None
+            self._attention(attention, cache) if layer >= system.num_host_layers else None
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
@@ -149,7 +132,7 @@ class CudaModel:
         `on_layer` gets each layer's attention, in arrays that the next layer overwrites.
         Errors:  CheckpointError
         """
-        checkpoint = Checkpoint(self._path, self._keeps_pages)
+        checkpoint = Checkpoint(self._spec.path, self._spec.keeps_pages)
         with TensorReader(checkpoint, on_bytes, requested_dtype(self._dtype)) as reader:
             self._read_attention(reader, on_layer)
             self._read_neurons(reader)
@@ -173,7 +156,7 @@ class CudaModel:
 
     def _read_neurons(self, reader: TensorReader) -> None:
         """Layer by layer; a layer is freed before the next one is read."""
-        layers = ffn_layers(reader, self.config, self.share.neuron_ids)
+        layers = ffn_layers(reader, self.config, self._neuron_ids)
         for layer in range(self.config.num_layers):
             self._fill_ffn(layer, next(layers))
 
@@ -199,7 +182,7 @@ class CudaModel:
             upload(part.up.data, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
         upload(part.down.data, _bits(weights.down))
-        if self.share.has_down_norms:
+        if self._spec.system.has_down_norms:
             upload(part.down_norms, row_lengths(weights.down))
 
     def _like(self, array: np.ndarray) -> Any:
@@ -243,7 +226,7 @@ class CudaModel:
             up=self._matrix(weights.up, size) if has_up else None,
             up_bias=biases(weights.up_bias),
             down=self._matrix(weights.down, size),
-            down_norms=self._device.empty((size * self.share.has_down_norms,), np.float32),
+            down_norms=self._device.empty((size * self._spec.system.has_down_norms,), np.float32),
         )
 
     def _head(self, weights: HeadWeights) -> HeadPart:

@@ -17,6 +17,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.sampling import PARAMETERS
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.ui.api.backend import Backend
 
@@ -86,7 +87,8 @@ async def shown(backend: Backend) -> dict[str, Any]:
     """One model in detail. Errors: HotcoldError."""
     facts, defaults = await _facts(backend), backend.defaults
     config = facts.config
-    sampled = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    own = [name for name, one in PARAMETERS.items() if one.is_models]
+    sampled = {name: getattr(defaults, name) for name in own}
     parameters = "\n".join(f"{name:<30} {value:g}" for name, value in sampled.items())
     of_family = {
         "attention.head_count": config.num_heads,

@@ -2,16 +2,17 @@
 
 from typing import Any
 
+from hotcold.model.parameters import Biases, Kind, Number, Texts, Whole
+from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
 
 _MAX_TOKENS = (1 << 31) - 1
-_WHOLE = ("num_predict", "top_k", "seed")
-_NUMBERS = ("temperature", "top_p", "min_p")
+# Over the last tokens, the prompt's too; OpenAI's fields of these names count otherwise.
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
+# By Ollama's key: the parameter's name and kind.
+_KNOWN = {one.ollama: (name, one.kind) for name, one in PARAMETERS.items() if one.ollama}
 # Unsupported options that would change tokens, each with the value that has no effect.
 _UNCHANGING = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
-# Over the last tokens, the prompt's too; OpenAI's fields of these names count otherwise.
-_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
-_WINDOW = "repeat_last_n"
 # Memory and speed, which the server's own options set. A prompt is never cut to num_ctx: a longer
 # one than the context is refused. The last ones only matter with an option above.
 _OWN = frozenset(
@@ -28,28 +29,24 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
              for an unsupported option that would change tokens
     """
     found: dict[str, Any] = {}
-    for name, value in _given(options):
-        if name in _WHOLE:
-            found[name] = int(_number(name, value))
-        elif name in _NUMBERS:
-            found[name] = float(_number(name, value))
-        elif name == "stop":
-            found[name] = _texts(name, value)
-        elif name in _UNCHANGING:
-            if _number(name, value) != _UNCHANGING[name]:
-                raise _wrong(name, f"is not supported here; leave it out, or {_UNCHANGING[name]}")
-        elif name not in _OWN and name not in (*_PENALTIES, _WINDOW):
-            raise _wrong(ascii(name[:50]), "is not known here; leave it out")
+    for key, value in _given(options):
+        if key in _KNOWN:
+            name, kind = _KNOWN[key]
+            if name not in _PENALTIES:
+                found[name] = _typed(key, kind, value)
+        elif key in _UNCHANGING:
+            if _number(key, value) != _UNCHANGING[key]:
+                raise _wrong(key, f"is not supported here; leave it out, or {_UNCHANGING[key]}")
+        elif key not in _OWN:
+            raise _wrong(ascii(key[:50]), "is not known here; leave it out")
     return _as_fields(found)
 
 
 def penalty_fields(options: dict[str, Any] | None) -> dict[str, Any]:
     """The penalties, as fields of `SamplingParams`. Errors: ApiError 400 for a wrong type."""
-    return {
-        name: int(_number(name, value)) if name == _WINDOW else float(_number(name, value))
-        for name, value in _given(options)
-        if name in (*_PENALTIES, _WINDOW)
-    }
+    known = {key: found for key, found in _KNOWN.items() if found[0] in _PENALTIES}
+    given = [(key, value) for key, value in _given(options) if key in known]
+    return {known[key][0]: _typed(key, known[key][1], value) for key, value in given}
 
 
 def _given(options: dict[str, Any] | None) -> list[tuple[str, Any]]:
@@ -58,14 +55,28 @@ def _given(options: dict[str, Any] | None) -> list[tuple[str, Any]]:
 
 def _as_fields(found: dict[str, Any]) -> dict[str, Any]:
     """In OpenAI's names and bounds; no limit, seed or top_k: left out."""
-    num_predict = found.pop("num_predict", 0)
-    if num_predict > 0:
-        found["max_tokens"] = min(num_predict, _MAX_TOKENS)
+    if "max_tokens" in found:
+        most = min(found.pop("max_tokens"), _MAX_TOKENS)
+        found |= {"max_tokens": most} if most > 0 else {}
     if found.get("seed") == -1:
         del found["seed"]
     if "top_k" in found:
         found["top_k"] = max(found["top_k"], 0)
     return found
+
+
+def _typed(key: str, kind: Kind, value: Any) -> Any:
+    """The value as its kind; whole numbers may be written 3.0. Errors: ApiError 400."""
+    match kind:
+        case Whole():
+            return int(_number(key, value))
+        case Number():
+            return float(_number(key, value))
+        case Texts():
+            return _texts(key, value)
+        case Biases() if not isinstance(value, dict):
+            raise _wrong(key, "must be an object of token ids and numbers")
+    return value
 
 
 def _number(name: str, value: Any) -> float:

@@ -91,8 +91,7 @@ class _Response:
             "output": self._output.items,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
+            **{name: body.drawn()[name] for name in ("temperature", "top_p")},
             "tools": [
                 tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
             ],

@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
 from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
@@ -116,15 +117,13 @@ class TextOptions(StrictModel):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(Drawn):
     """POST /v1/responses. Nothing is stored: each request has its whole conversation."""
 
     input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: _Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None
@@ -160,10 +159,9 @@ class ResponsesRequest(Request):
             text = "tool_choice asks for a call, but there is no function among the tools to call"
             raise ApiError(400, text, param="tool_choice")
         asked: dict[str, Any] = {
+            **self.drawn(),
             "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": choice,
             "response_format": self._response_format(),

@@ -1,0 +1,171 @@
+"""What a parameter of a request is: the kinds of values, and what is known of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hotcold.model.errors import HotcoldError, UsageError, shown
+
+_LAST_ID = (1 << 31) - 1
+
+
+class Kind:
+    """The values that a parameter takes; each of its classes checks them."""
+
+    def kept(self, value: Any) -> Any:
+        """A given value in the form in which it is kept. Errors: UsageError."""
+        return value
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UsageError for a value that `kept` gave and that is none of the kind's."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """Whole numbers from `low` to `high`, and perhaps none."""
+
+    low: int
+    high: int
+    or_none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        if value is not None or not self.or_none:
+            require_int(name, value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """Numbers from `low` to `high`; `low` is none of them where they are `above` it."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        require_number(name, value, self.low, self.high)
+
+
+class Switch(Kind):
+    """True or false."""
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        if not isinstance(value, bool):
+            raise _out_of_range(name, value, "true or false")
+
+
+class Texts(Kind):
+    """Texts that are not empty, or one."""
+
+    def kept(self, value: Any) -> Any:
+        """As a tuple."""
+        return (value,) if isinstance(value, str) else _as_tuple(value)
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        is_tuple = isinstance(value, tuple)
+        if not is_tuple or any(not isinstance(text, str) or not text for text in value):
+            raise UsageError(f"{name} is {shown(value)}; give texts that are not empty")
+
+
+class TokenIds(Kind):
+    """Token ids."""
+
+    def kept(self, value: Any) -> Any:
+        """As a tuple."""
+        return _as_tuple(value)
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        if not isinstance(value, tuple):
+            raise _out_of_range(name, value, "a list of token ids")
+        for token_id in value:
+            require_int(name, token_id, 0, _LAST_ID)
+
+
+class Biases(Kind):
+    """Token ids, each with a number from -100 to 100: pairs, or a mapping."""
+
+    def kept(self, value: Any) -> Any:
+        """As a tuple of pairs. Errors: UsageError for a key that is no token id."""
+        if isinstance(value, Mapping):
+            return tuple((_token_id(key), bias) for key, bias in value.items())
+        return _as_tuple(value)
+
+    def check(self, name: str, value: Any) -> None:
+        """As `Kind`."""
+        if not isinstance(value, tuple) or any(not isinstance(one, tuple) for one in value):
+            raise _out_of_range(name, value, "an object of token ids and numbers")
+        for token_id, bias in value:
+            require_int(name, token_id, 0, _LAST_ID)
+            require_number(name, bias, -100.0, 100.0)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What all that read a sampling parameter know of it, beside its name.
+
+    `default`: without a request's or a model's own value
+    `about`: the help of its option, which is `--top-k` of top_k; "": there is none
+    `http`: the values of its field in HTTP requests; None: there is none, or a route's own
+    `ollama`: its key in Ollama's options; "": none
+    `is_models`: a model's generation_config.json may set it
+    """
+
+    default: Any
+    kind: Kind
+    about: str = ""
+    http: Kind | None = None
+    ollama: str = ""
+    is_models: bool = False
+
+    @property
+    def unchanging(self) -> tuple[Any, ...]:
+        """The values that change nothing in any request, beside none and what is empty."""
+        return () if self.is_models or self.default in (None, ()) else (self.default,)
+
+
+def bias_of(text: str) -> tuple[int, float]:
+    """The pair of a text such as 1234=-5. Errors: UsageError."""
+    token_id, is_there, bias = text.partition("=")
+    try:
+        if is_there:
+            return _token_id(token_id.strip()), float(bias)
+    except ValueError:
+        pass
+    raise UsageError(f"{shown(text)} is no token id with a number; write it like 1234=-5")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _token_id(key: str | int) -> int:
+    """Also of a text, as JSON has it for a key."""
+    if isinstance(key, int):
+        return key
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
+    return int(key)
+
+
+def require_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise UsageError unless `value` is a whole number from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise _out_of_range(name, value, f"a whole number from {low} to {high}")
+
+
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise UsageError unless `value` is a number from `low` to `high`."""
+    if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
+        raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
+
+
+def _out_of_range(name: str, value: Any, wanted: str) -> HotcoldError:
+    return UsageError(f"{name} is {shown(value)}; give {wanted}")
