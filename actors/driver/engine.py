@@ -5,19 +5,17 @@ compiled code cannot do. A step may be run layer by layer: `place`, then `run_la
 `logits`.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
-from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
 from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.serve import layer_loop
@@ -45,11 +43,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     SEND,
     STREAM,
     SharedBuffers,
-    threshold_words,
 )
-from hotcold.numba_kernels.serve.predict_team import NO_TEAM
-from hotcold.predictors.predictor import NeuronPredictor
-from hotcold.predictors.sign_team import INPUTS
+from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
 
 _UNKNOWN = -1  # how many upload rounds there are, before the first
 
@@ -62,19 +57,13 @@ class Engine:
         config: ModelConfig,
         embedding: EmbeddingWeights,
         exchange: Exchange,
-        mode: str,
-        predictor: NeuronPredictor | None = None,
+        mode: StepMode,
         num_hot: np.ndarray | None = None,
-        thresholds: Sequence[Thresholds] | None = None,
     ) -> None:
-        """`mode` "dense" computes all neurons, others up and down only where the gate fired.
+        """`mode` is of steps that are told no other.
 
-        A neuron fires where its activation is not zero, or where it passes its layer's
-        `thresholds`; services then have the lengths of down rows.
-
-        With a `predictor`, steps of few tokens request the neurons that it chooses, longer ones
-        all: few stay silent throughout. Of layer l the GPU service holds num_hot[l] neurons, which
-        need no predictor; none without it.
+        Of layer l the GPU service holds num_hot[l] neurons, which need no predictor; none without
+        it.
         """
         self.config = config
         self.exchange = exchange
@@ -82,8 +71,6 @@ class Engine:
         self.max_tokens = exchange.buffers.hidden.shape[0]
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
-        self.predictor = predictor
-        self._thresholds = thresholds or _default_thresholds(config, mode)
         # Called before steps that services compute by matmul, which they may not have loaded yet.
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
@@ -94,18 +81,11 @@ class Engine:
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
         self._layer_state = new_layer_state()
 
-    def in_mode(self, mode: str, thresholds: Sequence[Thresholds] | None = None) -> "Engine":
-        """Another engine on the same services, without a predictor."""
-        return Engine(
-            self.config, self.embedding, self.exchange, mode, None, self.num_hot, thresholds
-        )
-
     def use_services(self, num_hot: np.ndarray) -> None:
         """Use all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
         config = self.config
         self.num_hot = num_hot
         self._facts = LayerFacts(
-            thresholds=threshold_words(self._thresholds),
             num_hot=num_hot.astype(np.int64),
             ffn_size=config.ffn_size,
             output_norm=self.embedding.ffn_output_norm,
@@ -113,17 +93,8 @@ class Engine:
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
             services=np.arange(self.exchange.buffers.requests.shape[0]),
+            residual=HIDDEN if config.layer_order.is_parallel else MIXED,
         )
-
-    @property
-    def thresholds(self) -> Sequence[Thresholds]:
-        """Which neurons of each layer fire."""
-        return self._thresholds
-
-    @thresholds.setter
-    def thresholds(self, thresholds: Sequence[Thresholds]) -> None:
-        self._thresholds = thresholds
-        self._facts = self._facts._replace(thresholds=threshold_words(thresholds))
 
     def step(
         self,
@@ -131,12 +102,14 @@ class Engine:
         positions: Sequence[int],
         slots: Sequence[int],
         num_logits: int = 1,
+        mode: StepMode | None = None,
     ) -> np.ndarray:
         """Run tokens through the model; returns logits of the last `num_logits` of them.
 
-        Token t stands at positions[t] of sequence slots[t], whose earlier positions are in the KV
-        cache or earlier in this step. More tokens than a kernel takes must be one sequence's.
-        The same step may be run again, whatever it ended with.
+        `mode` says which neurons are computed, the engine's where it is None. Token t stands at
+        positions[t] of sequence slots[t], whose earlier positions are in the KV cache or earlier
+        in this step. More tokens than a kernel takes must be one sequence's. The same step may be
+        run again, whatever it ended with.
         Shapes:  token_ids, positions, slots (T,), T <= max_tokens; result (num_logits, V) float32,
                  a view that the next step overwrites
         Errors:  ServiceError if a service died or hangs, RequestError if one failed,
@@ -145,7 +118,7 @@ class Engine:
         num_tokens = len(token_ids)
         with self.times.step(num_tokens):
             self.place(token_ids, positions, slots)
-            self._run_layers(range(self.config.num_layers), num_tokens)
+            self._run_layers(range(self.config.num_layers), num_tokens, mode or self.mode)
             self.num_steps += 1
             self._count_reads()
             return self.logits(num_tokens, num_logits)
@@ -192,19 +165,18 @@ class Engine:
         """
         is_known = next_layer < self.config.num_layers
         self.exchange.buffers.requests[1:, NEXT_LAYER] = next_layer + 1 if is_known else 0
-        self._run_layers(range(layer, layer + 1), num_tokens)
+        self._run_layers(range(layer, layer + 1), num_tokens, self.mode)
 
-    def _run_layers(self, layers: range, num_tokens: int) -> None:
-        layer_state, exchange = self._layer_state, self.exchange
-        team = NO_TEAM if self.predictor is None else self.predictor.team
-        predicts = layer_loop.NOBODY
-        if self.predictor is not None and num_tokens <= KERNEL_TOKENS:
-            predicts = layer_loop.IN_TEAM if team.num_threads else layer_loop.IN_PYTHON
-        own_ffn, read = self._runs_ffn(num_tokens), INPUTS[self._predictor_input()]
-        begin_layers(layer_state, layers, num_tokens, predicts, own_ffn, read)
-        while reason := run_layers(
-            layer_state, exchange.request_state, exchange.buffers, self._facts, team
-        ):
+    def _run_layers(self, layers: range, num_tokens: int, mode: StepMode) -> None:
+        layer_state, exchange, selector = self._layer_state, self.exchange, mode.selector
+        begin_layers(layer_state, layers, num_tokens, self._runs_ffn(num_tokens))
+        while True:
+            layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
+            reason = run_layers(
+                layer_state, exchange.request_state, exchange.buffers, self._facts, selector
+            )
+            if reason == layer_loop.DONE:
+                break
             self._continue(reason, int(layer_state[layer_loop.AT_LAYER]), num_tokens)
         self.times.add_layers(layer_state)
 
@@ -215,12 +187,6 @@ class Engine:
             layer_state[layer_loop.REQUEST_WAITED_NS] = exchange.request(self._requested())
         elif reason == layer_loop.RESUME:
             layer_state[layer_loop.REQUEST_WAITED_NS] += exchange.await_replies(self._requested())
-        elif reason == layer_loop.ANNOUNCE:
-            name, number = self._predictor_input(), exchange.next_number
-            assert self.predictor is not None
-            self.predictor.announce(layer, num_tokens, name, number)
-        elif reason == layer_loop.CHOOSE:
-            self._choose(layer, num_tokens)
         elif reason == layer_loop.COMPUTE:
             self._ffn(layer, num_tokens)
         else:
@@ -304,32 +270,6 @@ class Engine:
             if num_rounds == _UNKNOWN:
                 num_rounds = int(buffers.replies[1:, NUM_COMPUTED].max())
             number += 1
-
-    def _choose(self, layer: int, num_tokens: int) -> None:
-        """List the neurons that are expected to fire, or leave it at all of them."""
-        buffers, started = self.exchange.buffers, time.monotonic_ns()
-        assert self.predictor is not None
-        x: np.ndarray = getattr(buffers, self._predictor_input())
-        chosen = self.predictor.choose(
-            layer, x[:num_tokens], buffers.active_ids[1:], buffers.active_masks[1:]
-        )
-        if chosen is not None:
-            buffers.requests[1:, NUM_IDS] = chosen
-        self.times.add_predictor(time.monotonic_ns() - started)
-
-    def _predictor_input(self) -> str:
-        """The array of the buffers that the predictor reads."""
-        if self.predictor is None or self.predictor.input_name == "ffn_input":
-            return "ffn_input"
-        return "hidden" if self.config.layer_order.is_parallel else "mixed"
-
-
-def _default_thresholds(config: ModelConfig, mode: str) -> list[Thresholds]:
-    """Which neurons of each layer fire where no thresholds are given."""
-    if mode == THRESHOLD:
-        raise ValueError(f"the mode {mode} needs thresholds")
-    alike = ALL_FIRE if mode == "dense" else not_zero(config.activation_fn)
-    return [alike] * config.num_layers
 
 
 def _bad_layer(

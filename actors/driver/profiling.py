@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.config.model_config import ModelConfig
@@ -27,7 +28,7 @@ class ProfilingEngine(Engine):
 
         `bos_id` stands before each window, where texts of this model begin with one.
         """
-        super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
+        super().__init__(config, embedding, exchange, step_mode(config, "dense"), num_hot)
         self._bos_id = bos_id
         self.num_bos = 0 if bos_id is None else 1
         self._counts = False

@@ -14,6 +14,7 @@ from hotcold.actors.attention.attention_service import CacheSpec, load_attention
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.exchange.call_exchange import ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
@@ -232,7 +233,11 @@ class InProcessSystem:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
         num_hot = hot_counts(self.config, self.layer_shards())
-        return Engine(self.config, embedding, self.exchange, mode, predictor, num_hot, thresholds)
+        if thresholds is None:
+            of_steps = step_mode(self.config, mode, predictor)
+        else:
+            of_steps = StepMode(mode, thresholds, predictor)
+        return Engine(self.config, embedding, self.exchange, of_steps, num_hot)
 
     def logits(
         self,

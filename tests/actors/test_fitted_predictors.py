@@ -23,7 +23,8 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData
-from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality, write_predictors
+from hotcold.predictors.predictor_file import Predictors, Quality, write_predictors
+from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint

@@ -46,9 +46,8 @@ from hotcold.numba_kernels.serve.mailbox import (
 from tests.actors.batching import (
     CONTEXT,
     complete,
-    random_predictor,
+    mode_of,
     random_request,
-    some_thresholds,
     start,
 )
 from tests.actors.in_process import InProcessSystem
@@ -131,16 +130,14 @@ def recovering(
         system.watch.max_polls = 10**9
         faulty, emptying = Faulty(system.exchange, rings), Emptying(system)
         exchange = RecoveringExchange(faulty, emptying.replace, policy)
-        plain = {"sign": "exact", THRESHOLD: "dense"}.get(mode, mode)
+        plain = {"sign": "exact", "lowrank": "exact", THRESHOLD: "dense"}.get(mode, mode)
         config = SystemConfig(
             str(checkpoint.path), plain, context_length=CONTEXT, kv_positions=8 * CONTEXT
         )
         driver = Driver(config, exchange)
-        if mode == "sign":
-            driver.engine.predictor = random_predictor(system, mode)
-            driver.engine.predictor.use_threads(system.exchange.buffers, 0, 2, 32)
-        if mode == THRESHOLD:
-            driver.engine.thresholds = some_thresholds(system)
+        driver.engine.mode = mode_of(system, mode)
+        if driver.engine.mode.predictor is not None:
+            driver.engine.mode.predictor.start_helpers(system.exchange.buffers, 2)
         exchange.start()
         try:
             yield driver, faulty, emptying
@@ -154,7 +151,7 @@ def recovering(
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),
     [(mode, 61, False) for mode in ("dense", "exact", "sign", THRESHOLD)]
-    + [("exact", 29, True), ("sign", 29, True)],
+    + [(mode, 29, True) for mode in ("exact", "sign", "lowrank")],
 )
 def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str, every: int, rings: bool) -> None:
     """Greedy and drawn, long prompts and short: services die and answer NaN."""

@@ -21,7 +21,6 @@ from hotcold.numba_kernels.serve.layer_loop import (
     run_layers,
 )
 from hotcold.numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
     ATTENTION,
     BUSY_NS,
     DONE,
@@ -32,7 +31,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     NO_DOORBELLS,
     NUM_COMPUTED,
     NUM_DONE,
-    NUM_IDS,
     NUM_TOKENS,
     NUM_UP,
     NUMBER,
@@ -49,12 +47,15 @@ from hotcold.numba_kernels.serve.mailbox import (
     send_requests,
     threshold_words,
 )
-from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
+from hotcold.numba_kernels.serve.predict_team import MIXED
+from hotcold.numba_kernels.serve.selector import Selector
+from hotcold.predictors.predictor import no_predictor
 
 LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
 LONG = 120_000_000_000
 NUM_HOT = np.array([0, 4, 0])  # the attention service holds neurons of layer 1
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
+EVERYTHING = no_predictor(LAYERS).selector(threshold_words(THRESHOLDS))
 
 
 def new_buffers() -> SharedBuffers:
@@ -79,16 +80,16 @@ class Model:
         self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
         self.layer_state = new_layer_state()
         self.facts = LayerFacts(
-            threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
-            np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
+            NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
+            np.float32(0.5 if self.norm else 1), np.arange(SERVICES), MIXED,
         )  # fmt: skip
 
-    def begin(self, predicts: int = layer_loop.NOBODY, own_ffn: bool = False) -> None:
+    def begin(self, own_ffn: bool = False) -> None:
         self.buffers.hidden[:] = self.first
-        begin_layers(self.layer_state, range(LAYERS), TOKENS, predicts, own_ffn)
+        begin_layers(self.layer_state, range(LAYERS), TOKENS, own_ffn)
 
-    def run(self, request_state: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
-        return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, team))
+    def run(self, request_state: np.ndarray, selector: Selector = EVERYTHING) -> int:
+        return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, selector))
 
     def answer(self, service: int) -> None:
         """Reply as a service does, by its request words."""
@@ -228,28 +229,6 @@ def test_a_failed_service_is_reported_at_once() -> None:
         model.buffers.replies[:, STATUS] = 0
         assert model.run(request_state) == layer_loop.DONE
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
-
-
-def test_the_loop_yields_to_a_predictor_before_and_after_attention() -> None:
-    model, reasons = Model(), []
-    model.begin(predicts=layer_loop.IN_PYTHON)
-    while reason := model.run(NO_DOORBELLS):
-        reasons.append(reason)
-        if reason == layer_loop.SEND_REQUESTS:
-            model.answer_all()
-        elif reason == layer_loop.CHOOSE:
-            requests = model.buffers.requests[1:]
-            assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
-            if model.layer_state[layer_loop.AT_LAYER]:
-                requests[:, NUM_IDS] = 5, 6
-    layer = [
-        layer_loop.ANNOUNCE,
-        layer_loop.SEND_REQUESTS,
-        layer_loop.CHOOSE,
-        layer_loop.SEND_REQUESTS,
-    ]
-    assert reasons == layer * LAYERS
-    assert model.layer_state[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
 
 
 def test_python_may_compute_the_ffn() -> None:
