@@ -14,6 +14,8 @@ from hotcold.numba_kernels.serve.predict_team import (
     NUM_DOORS,
     NUM_TASK_WORDS,
     STOP,
+    LowRankPredictors,
+    NoPredictors,
     PredictTeam,
     TeamWork,
     help_predict,
@@ -21,6 +23,7 @@ from hotcold.numba_kernels.serve.predict_team import (
 )
 from hotcold.numba_kernels.serve.selector import Selector
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.stacked import (
     NOWHERE,
     AnyLayer,
@@ -58,7 +61,12 @@ class NeuronPredictor:
         self.input_name = input_name
         most_neurons = max(0 if one is None else one.num_neurons for one in layers)
         most_hidden = max(getattr(one, "hidden_size", 0) for one in layers)
-        signs, lowrank = stacked_signs(layers, bits), stacked_lowrank(layers)
+        lowrank: LowRankPredictors | NoPredictors = NoPredictors(
+            np.zeros(len(layers) + 1, np.int64)
+        )
+        if any(isinstance(layer, LowRankLayer) for layer in layers):
+            lowrank = stacked_lowrank(layers)
+        signs = stacked_signs(layers, bits)
         attention, self._services = _services(shard_sizes.shape[1])
         work = TeamWork(
             task=np.zeros(NUM_TASK_WORDS, np.int64),
@@ -89,11 +97,10 @@ class NeuronPredictor:
         """A layer's predictor, in the order of the services' shards, as views."""
         if num_scored(self._team.signs, layer):
             return sign_layer(self._team.signs, layer)
-        return (
-            lowrank_layer(self._team.lowrank, layer)
-            if num_scored(self._team.lowrank, layer)
-            else None
-        )
+        lowrank = self._team.lowrank
+        if isinstance(lowrank, LowRankPredictors) and num_scored(lowrank, layer):
+            return lowrank_layer(lowrank, layer)
+        return None
 
     def rearranged(
         self,

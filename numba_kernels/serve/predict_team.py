@@ -9,6 +9,7 @@ doorbell, the driver scores alone, by the same functions.
 from typing import NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import (
@@ -78,6 +79,15 @@ class LowRankPredictors(NamedTuple):
     thresholds: np.ndarray
 
 
+class NoPredictors(NamedTuple):
+    """Instead of `LowRankPredictors` where no layer has one: offsets (L + 1,) int64 are zero.
+
+    Of another type, so that compiled code has no kernels of theirs: they take seconds to compile.
+    """
+
+    offsets: np.ndarray
+
+
 class TeamWork(NamedTuple):
     """State that the threads of a team share.
 
@@ -104,7 +114,7 @@ class PredictTeam(NamedTuple):
     num_threads: int
     service: int
     signs: SignPredictors
-    lowrank: LowRankPredictors
+    lowrank: LowRankPredictors | NoPredictors
     work: TeamWork
 
 
@@ -207,8 +217,25 @@ def _score_task(thread, team, buffers):
     x = x[:num_tokens]
     if num_scored(team.signs, layer):
         _sign_scores(thread, num_threads, layer, x, team.signs, work)
-        return
-    predictors = team.lowrank
+    else:
+        _lowrank_task(thread, num_threads, layer, x, team.lowrank, work)
+
+
+def _lowrank_task(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
+    """This thread's part of a layer that has a low-rank predictor; for compiled code."""
+    raise NotImplementedError("_lowrank_task() is for compiled code")
+
+
+@overload(_lowrank_task)
+def _overload_lowrank_task(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
+    return _scored if predictors.instance_class is LowRankPredictors else _never
+
+
+def _never(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _scored(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
     num_neurons, width = num_scored(predictors, layer), predictors.width
     first, last = predictors.hidden_offsets[layer], predictors.hidden_offsets[layer + 1]
     scales, size, weights = predictors.scales[first:last], last - first, predictors.weights

@@ -26,6 +26,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
 from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import column_layer
@@ -169,7 +170,7 @@ def predicting_engine(system: InProcessSystem) -> Engine:
     config = system.config
     shards = assign_neurons(config.ffn_size, [NUM_THREADS] * NUM_SERVICES)
     order = np.concatenate(shards)
-    layers = [
+    layers: list[AnyLayer | None] = [
         None
         if layer == ALL_LAYER
         else column_layer(

@@ -61,10 +61,9 @@ def random_layers(kind: str) -> list[AnyLayer | None]:
         narrow = [each.astype(np.float16).view(np.uint16) for each in (down, up)]
         return LowRankLayer(narrow[0], np.ones(7, np.float32), narrow[1], thresholds[at])
 
-    first, last = {"sign": (sign, sign), "lowrank": (lowrank, lowrank), "mixed": (sign, lowrank)}[
-        kind
-    ]
-    return [first(0), None, last(1)]
+    if kind == "mixed":
+        return [sign(0), None, lowrank(1)]
+    return [sign(0), None, sign(1)] if kind == "sign" else [lowrank(0), None, lowrank(1)]
 
 
 class Listing:

@@ -45,13 +45,16 @@ def make_layer(rng: np.random.Generator, count: int, kind: str | None) -> AnyLay
     if kind is None:
         return None
     rank = 50 if kind == "int8" else 131
-    down, up = rng.standard_normal((rank, WIDTH)), rng.standard_normal((rank, count))
-    scales = rng.random(rank, np.float32)
+    down, up, scales = (
+        rng.standard_normal(shape, np.float32) for shape in ((rank, WIDTH), (rank, count), rank)
+    )
+    return LowRankLayer(narrow(down, kind), scales, narrow(up, kind), thresholds)
+
+
+def narrow(matrix: np.ndarray, kind: str) -> np.ndarray:
     if kind == "int8":
-        down, up = (np.clip(50 * each, -127, 127).astype(np.int8) for each in (down, up))
-    else:
-        down, up = (each.astype(np.float16).view(np.uint16) for each in (down, up))
-    return LowRankLayer(down, scales, up, thresholds)
+        return np.clip(50 * matrix, -127, 127).astype(np.int8)
+    return matrix.astype(np.float16).view(np.uint16)
 
 
 @pytest.fixture
