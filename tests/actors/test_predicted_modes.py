@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, read_selection
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.stacked import AnyLayer
-from tests.actors.batching import random_predictor
+from tests.actors.batching import mode_of, random_predictor
 from tests.actors.in_process import InProcessSystem, PythonExchange
 from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import column_layer, constant_layer, linear_layer
@@ -112,6 +114,23 @@ def test_helpers_change_no_bit(tiny: Tiny, num_threads: int, kind: str) -> None:
             first += len(ids)
         predictor.close()
         assert engine.times.parts["predictor"] > 0
+
+
+def test_each_step_has_a_mode_of_its_own(tiny: Tiny) -> None:
+    """On one engine, in any order, as engines of one mode each."""
+    checkpoint, at = tiny("llama-relu"), 8
+    with InProcessSystem(checkpoint.path, 2, 2, has_down_norms=True) as system:
+        modes = [mode_of(system, name) for name in ("dense", "exact", "sign", "lowrank", THRESHOLD)]
+        ids = checkpoint.ids.tolist()
+        system.logits("dense", checkpoint.ids[:at], [at])
+        engine, alone = system.engine("dense"), {}
+        for mode in modes:
+            one = Engine(system.config, engine.embedding, system.exchange, mode)
+            alone[mode.name] = one.step(ids[at : at + 1], [at], [0]).copy()
+        assert len({logits.tobytes() for logits in alone.values()}) >= 4  # exact may equal dense
+        for mode in [*modes, *modes[::2], *modes[::-1]]:
+            found = engine.step(ids[at : at + 1], [at], [0], mode=mode)
+            np.testing.assert_array_equal(found, alone[mode.name])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
