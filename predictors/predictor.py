@@ -67,7 +67,6 @@ class NeuronPredictor:
         if any(isinstance(layer, LowRankLayer) for layer in layers):
             lowrank = stacked_lowrank(layers)
         signs = stacked_signs(layers, bits)
-        attention, self._services = _services(shard_sizes.shape[1])
         work = TeamWork(
             task=np.zeros(NUM_TASK_WORDS, np.int64),
             doors=np.zeros(NUM_DOORS * INTS_A_CELL, np.int32),
@@ -76,7 +75,7 @@ class NeuronPredictor:
             planes=np.empty((0, INPUT_PLANES, -(-signs.centers.shape[1] // 64)), np.uint64),
             counters=np.zeros((0, 0), np.int32),
         )
-        self._team = _of_threads(PredictTeam(1, attention, signs, lowrank, work), 1)
+        self._team = _of_threads(PredictTeam(1, 0, signs, lowrank, work), 0, 1)
         zeros = np.zeros((len(layers), 1), np.int64)
         self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
         self._cells = np.zeros(0, np.int32)  # where helpers sleep
@@ -90,7 +89,6 @@ class NeuronPredictor:
             team=self._team,
             reads_residual=self.input_name == "residual",
             bounds=self._bounds,
-            services=self._services,
         )
 
     def layer(self, layer: int) -> AnyLayer | None:
@@ -122,12 +120,12 @@ class NeuronPredictor:
             layers.append(None if layer is None else layer.arranged(rows))
         return NeuronPredictor(layers, sizes, self.input_name, bits)
 
-    def start_helpers(self, buffers: SharedBuffers, num_threads: int) -> None:
-        """Start num_threads - 1 threads, which wake when the attention service replies.
+    def start_helpers(self, buffers: SharedBuffers, service: int, num_threads: int) -> None:
+        """Start num_threads - 1 threads, which wake when `service`, with attention, replies.
 
         `buffers` must be shared with that service. Call `close` at the end.
         """
-        self._team, self._cells = _of_threads(self._team, num_threads), buffers.cells
+        self._team, self._cells = _of_threads(self._team, service, num_threads), buffers.cells
         seen, task = self._last_reply(), self._team.work.task
         task[STOP] = 1
         help_predict(0, _NO_REQUEST, buffers, self._team)  # compiled here, if at all
@@ -166,16 +164,10 @@ def no_predictor(num_layers: int) -> NeuronPredictor:
     return NeuronPredictor([None] * num_layers, np.zeros((num_layers, 0), np.int64), "ffn_input")
 
 
-def _services(num_shards: int) -> tuple[int, np.ndarray]:
-    """The service whose reply holds predictors' input, and those of the shards, in order."""
-    return 0, np.arange(1, num_shards + 1)
-
-
-def _of_threads(team: PredictTeam, num_threads: int) -> PredictTeam:
-    """The team with work space for as many threads."""
-    work = team.work
-    planes = np.empty((num_threads, *work.planes.shape[1:]), np.uint64)
-    counters = new_block_counters(MASK_TOKENS, num_threads)
-    return team._replace(
-        num_threads=num_threads, work=work._replace(planes=planes, counters=counters)
+def _of_threads(team: PredictTeam, service: int, num_threads: int) -> PredictTeam:
+    """The team with work space for as many threads, helpers at the bell of `service`."""
+    work = team.work._replace(
+        planes=np.empty((num_threads, *team.work.planes.shape[1:]), np.uint64),
+        counters=new_block_counters(MASK_TOKENS, num_threads),
     )
+    return team._replace(num_threads=num_threads, service=service, work=work)

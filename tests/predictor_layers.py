@@ -64,10 +64,12 @@ def chosen_by(
     thresholds = np.zeros((layer + 1, 2), np.int64)
     selector, num_tokens = predictor.selector(thresholds), len(x)
     buffers.ffn_input[:num_tokens] = buffers.hidden[:num_tokens] = x
-    announce(selector, layer, num_tokens, HIDDEN, 0)
-    select(selector, layer, num_tokens, buffers, np.arange(buffers.requests.shape[0]))
+    services, num_shards = np.arange(buffers.requests.shape[0]), selector.bounds.shape[1] - 1
+    cpus = services[services.size - num_shards :]
+    announce(selector, layer, num_tokens, HIDDEN, 0, 0)
+    select(selector, layer, num_tokens, buffers, services, cpus)
     found: list[list[list[int]]] = []
-    for service in selector.services:
+    for service in cpus:
         count = int(buffers.requests[service, NUM_IDS])
         if count == ALL_NEURONS:
             return None

@@ -56,6 +56,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.serve.layer_loop import ATTENTION_SERVICE
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
@@ -368,7 +369,8 @@ class Driver:
     def _start_helpers(self, predictor: NeuronPredictor | None, exchange: Exchange) -> None:
         """Let several cores predict, where there are doorbells for them to wait at."""
         if predictor is not None and exchange.next_number:
-            predictor.start_helpers(exchange.buffers, self._system.num_threads)
+            num_threads = self._system.num_threads
+            predictor.start_helpers(exchange.buffers, ATTENTION_SERVICE, num_threads)
 
 
 def _load_mode(

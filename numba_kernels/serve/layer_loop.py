@@ -123,7 +123,7 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     if request_state.shape[0]:
         number = request_state[mailbox.NEXT_NUMBER]
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
-    announce(selector, layer, num_tokens, facts.residual, number)
+    announce(selector, layer, num_tokens, facts.residual, ATTENTION_SERVICE, number)
     _write_request(buffers.requests[ATTENTION_SERVICE], ATTENTION, layer_state, selector)
     layer_state[FIRST], layer_state[END] = ATTENTION_SERVICE, ATTENTION_SERVICE + 1
     return _send(layer_state, request_state, buffers, facts)
@@ -142,8 +142,8 @@ def _choose(layer_state, buffers, facts, selector):
     asked = facts.services[layer_state[FIRST] : layer_state[END]]
     for service in asked:
         _write_request(buffers.requests[service], FFN, layer_state, selector)
-    started_ns = now_ns()
-    select(selector, layer_state[AT_LAYER], layer_state[TOKENS], buffers, asked)
+    started_ns, cpus = now_ns(), facts.services[ATTENTION_SERVICE + 1 :]
+    select(selector, layer_state[AT_LAYER], layer_state[TOKENS], buffers, asked, cpus)
     if predicts(selector, layer_state[AT_LAYER], layer_state[TOKENS]):
         layer_state[PREDICTOR_NS] += now_ns() - started_ns
     return DONE

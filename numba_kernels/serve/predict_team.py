@@ -108,7 +108,8 @@ class TeamWork(NamedTuple):
 class PredictTeam(NamedTuple):
     """Threads, the driver's being one, and the predictors of all layers that they score.
 
-    `service` rings when the input is ready. A layer has a sign predictor, a low-rank one, or none.
+    Helpers sleep at the bell of `service`, which has attention; of layers whose input another
+    service makes the driver scores all. A layer has a sign predictor, a low-rank one, or none.
     """
 
     num_threads: int

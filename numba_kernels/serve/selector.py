@@ -26,9 +26,8 @@ class Selector(NamedTuple):
     thresholds (L, 2) int64: `threshold_words`; is_routed (L,) bool: whether the attention service
     writes `block_weights` for the layer; team: scores the layers that have a predictor, of as many
     tokens as it has space for, more tokens request all neurons; reads_residual: whether predictors
-    read the residual stream, and not the FFN's input; bounds (L, S + 1) int64, services (S,) int64:
-    services[s] has the scored neurons bounds[l, s]:bounds[l, s + 1] of layer l, other services have
-    neurons that are always requested
+    read the residual stream, and not the FFN's input; bounds (L, C + 1) int64: the c-th CPU service
+    has the scored neurons bounds[l, c]:bounds[l, c + 1] of layer l
     """
 
     thresholds: np.ndarray
@@ -36,7 +35,6 @@ class Selector(NamedTuple):
     team: PredictTeam
     reads_residual: bool
     bounds: np.ndarray
-    services: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -48,21 +46,24 @@ def predicts(selector, layer, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def announce(selector, layer, num_tokens, residual, number):
-    """Prepare for `select`, before attention's request `number` is sent; 0: it has no number.
+def announce(selector, layer, num_tokens, residual, attention, number):
+    """Prepare for `select`, before service `attention` is sent request `number`; 0: it has none.
 
     residual: the array of the residual stream, as INPUT of `predict_team`
     """
+    team = selector.team
     if predicts(selector, layer, num_tokens):
         input_code = residual if selector.reads_residual else FFN_INPUT
-        write_task(selector.team, layer, num_tokens, input_code, number)
+        heard = number if attention == team.service else 0
+        write_task(team, layer, num_tokens, input_code, heard)
 
 
 @njit(nogil=True, cache=True)
-def select(selector, layer, num_tokens, buffers, asked):
+def select(selector, layer, num_tokens, buffers, asked, cpus):
     """Write the `Selection` of the services `asked`, once attention has replied.
 
-    Their words NUM_IDS and WEIGHS_BLOCKS, and ids and token masks where a predictor chooses.
+    Their words NUM_IDS and WEIGHS_BLOCKS, and ids and token masks of the services `cpus` where a
+    predictor chooses. Others have neurons that are always requested.
     """
     for service in asked:
         buffers.requests[service, NUM_IDS] = ALL_NEURONS
@@ -70,7 +71,7 @@ def select(selector, layer, num_tokens, buffers, asked):
     if not predicts(selector, layer, num_tokens):
         return
     scores, bounds = score_task(selector.team, buffers), selector.bounds[layer]
-    for s, service in enumerate(selector.services):
+    for c, service in enumerate(cpus):
         ids, masks = buffers.active_ids[service], buffers.active_masks[service]
-        count = select_kernel(scores, bounds[s], bounds[s + 1], ids, masks)
+        count = select_kernel(scores, bounds[c], bounds[c + 1], ids, masks)
         buffers.requests[service, NUM_IDS] = count

@@ -104,7 +104,7 @@ def test_helpers_change_no_bit(tiny: Tiny, num_threads: int, kind: str) -> None:
         predictor = random_predictor(system, kind)
         sizes = [1, 5, KERNEL_TOKENS]
         expected = system.logits("exact", checkpoint.ids, sizes, predictor=predictor)
-        predictor.start_helpers(system.exchange.buffers, num_threads)
+        predictor.start_helpers(system.exchange.buffers, 0, num_threads)
         engine, first = system.engine("exact", predictor), 0
         for count in sizes:
             ids = checkpoint.ids[first : first + count].tolist()

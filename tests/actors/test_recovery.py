@@ -137,7 +137,7 @@ def recovering(
         driver = Driver(config, exchange)
         driver.engine.mode = mode_of(system, mode)
         if driver.engine.mode.predictor is not None:
-            driver.engine.mode.predictor.start_helpers(system.exchange.buffers, 2)
+            driver.engine.mode.predictor.start_helpers(system.exchange.buffers, 0, 2)
         exchange.start()
         try:
             yield driver, faulty, emptying

@@ -141,7 +141,7 @@ class StoredSystem(InProcessSystem):
         """As a driver has it, with threads that score."""
         bits = self.exchange.buffers.predictor_bits
         predictor = self._predictors().arranged(self.layer_shards(), bits)
-        predictor.start_helpers(self.exchange.buffers, self.num_threads)
+        predictor.start_helpers(self.exchange.buffers, 0, self.num_threads)
         yield predictor
         predictor.close()
 

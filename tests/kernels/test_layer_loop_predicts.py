@@ -133,7 +133,7 @@ def routing(layer: int) -> np.ndarray:
 @contextmanager
 def predicting(listing: Listing, num_threads: int) -> Iterator[None]:
     """Services that reply, and helpers that hear them."""
-    listing.predictor.start_helpers(listing.model.buffers, num_threads)
+    listing.predictor.start_helpers(listing.model.buffers, 0, num_threads)
     with serving(listing.model, listing.answer):
         listing.model.begin()
         yield

@@ -99,7 +99,7 @@ def team(
     request: pytest.FixtureRequest, layers: list[AnyLayer | None], buffers: SharedBuffers
 ) -> Iterator[Team]:
     predictor = predictor_of(layers)
-    predictor.start_helpers(buffers, request.param)
+    predictor.start_helpers(buffers, SERVICE, request.param)
     yield Team(predictor, buffers)
     predictor.close()
 
@@ -156,7 +156,7 @@ def test_helpers_score_all_where_the_driver_is_late(
     """They wait for each other between two matrices, and for nobody who has not begun."""
     predictor, layer = predictor_of(layers), layers[at]
     assert layer is not None
-    predictor.start_helpers(buffers, 3)
+    predictor.start_helpers(buffers, SERVICE, 3)
     team = Team(predictor, buffers)
     team.compiled.work.scores[:] = np.nan
     team.announce(at, 2, FFN_INPUT, 1)
@@ -177,7 +177,7 @@ def test_helpers_end_that_have_not_woken_for_the_last_answer(
     for before in {*range(last)}:
         buffers.cells[done] = before
         predictor = predictor_of(layers)
-        predictor.start_helpers(buffers, 3)
+        predictor.start_helpers(buffers, SERVICE, 3)
         threading.Event().wait(0.05)  # until they sleep
         buffers.cells[done] = last  # not rung, so they sleep on
         predictor.close()
