@@ -98,12 +98,16 @@ class NeuronPredictor:
             self._team.close()
 
     def choose(
-        self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_masks: np.ndarray
+        self,
+        layer: int,
+        x: np.ndarray,
+        active_ids: Sequence[np.ndarray],
+        active_masks: Sequence[np.ndarray],
     ) -> np.ndarray | None:
         """Write each service's expected neurons; return their numbers, or None for all neurons.
 
-        Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_masks (S, N) uint32
-                 as in numba_kernels.serve.mailbox; result (S,) int64
+        Shapes:  x (T, d) float32, T <= 32; of each service active_ids (N,) int32, active_masks
+                 (N,) uint32, as in numba_kernels.serve.mailbox; result (S,) int64
         """
         predictor, bounds = self._layers[layer], self._bounds[layer]
         if predictor is None:

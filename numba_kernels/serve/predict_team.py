@@ -200,8 +200,8 @@ def score_task(team, layer, num_tokens, buffers, service):
 
 
 @njit(nogil=True, cache=True)
-def choose_neurons(team, layer, num_tokens, buffers, service):
-    """Write NUM_IDS and ids of the CPU services, which follow `service`: the predicted neurons.
+def choose_neurons(team, layer, num_tokens, buffers, service, targets):
+    """Write NUM_IDS and ids of the services `targets` (int64): the predicted neurons.
 
     Writes nothing for a layer without a predictor. False where `score_task` is.
     """
@@ -210,8 +210,7 @@ def choose_neurons(team, layer, num_tokens, buffers, service):
     if not score_task(team, layer, num_tokens, buffers, service):
         return False
     scores, bounds = team.work.scores[:num_tokens], team.bounds[layer]
-    for s in range(bounds.shape[0] - 1):
-        target = service + 1 + s
+    for s, target in enumerate(targets):
         ids, masks = buffers.active_ids[target], buffers.active_masks[target]
         count = select_kernel(scores, bounds[s], bounds[s + 1], ids, masks)
         buffers.requests[target, NUM_IDS] = count

@@ -39,7 +39,7 @@ def batching(
             context_length=context,
             kv_positions=system.kv_positions,
         )
-        driver = Driver(config, system.exchange)
+        driver = Driver(config, system.exchange, system.topology)
         if kind:
             driver.engine.predictor = random_predictor(system, kind)
         if mode == THRESHOLD:

@@ -171,7 +171,7 @@ def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
 
     with InProcessSystem(checkpoint.path, num_positions=128) as system:
         config = SystemConfig(str(checkpoint.path), context_length=128, kv_dtype="float32")
-        driver = Driver(config, system.exchange, prepare_matmul=prepare)
+        driver = Driver(config, system.exchange, system.topology, prepare)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
         def ids_after(prompt: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve import layer_loop
-from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST, begin_layers
+from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, begin_layers
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     FAILED,
@@ -25,7 +25,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 from hotcold.numba_kernels.serve.predict_team import FFN_INPUT, MIXED
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.sign_team import SignTeam
-from tests.kernels.test_layer_loop import LAYERS, LONG, TOKENS, WIDTH, Model, serving
+from tests.kernels.test_layer_loop import CPUS, LAYERS, LONG, TOKENS, WIDTH, Model, serving
 
 NEURONS, BOUNDS = 30, np.array([[0, 14, 30]] * LAYERS)
 Listed = dict[tuple[int, int], list[list[int]]]  # by layer and service: each token's neurons
@@ -59,7 +59,7 @@ class Listing:
             self.model.answer(service)
             if self.fails:
                 buffers.replies[service, STATUS], self.fails = FAILED, False
-            if self.model.sent[-1][1] != FFN or service == 0:
+            if self.model.sent[-1][1] != FFN or service not in CPUS:
                 return
             self.found[at, service] = self._requested(service)
             self.expected[at, service] = self._chosen(buffers.ffn_input, buffers.mixed, at, service)
@@ -83,7 +83,8 @@ class Listing:
             return []
         scores = np.empty((TOKENS, NEURONS), np.float32)
         layer.score(ffn_input if self._read == FFN_INPUT else mixed, scores)
-        begin, end = BOUNDS[at, service - 1 : service + 1]
+        first = CPUS.index(service)
+        begin, end = BOUNDS[at, first : first + 2]
         return [np.flatnonzero(row > 0).tolist() for row in scores[:, begin:end]]
 
 
@@ -124,11 +125,10 @@ def test_python_chooses_for_a_reply_with_another_sequence_number() -> None:
         while reason := model.run(request_state, team.compiled):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
             if reason == layer_loop.CHOOSE:
-                model.buffers.requests[1:, NUM_IDS] = 0
+                model.buffers.requests[CPUS, NUM_IDS] = 0
             else:
-                services = np.arange(model.layer_state[FIRST], model.layer_state[END])
                 assert send_requests(
-                    request_state, model.buffers.cells, model.buffers.replies, services
+                    request_state, model.buffers.cells, model.buffers.replies, model.requested()
                 )
     assert reasons == [(0, layer_loop.RESUME), (0, layer_loop.CHOOSE)]
     assert listing.found[0, 1] == [[], []]
