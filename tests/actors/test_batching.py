@@ -152,7 +152,9 @@ def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
         predictor, buffers, layer = driver.engine.predictor, system.exchange.buffers, 1
         assert predictor is not None
         x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
-        ids, token_masks = buffers.active_ids[1:], buffers.active_masks[1:]
+        cpus = system.topology.cpu_services
+        ids = [buffers.active_ids[service] for service in cpus]
+        token_masks = [buffers.active_masks[service] for service in cpus]
 
         def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
             """The service and row of each neuron, token by token."""

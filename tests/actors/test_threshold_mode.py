@@ -188,6 +188,7 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
         dense = Driver(
             SystemConfig(str(path), "dense", context_length=120, kv_positions=8 * 120),
             system.exchange,
+            system.topology,
         )
         assert [complete(dense, request).ids for request in requests] != alone
         dense.close()

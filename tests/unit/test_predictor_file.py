@@ -105,7 +105,7 @@ def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_token
     ids = np.full((num_services, 37), -1, np.int32)
     tokens = np.zeros((num_services, 37), np.uint32)
     for i, layer in enumerate(predictors.layers):
-        counts = arranged.choose(i, x, ids, tokens)
+        counts = arranged.choose(i, x, list(ids), list(tokens))
         if layer is None:
             assert counts is None
             continue
