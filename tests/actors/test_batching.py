@@ -162,10 +162,10 @@ def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
             assert counts is not None
             return [
                 {
-                    (s, int(ids[s, i]))
+                    (s, int(ids[s][i]))
                     for s, count in enumerate(counts)
                     for i in range(count)
-                    if len(rows) == 1 or token_masks[s, i] >> t & 1
+                    if len(rows) == 1 or token_masks[s][i] >> t & 1
                 }
                 for t in range(len(rows))
             ]
