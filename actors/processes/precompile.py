@@ -136,7 +136,7 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         spec.index,
         spec.num_threads,
         spec.neuron_ids,
-        spec.adds_down_bias,
+        spec.has_down_bias,
         lambda num_bytes: None,
         Path(spec.storage.path),
         share,

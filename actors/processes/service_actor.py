@@ -257,7 +257,7 @@ def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None
     """
     path, dtype, down_norms = Path(spec.model_path), spec.weight_dtype, spec.has_down_norms
     own = config, spec.name, spec.index, spec.num_threads
-    neurons, has_down_bias = spec.neuron_ids or [], spec.adds_down_bias
+    neurons, has_down_bias = spec.neuron_ids or [], spec.has_down_bias
     if (cache := spec.cache) is not None:
         from hotcold.actors.attention.attention_service import load_attention_service
 

@@ -111,7 +111,7 @@ class ServicePart:
 
     attention: the layers whose attention and KV cache it has
     neuron_ids: its neurons in loading order, an int32 array a layer; None: it holds none
-    adds_down_bias: whether its partial output includes the biases of down projections
+    has_down_bias: whether its partial output includes the biases of down projections
     host: the address of its Ray node; "": the driver's
     """
 
@@ -120,7 +120,7 @@ class ServicePart:
     attention: range = range(0)
     has_head: bool = False
     neuron_ids: list[np.ndarray] | None = None
-    adds_down_bias: bool = False
+    has_down_bias: bool = False
     host: str = ""
 
     @property

@@ -120,7 +120,7 @@ def _cpu_specs(
             has_down_norms=like.has_down_norms,
             down_transposed=system.down_transposed,
             neuron_ids=shard,
-            adds_down_bias=i == 0,
+            has_down_bias=i == 0,
             host=system.hosts[i % len(system.hosts)] if system.hosts else "",
             model_digest=like.model_digest,
             has_own_files=like.has_own_files,

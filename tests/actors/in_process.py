@@ -157,7 +157,7 @@ class InProcessSystem:
         return [
             ServicePart("gpu", attention=layers, has_head=True, neuron_ids=self.hot_ids()),
             *(
-                ServicePart(f"cpu{i}", neuron_ids=shard, adds_down_bias=i == 0)
+                ServicePart(f"cpu{i}", neuron_ids=shard, has_down_bias=i == 0)
                 for i, shard in enumerate(self.layer_shards())
             ),
         ]
@@ -187,7 +187,7 @@ class InProcessSystem:
                     spec.index,
                     spec.num_threads,
                     (spec.neuron_ids or [])[0],
-                    spec.adds_down_bias,
+                    spec.has_down_bias,
                     lambda num_bytes: None,
                     has_down_norms=spec.has_down_norms,
                 )
@@ -202,7 +202,7 @@ class InProcessSystem:
                 index,
                 self.num_threads,
                 self.topology.parts[index].neuron_ids or [],
-                self.topology.parts[index].adds_down_bias,
+                self.topology.parts[index].has_down_bias,
                 lambda num_bytes: None,
                 self.weight_dtype,
                 has_down_norms=self.has_down_norms,

@@ -109,7 +109,7 @@ class StoredSystem(InProcessSystem):
                 index,
                 self.num_threads,
                 part.neuron_ids or [],
-                part.adds_down_bias,
+                part.has_down_bias,
                 lambda num_bytes: None,
                 file,
                 self._share(index, part.neuron_ids or []),
