@@ -212,7 +212,7 @@ def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPat
     connection: Any = Connection.__new__(Connection)
     connection.names = ["gpu", "cpu0"]
     connection.handles = [handle(name) for name in connection.names]
-    connection.specs = [None, None]  # one a service
+    connection.topology = SimpleNamespace(services=[0, 1])
     connection.watch = ActorWatch(connection.names, connection.handles)
     connection.watch.starting = False
     connection.replacer = SimpleNamespace(prepares_prompts=False)
