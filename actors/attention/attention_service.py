@@ -162,6 +162,7 @@ class AttentionService(Service):
 def load_attention_service(
     path: Path,
     config: ModelConfig,
+    name: str,
     index: int,
     num_threads: int,
     cache: CacheSpec,
@@ -189,6 +190,7 @@ def load_attention_service(
         hot = load_cpu_service(
             path,
             config,
+            name,
             index,
             num_threads,
             neuron_ids,
@@ -198,4 +200,4 @@ def load_attention_service(
             touch,
             has_down_norms,
         )
-    return AttentionService("gpu", index, num_threads, attention_shape(config), arrays, hot)
+    return AttentionService(name, index, num_threads, attention_shape(config), arrays, hot)

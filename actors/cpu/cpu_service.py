@@ -198,6 +198,7 @@ class CpuService(Service):
 def load_cpu_service(
     path: Path,
     config: ModelConfig,
+    name: str,
     index: int,
     num_threads: int,
     neuron_ids: Sequence[np.ndarray],
@@ -208,8 +209,6 @@ def load_cpu_service(
     has_down_norms: bool = False,
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
-
-    With index 0 it is the hot neurons' part of the GPU service.
 
     `touch` is called with each new matrix before it is filled. With `has_down_norms` requests may
     have thresholds of products.
@@ -235,6 +234,5 @@ def load_cpu_service(
         down_norms=row_lengths(weights.down) if has_down_norms else NO_NORMS,
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
-    name = f"cpu{index - 1}" if index else "gpu"
     function = activation(config.activation_fn, config.activation_threshold)
     return CpuService(name, index, num_threads, arrays, function, buckets)

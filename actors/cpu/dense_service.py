@@ -43,6 +43,7 @@ class DenseCpuService(CpuService):
 def load_dense_service(
     path: Path,
     config: ModelConfig,
+    name: str,
     index: int,
     num_threads: int,
     neurons: np.ndarray,
@@ -74,4 +75,4 @@ def load_dense_service(
     )
     buckets = bucket_of(np.concatenate(ids), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return DenseCpuService(f"cpu{index - 1}", index, num_threads, arrays, function, buckets)
+    return DenseCpuService(name, index, num_threads, arrays, function, buckets)

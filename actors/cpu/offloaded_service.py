@@ -86,6 +86,7 @@ class OffloadedCpuService(CpuService):
 def load_offloaded_service(
     path: Path,
     config: ModelConfig,
+    name: str,
     index: int,
     num_threads: int,
     neuron_ids: Sequence[np.ndarray],
@@ -117,4 +118,4 @@ def load_offloaded_service(
     store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return OffloadedCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)
+    return OffloadedCpuService(name, index, num_threads, store, function, buckets)

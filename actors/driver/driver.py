@@ -45,7 +45,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.setup.assignment import hot_counts
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
@@ -56,7 +56,6 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.layer_loop import ATTENTION_SERVICE
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
@@ -75,8 +74,8 @@ class ServiceChange(Protocol):
         ...
 
     @property
-    def shards(self) -> Sequence[Sequence[np.ndarray]]:
-        """As of `Driver`: all neurons that the GPU service does not hold, as before."""
+    def topology(self) -> Topology:
+        """Who does what then; hot neurons stay where they are."""
         ...
 
     @property
@@ -103,29 +102,26 @@ class Driver:
         self,
         system: SystemConfig,
         exchange: Exchange,
-        shards: Sequence[Sequence[np.ndarray]] = (),
+        topology: Topology,
         prepare_matmul: Callable[[], None] = lambda: None,
     ) -> None:
-        """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
+        """`prepare_matmul` is called by the engine's thread before services multiply matrices.
 
-        All other neurons are hot ones of the GPU service; without shards there are none.
-        `prepare_matmul` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
-        self._system, self._shards = system, shards
+        self._system = system
         path = Path(system.model_path)
         config = read_config(path)
         embedding = load_embedding(Checkpoint(path, system.storage is None), config)
-        mode = _load_mode(system, config, shards, exchange)
-        num_hot = hot_counts(config, shards)
-        engine = Engine(config, embedding, exchange, mode, num_hot)
+        mode = _load_mode(system, config, topology.shards, exchange)
+        engine = Engine(config, embedding, exchange, topology, mode)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
         self.engine = engine
-        self._start_helpers(mode.predictor, exchange)
+        self._start_helpers(mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, bos_id, num_hot)
+        self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
         self._trials = ThresholdTrials(engine)
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
@@ -135,7 +131,7 @@ class Driver:
         self.readers = Readers()
         self._scheduler = Scheduler(engine, self._pool)
         self._queue = RequestQueue(self._scheduler)
-        self.neuron_watch = NeuronWatch(config, exchange.buffers, shards)
+        self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -297,12 +293,13 @@ class Driver:
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
                  failed before: nothing has changed then
         """
-        watch = NeuronWatch(self.generator.config, change.exchange.buffers, change.shards)
+        topology = change.topology
+        watch = NeuronWatch(self.generator.config, change.exchange.buffers, topology)
         old = new = self.engine.mode.predictor
         if old is not None:
             bits = change.exchange.buffers.predictor_bits
-            new = old.rearranged(self._shards, change.shards, bits)
-        self._start_helpers(new, change.exchange)
+            new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
+        self._start_helpers(new, change.exchange, topology)
         try:
             self._queue.between_steps(lambda: self._change_services(change, new, watch))
         finally:
@@ -314,7 +311,6 @@ class Driver:
         self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
         # First what can fail and changes nothing; after a later failure no service serves.
-        num_hot = hot_counts(self.generator.config, change.shards)
         tables = change.exchange.buffers.page_tables[: self.engine.kernel_tokens]
         self._pool.copy_to(tables)
         change.prepare()
@@ -327,10 +323,10 @@ class Driver:
             self._pool.move(tables)
             self.engine.mode = replace(self.engine.mode, predictor=predictor)
             for engine in (self.engine, self._profiling):
-                engine.use_services(num_hot)
+                engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
-            self._system, self._shards = change.system, change.shards
+            self._system = change.system
         except BaseException as error:
             cause = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
             raise SystemLost(
@@ -366,11 +362,13 @@ class Driver:
         if self.engine.mode.predictor is not None:
             self.engine.mode.predictor.close()
 
-    def _start_helpers(self, predictor: NeuronPredictor | None, exchange: Exchange) -> None:
+    def _start_helpers(
+        self, predictor: NeuronPredictor | None, exchange: Exchange, topology: Topology
+    ) -> None:
         """Let several cores predict, where there are doorbells for them to wait at."""
         if predictor is not None and exchange.next_number:
-            num_threads = self._system.num_threads
-            predictor.start_helpers(exchange.buffers, ATTENTION_SERVICE, num_threads)
+            service = topology.cache_services[0]  # in other services' layers one core predicts
+            predictor.start_helpers(exchange.buffers, service, self._system.num_threads)
 
 
 def _load_mode(

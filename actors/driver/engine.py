@@ -13,6 +13,7 @@ from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
@@ -20,13 +21,14 @@ from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.serve import layer_loop
 from hotcold.numba_kernels.serve.layer_loop import (
-    ATTENTION_SERVICE,
     LayerFacts,
     begin_layers,
     new_layer_state,
+    requested_services,
     run_layers,
 )
 from hotcold.numba_kernels.serve.mailbox import (
+    ATTENTION,
     BUSY_NS,
     BYTES_READ,
     FIRST_LOGIT,
@@ -57,14 +59,10 @@ class Engine:
         config: ModelConfig,
         embedding: EmbeddingWeights,
         exchange: Exchange,
+        topology: Topology,
         mode: StepMode,
-        num_hot: np.ndarray | None = None,
     ) -> None:
-        """`mode` is of steps that are told no other.
-
-        Of layer l the GPU service holds num_hot[l] neurons, which need no predictor; none without
-        it.
-        """
+        """`mode` is of steps that are told no other."""
         self.config = config
         self.exchange = exchange
         self.mode = mode
@@ -75,24 +73,27 @@ class Engine:
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
-        self.use_services(np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot)
+        self.use_services(topology)
         self.times = StepTimes()
         self.num_steps = 0
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
         self._layer_state = new_layer_state()
 
-    def use_services(self, num_hot: np.ndarray) -> None:
-        """Use all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
+    def use_services(self, topology: Topology) -> None:
+        """Use the services that the exchange has now."""
         config = self.config
-        self.num_hot = num_hot
+        self.topology = topology
+        ffn_of, num_ffn = topology.ffn_lists
         self._facts = LayerFacts(
-            num_hot=num_hot.astype(np.int64),
-            ffn_size=config.ffn_size,
+            attention_of=topology.attention_of,
+            ffn_of=ffn_of,
+            num_ffn=num_ffn,
+            num_neurons=topology.num_neurons,
+            cpu_services=np.array(topology.cpu_services, np.int64),
             output_norm=self.embedding.ffn_output_norm,
             norm_kind=norm_kind(config.norm_kind),
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
-            services=np.arange(self.exchange.buffers.requests.shape[0]),
             residual=HIDDEN if config.layer_order.is_parallel else MIXED,
         )
 
@@ -125,12 +126,13 @@ class Engine:
 
     def _count_reads(self) -> None:
         """Count what services have read from storage since the last step."""
-        found = self.exchange.buffers.replies[1:, BYTES_READ : PARTS_MISSED + 1]
+        cpus = self.topology.cpu_services
+        found = self.exchange.buffers.replies[cpus, BYTES_READ : PARTS_MISSED + 1]
         if not found.any():
             return
         before = self._reads if self._reads.shape == found.shape else np.zeros_like(found)
         grown = np.where(found >= before, found - before, found)  # a new process counts from 0
-        self._reads = found.copy()
+        self._reads = found
         num_bytes, _, num_wanted, num_missed = grown.sum(axis=0).tolist()
         waited_ns = int(grown[:, 1].max())
         self.times.count_reads([num_bytes, waited_ns, num_wanted, num_missed])
@@ -164,7 +166,8 @@ class Engine:
         Errors:  those of `step`
         """
         is_known = next_layer < self.config.num_layers
-        self.exchange.buffers.requests[1:, NEXT_LAYER] = next_layer + 1 if is_known else 0
+        requests, cpus = self.exchange.buffers.requests, self.topology.cpu_services
+        requests[cpus, NEXT_LAYER] = next_layer + 1 if is_known else 0
         self._run_layers(range(layer, layer + 1), num_tokens, self.mode)
 
     def _run_layers(self, layers: range, num_tokens: int, mode: StepMode) -> None:
@@ -190,33 +193,27 @@ class Engine:
         elif reason == layer_loop.COMPUTE:
             self._ffn(layer, num_tokens)
         else:
-            raise _bad_layer(
-                exchange.buffers, layer, num_tokens, int(layer_state[layer_loop.FIRST])
-            )
+            attention = int(self.topology.attention_of[layer])
+            raise _bad_layer(exchange.buffers, layer, num_tokens, attention, self._requested())
 
-    def _requested(self) -> range:
+    def _requested(self) -> list[int]:
         """The services that the layer loop sends requests to."""
-        return range(
-            int(self._layer_state[layer_loop.FIRST]), int(self._layer_state[layer_loop.END])
-        )
+        found: list[int] = requested_services(self._layer_state, self._facts).tolist()
+        return found
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
-        buffers = self.exchange.buffers
+        buffers, head = self.exchange.buffers, self.topology.head
         if num_logits == 0:
             return buffers.logits[:0]
-        request = buffers.requests[ATTENTION_SERVICE]
+        request = buffers.requests[head]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
-        self.times.add(
-            "head",
-            self.exchange.request([ATTENTION_SERVICE]),
-            buffers.replies[ATTENTION_SERVICE, BUSY_NS],
-        )
+        self.times.add("head", self.exchange.request([head]), buffers.replies[head, BUSY_NS])
         if not finite_rows(buffers.logits, num_logits):
             bad = np.zeros(num_tokens, bool)
             bad[num_tokens - num_logits :] = _bad_rows(buffers.logits[:num_logits])
-            raise _not_finite(buffers, "in its logits", bad, ATTENTION_SERVICE)
+            raise _not_finite(buffers, "in its logits", bad, head)
         return buffers.logits[:num_logits]
 
     def _runs_ffn(self, num_tokens: int) -> bool:
@@ -226,63 +223,57 @@ class Engine:
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
         """Let the partial outputs of `_requested` be the FFN's; the request words are written."""
-        if self.num_hot[layer] == self.config.ffn_size:
+        if self.topology.num_hot[layer] == self.config.ffn_size:
             self._request_ffn(self.config.ffn_size)
             return
         self._upload_ffn(layer, num_tokens)
         self.times.count_neurons(*[self.config.ffn_size] * 3)
-        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = (
-            ATTENTION_SERVICE,
-            ATTENTION_SERVICE + 1,
-        )
+        self._layer_state[layer_loop.REQUESTED] = ATTENTION  # whose partial output is the sum
 
     def _request_ffn(self, num_gates: int) -> tuple[int, int]:
         """Send `_requested` their requests; returns num_computed, num_up of their replies."""
         services = self._requested()
         waited_ns = self.exchange.request(services)
-        replies = self.exchange.buffers.replies[services.start : services.stop]
+        replies = self.exchange.buffers.replies[services]
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
         num_computed, num_up = replies[:, [NUM_COMPUTED, NUM_UP]].sum(axis=0).tolist()
         self.times.count_neurons(num_computed, num_up, num_gates)
         return num_computed, num_up
 
     def _upload_ffn(self, layer: int, num_tokens: int) -> None:
-        """Compute the whole FFN in the attention service, all neurons uploaded to its GPU.
+        """Compute the whole FFN in the layer's attention service, all neurons uploaded to its GPU.
 
         In each round the CPU services copy the next neurons into the arena, while the GPU service
         takes those of the round before from the other place. A round may be requested again: the
         GPU service does not add twice what it has added.
         """
-        buffers = self.exchange.buffers
-        services = range(buffers.requests.shape[0])
-        buffers.requests[:, LAYER], buffers.requests[:, NUM_TOKENS] = layer, num_tokens
-        buffers.requests[ATTENTION_SERVICE, OPERATION], buffers.requests[1:, OPERATION] = (
-            STREAM,
-            SEND,
-        )
+        buffers, cpus = self.exchange.buffers, self.topology.cpu_services
+        gpu, requests = int(self.topology.attention_of[layer]), buffers.requests
+        services = [gpu, *cpus]
+        requests[services, LAYER], requests[services, NUM_TOKENS] = layer, num_tokens
+        requests[gpu, OPERATION], requests[cpus, OPERATION] = STREAM, SEND
         number, num_rounds = 0, _UNKNOWN
         while num_rounds == _UNKNOWN or number <= num_rounds:
-            buffers.requests[:, ROUND] = number
-            buffers.requests[ATTENTION_SERVICE, NUM_IDS] = num_rounds
-            requested = services if number != num_rounds else services[:1]
+            requests[services, ROUND], requests[gpu, NUM_IDS] = number, num_rounds
+            requested = services if number != num_rounds else [gpu]
             waited_ns = self.exchange.request(requested)
             self.times.add("ffn", waited_ns, buffers.replies[requested, BUSY_NS].max())
             if num_rounds == _UNKNOWN:
-                num_rounds = int(buffers.replies[1:, NUM_COMPUTED].max())
+                num_rounds = int(buffers.replies[cpus, NUM_COMPUTED].max())
             number += 1
 
 
 def _bad_layer(
-    buffers: SharedBuffers, layer: int, num_tokens: int, first: int = 1
+    buffers: SharedBuffers, layer: int, num_tokens: int, attention: int, services: Sequence[int]
 ) -> NotFiniteError:
     """The error of a layer with finite input whose FFN input or output is not finite.
 
-    It names the service that made the first NaN. Partial outputs are those of services `first` and
-    after.
+    It names the service that made the first NaN: `attention`, or one of `services`, whose partial
+    outputs were added.
     """
     bad = _bad_rows(buffers.mixed[:num_tokens]) | _bad_rows(buffers.ffn_input[:num_tokens])
-    guilty = ATTENTION_SERVICE if bad.any() else None
-    for service in range(first, buffers.partials.shape[0]):
+    guilty = attention if bad.any() else None
+    for service in services:
         bad_partial = _bad_rows(buffers.partials[service, :num_tokens])
         if guilty is None and bad_partial.any():
             guilty = service

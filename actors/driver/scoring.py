@@ -65,7 +65,7 @@ class AuditedEngine(Engine):
     def __init__(self, engine: Engine) -> None:
         """Take over `engine`'s mode, embedding and exchange."""
         super().__init__(
-            engine.config, engine.embedding, engine.exchange, engine.mode, engine.num_hot
+            engine.config, engine.embedding, engine.exchange, engine.topology, engine.mode
         )
         self._num_tokens = 0
         self._counts = np.zeros((4, self.config.num_layers), np.int64)
@@ -85,17 +85,17 @@ class AuditedEngine(Engine):
         """
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
-        buffers, cpus = self.exchange.buffers, slice(1, None)
+        buffers, cpus = self.exchange.buffers, self.topology.cpu_services
         num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self.config.ffn_size
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
-            num_listed = int(num_ids.sum() + self.num_hot[layer])
+            num_listed = int(num_ids.sum() + self.topology.num_hot[layer])
         num_fired_listed, num_up = self._request_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens]
             chosen = partials.copy()
-            num_ids[:] = ALL_NEURONS
+            buffers.requests[cpus, NUM_IDS] = ALL_NEURONS
             num_fired, _ = self._request_ffn(self.config.ffn_size)
             partials[:] = chosen
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)

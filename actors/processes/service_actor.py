@@ -93,7 +93,8 @@ class ServiceActor:
         """Once on a host, before services load there; see `HostSetup.run`. Errors: HotcoldError."""
         require_same_model(self.spec)
         with named_host(self.spec):
-            return self._setup.run(system, is_home=self.spec.index == 1)
+            is_home = self.spec.host in ("", *system.hosts[:1])
+            return self._setup.run(system, is_home)
 
     def load(self, spec: ServiceSpec | None = None) -> None:
         """Read this service's part of the checkpoint, as `spec` says. Errors: HotcoldError."""
@@ -255,8 +256,8 @@ def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None
     `touch` spreads new matrices over NUMA nodes.
     """
     path, dtype, down_norms = Path(spec.model_path), spec.weight_dtype, spec.has_down_norms
-    own = config, spec.index, spec.num_threads
-    neurons, has_down_bias = spec.neuron_ids or [], spec.index == 1
+    own = config, spec.name, spec.index, spec.num_threads
+    neurons, has_down_bias = spec.neuron_ids or [], spec.has_down_bias
     if (cache := spec.cache) is not None:
         from hotcold.actors.attention.attention_service import load_attention_service
 

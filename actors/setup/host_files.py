@@ -90,7 +90,8 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     checkpoint = Checkpoint(Path(spec.model_path))
     has_gpu, transposed = spec.gpu is not None, spec.down_transposed
     config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, transposed)
-    num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
+    num_bytes = attention_bytes(config) * len(spec.attention) // config.num_layers
+    num_bytes += head_bytes(config) * spec.has_head
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)
         gates = spec.storage.num_gates * geometry.gate_row_bytes

@@ -45,7 +45,7 @@ def batching(
             context_length=context,
             kv_positions=system.kv_positions,
         )
-        driver = Driver(config, system.exchange)
+        driver = Driver(config, system.exchange, system.topology)
         driver.engine.mode = mode_of(system, mode)
         try:
             yield system, driver

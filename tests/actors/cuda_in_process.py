@@ -46,6 +46,8 @@ class CudaInProcess(InProcessSystem):
             self.num_threads,
             str(self.path),
             cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
+            attention=range(config.num_layers),
+            has_head=True,
             neuron_ids=self.hot_ids(),
             weight_dtype=self.weight_dtype,
             has_down_norms=self.has_down_norms,

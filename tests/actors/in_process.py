@@ -20,8 +20,9 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
+from hotcold.actors.protocol.messages import ServicePart, ServiceSpec
+from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.setup.assignment import assign_neurons, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -113,6 +114,7 @@ class InProcessSystem:
         if self.specs is not None:
             self.num_services = len(self.specs) - 1
         require_partition(self.config, [self.hot_ids(), *self.layer_shards()])
+        self.topology = Topology(tuple(self.specs or self.parts()))
         self.services: list[Service] = [self._gpu(), *self._cpus()]
         config = self.config
         self.layout = ArenaLayout(
@@ -150,11 +152,23 @@ class InProcessSystem:
         """Of the KV cache: `kv_positions`, or a whole context for every slot."""
         return num_pages_of(self.kv_positions or self.num_positions * self.num_slots)
 
+    def parts(self) -> list[ServicePart]:
+        """What each service does, in order."""
+        layers = range(self.config.num_layers)
+        return [
+            ServicePart("gpu", attention=layers, has_head=True, neuron_ids=self.hot_ids()),
+            *(
+                ServicePart(f"cpu{i}", neuron_ids=shard, has_down_bias=i == 0)
+                for i, shard in enumerate(self.layer_shards())
+            ),
+        ]
+
     def _gpu(self) -> Service:
         cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
         return load_attention_service(
             self.path,
             self.config,
+            "gpu",
             0,
             self.num_threads,
             cache,
@@ -165,33 +179,36 @@ class InProcessSystem:
         )
 
     def _cpus(self) -> list[Service]:
-        if self.specs is not None and self.specs[1].down_transposed:
+        if self.specs is not None and self.specs[-1].down_transposed:
             return [
                 load_dense_service(
                     self.path,
                     self.config,
+                    spec.name,
                     spec.index,
                     spec.num_threads,
                     (spec.neuron_ids or [])[0],
-                    spec.index == 1,
+                    spec.has_down_bias,
                     lambda num_bytes: None,
                     has_down_norms=spec.has_down_norms,
                 )
-                for spec in self.specs[1:]
+                for spec in self.specs
+                if spec.is_cpu_service
             ]
         return [
             load_cpu_service(
                 self.path,
                 self.config,
+                self.topology.parts[index].name,
                 index,
                 self.num_threads,
-                shard,
-                index == 1,
+                self.topology.parts[index].neuron_ids or [],
+                self.topology.parts[index].has_down_bias,
                 lambda num_bytes: None,
                 self.weight_dtype,
                 has_down_norms=self.has_down_norms,
             )
-            for index, shard in enumerate(self.layer_shards(), start=1)
+            for index in self.topology.cpu_services
         ]
 
     def _count_python_answers(self, service: Service) -> None:
@@ -218,7 +235,7 @@ class InProcessSystem:
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
         if self.specs is not None:
-            return [spec.neuron_ids or [] for spec in self.specs[1:]]
+            return [spec.neuron_ids or [] for spec in self.specs if spec.is_cpu_service]
         hot = self.hot_ids()
         if hot is None:
             return [[ids] * self.config.num_layers for ids in self.shards()]
@@ -232,12 +249,11 @@ class InProcessSystem:
     ) -> Engine:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
-        num_hot = hot_counts(self.config, self.layer_shards())
         if thresholds is None:
             of_steps = step_mode(self.config, mode, predictor)
         else:
             of_steps = StepMode(mode, thresholds, predictor)
-        return Engine(self.config, embedding, self.exchange, of_steps, num_hot)
+        return Engine(self.config, embedding, self.exchange, self.topology, of_steps)
 
     def logits(
         self,

@@ -114,7 +114,9 @@ def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     file_of(tiny(), path, MIXED)
     neurons = np.arange(512, dtype=np.int32)
-    service = load_dense_service(path, read_model(path), 1, 1, neurons, True, lambda _: None)
+    service = load_dense_service(
+        path, read_model(path), "cpu0", 1, 1, neurons, True, lambda _: None
+    )
     service.buffers = mock.Mock(requests=np.zeros((2, 16), np.int64))
     service.buffers.requests[1, OPERATION] = FFN  # of no ids
     with pytest.raises(ValueError, match="computes all neurons; the request lists some"):

@@ -125,7 +125,7 @@ def test_each_step_has_a_mode_of_its_own(tiny: Tiny) -> None:
         system.logits("dense", checkpoint.ids[:at], [at])
         engine, alone = system.engine("dense"), {}
         for mode in modes:
-            one = Engine(system.config, engine.embedding, system.exchange, mode)
+            one = Engine(system.config, engine.embedding, system.exchange, system.topology, mode)
             alone[mode.name] = one.step(ids[at : at + 1], [at], [0]).copy()
         assert len({logits.tobytes() for logits in alone.values()}) >= 4  # exact may equal dense
         for mode in [*modes, *modes[::2], *modes[::-1]]:
@@ -189,7 +189,7 @@ def test_services_for_which_nothing_is_chosen(
         for sizes in ([1], [3, 8]):
             found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
             assert_close(found, expected)
-        counts = system.exchange.buffers.requests[1:, NUM_IDS]
+        counts = system.exchange.buffers.requests[system.topology.cpu_services, NUM_IDS]
         assert counts.tolist() == [0 if s in idle else shards[s].size for s in range(3)]
 
 

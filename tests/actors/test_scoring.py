@@ -181,7 +181,8 @@ def predicting_engine(system: InProcessSystem) -> Engine:
     sizes = np.array([[len(ids) for ids in shards]] * config.num_layers)
     embedding = load_embedding(Checkpoint(system.path), config)
     predictor = NeuronPredictor(layers, sizes, "ffn_input")
-    return Engine(config, embedding, system.exchange, step_mode(config, "sign", predictor))
+    mode = step_mode(config, "sign", predictor)
+    return Engine(config, embedding, system.exchange, system.topology, mode)
 
 
 def test_recall_and_precision_equal_a_count_neuron_by_neuron(llama: InProcessSystem) -> None:
@@ -290,7 +291,7 @@ def test_the_check_before_each_step_can_end_a_window(llama: InProcessSystem) -> 
 
 def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver = Driver(config, llama.exchange)
+    driver = Driver(config, llama.exchange, llama.topology)
     expected = score_window(llama.engine("exact"), WINDOWS[0], FIRST, True)
     found = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(found.nll, expected.nll)
@@ -317,7 +318,7 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
 
 def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, request = Driver(config, llama.exchange), llama.exchange.request
+    driver, request = Driver(config, llama.exchange, llama.topology), llama.exchange.request
     requested, closing = threading.Event(), threading.Event()
     num_asked, outcome = 0, []
 

@@ -98,28 +98,30 @@ class StoredSystem(InProcessSystem):
         checkpoint = Checkpoint(self.path)
         geometry = BundleGeometry.of(stored_config(checkpoint, self.config, self.weight_dtype))
         file = self.path / "hotcold" / geometry.file_name
-        sizes = np.array([[ids.size for ids in shard] for shard in self.layer_shards()])
+        sizes = self.topology.num_neurons.T[self.topology.cpu_services]
         if self.shares_bits:
             self.predictor_words = words_to_read_ahead(self._predictors())
         return [
             load_offloaded_service(
                 self.path,
                 self.config,
+                part.name,
                 index,
                 self.num_threads,
-                shard,
-                index == 1,
+                part.neuron_ids or [],
+                part.has_down_bias,
                 lambda num_bytes: None,
                 file,
-                self._share(index, shard),
+                self._share(index, part.neuron_ids or []),
                 self.weight_dtype,
                 self.predictors,
                 self.has_down_norms,
-                np.stack([sizes[: index - 1].sum(axis=0), sizes.sum(axis=0)], axis=1)
+                np.stack([sizes[:number].sum(axis=0), sizes.sum(axis=0)], axis=1)
                 if self.shares_bits
                 else None,
             )
-            for index, shard in enumerate(self.layer_shards(), start=1)
+            for number, index in enumerate(self.topology.cpu_services)
+            for part in (self.topology.parts[index],)
         ]
 
     def _share(self, index: int, shard: Sequence[np.ndarray]) -> OffloadedShare:
@@ -151,7 +153,7 @@ class StoredSystem(InProcessSystem):
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
-        return int(self.exchange.buffers.replies[1:, word].sum())
+        return int(self.exchange.buffers.replies[self.topology.cpu_services, word].sum())
 
 
 def answers(system: InProcessSystem, modes: Sequence[str]) -> Iterator[np.ndarray]:

@@ -12,7 +12,7 @@ import pytest
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve import layer_loop
-from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST
+from hotcold.numba_kernels.serve.layer_loop import AT_LAYER
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     FAILED,
@@ -31,6 +31,8 @@ from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.stacked import AnyLayer
 from tests.kernels.test_layer_loop import (
+    CPUS,
+    FFN_OF,
     LAYERS,
     LONG,
     SERVICES,
@@ -42,6 +44,7 @@ from tests.kernels.test_layer_loop import (
 )
 from tests.predictor_layers import scores_of
 
+NUM_ASKED = sum(map(len, FFN_OF))
 NEURONS, BOUNDS, BLOCKS = 30, np.array([0, 14, 30]), 4
 Listed = dict[tuple[int, int], list[list[int]] | None]  # by layer and service: each token's neurons
 
@@ -115,10 +118,11 @@ class Listing:
 
     def _chosen(self, at: int, service: int) -> list[list[int]] | None:
         layer, buffers = self.layers[at], self.model.buffers
-        if layer is None or service == 0:
+        if layer is None or service not in CPUS:
             return None
         x = buffers.ffn_input if self._input == "ffn_input" else buffers.mixed
-        begin, end = BOUNDS[service - 1 : service + 1]
+        first = CPUS.index(service)
+        begin, end = BOUNDS[first : first + 2]
         return [np.flatnonzero(row > 0).tolist() for row in scores_of(layer, x)[:, begin:end]]
 
 
@@ -142,7 +146,7 @@ def predicting(listing: Listing, num_threads: int) -> Iterator[None]:
 
 def assert_all_was_listed(listing: Listing) -> None:
     assert listing.found == listing.expected
-    assert len(listing.found) == 2 * LAYERS + 1  # and the hot neurons of layer 1
+    assert len(listing.found) == NUM_ASKED
     listed = [len(ids) for rows in listing.found.values() if rows is not None for ids in rows]
     assert 0 < sum(listed) < 4 * TOKENS * NEURONS
     np.testing.assert_array_equal(listing.model.buffers.hidden, listing.model.expected())
@@ -171,9 +175,8 @@ def test_a_request_that_was_sent_again_is_scored_by_the_driver(kind: str) -> Non
     with predicting(listing, 2):
         while reason := model.run(request_state, listing.selector):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
-            services = np.arange(model.layer_state[FIRST], model.layer_state[END])
             assert send_requests(
-                request_state, model.buffers.cells, model.buffers.replies, services
+                request_state, model.buffers.cells, model.buffers.replies, model.requested()
             )
     assert reasons == [(0, layer_loop.RESUME)]
     assert_all_was_listed(listing)
@@ -186,7 +189,7 @@ def test_where_python_sends_requests_the_same_is_listed(kind: str) -> None:
     model.begin()
     while reason := model.run(NO_DOORBELLS, listing.selector):
         reasons.append(reason)
-        for service in range(model.layer_state[FIRST], model.layer_state[END]):
+        for service in model.requested().tolist():
             listing.answer(service)
     assert reasons == [layer_loop.SEND_REQUESTS] * 2 * LAYERS
     assert_all_was_listed(listing)
@@ -198,7 +201,7 @@ def test_a_router_weighs_blocks_with_and_without_a_predictor(kind: str) -> None:
     listing = Listing(kind, routed=(0, 1))
     with predicting(listing, 2):
         assert listing.model.run(new_request_state(1, LONG), listing.selector) == layer_loop.DONE
-    assert listing.found == listing.expected and len(listing.found) == 2 * LAYERS + 1
+    assert listing.found == listing.expected and len(listing.found) == NUM_ASKED
     for (layer, _), weights in listing.weights.items():
         if layer in listing.routed:
             np.testing.assert_array_equal(weights, routing(layer))

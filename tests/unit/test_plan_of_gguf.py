@@ -45,9 +45,11 @@ def loaded_bytes(path: Path, is_dense: bool) -> int:
     """Of all neurons, as a service holds them."""
     config, ids = read_config(path), neurons(tiny())
     if is_dense:
-        service: Any = load_dense_service(path, config, 1, 1, ids[0], False, lambda count: None)
+        service: Any = load_dense_service(
+            path, config, "cpu0", 1, 1, ids[0], False, lambda count: None
+        )
     else:
-        service = load_cpu_service(path, config, 1, 1, ids, False, lambda count: None)
+        service = load_cpu_service(path, config, "cpu0", 1, 1, ids, False, lambda count: None)
     held = service.arrays._asdict() | {"offsets": None}
     return sum(array.nbytes for array in held.values() if array is not None) + 4 * 1024
 

@@ -50,7 +50,7 @@ class CudaLoading:
             device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
         )
         self._service = CudaAttentionService(
-            "gpu", spec.index, device, self._model, self._gpu.layout
+            spec.name, spec.index, device, self._model, self._gpu.layout
         )
         self._service.try_out()
 
@@ -71,7 +71,7 @@ class CudaLoading:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
             spec, shape = self.spec, self._model.shape
-            inner = AttentionService("gpu", spec.index, spec.num_threads, shape, arrays)
+            inner = AttentionService(spec.name, spec.index, spec.num_threads, shape, arrays)
             self._service.host = HostPart(inner)
         return self._service
 
