@@ -180,8 +180,8 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     A CPU service reserves a Ray CPU a thread, and its share of the node's resource numa_node, if
     there is one; the attention service reserves neither.
     """
-    num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
-    options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    options: dict[str, Any] = {"max_concurrency": 4, "max_task_retries": 0}
+    options["num_cpus"] = spec.num_ray_cpus
     # If it reserved no GPU, Ray would hide all GPUs from the process.
     options["num_gpus"] = int(spec.on_gpu)
     options["max_restarts"] = -1  # the driver decides when to give up

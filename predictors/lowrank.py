@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.numba_kernels.decode.predict import lowrank_hidden_kernel, lowrank_scores_kernel
-
 
 @dataclass(frozen=True)
 class LowRankLayer:
@@ -46,12 +44,3 @@ class LowRankLayer:
             np.ascontiguousarray(self.up[:, neuron_ids]),
             np.ascontiguousarray(self.thresholds[neuron_ids]),
         )
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """Write scores as `LayerPredictor.score`."""
-        hidden = np.empty((x.shape[0], self.hidden_size), np.float32)
-        lowrank_hidden_kernel(self.down, self.scales, x, hidden, 0, self.hidden_size)
-        for t in range(x.shape[0]):
-            lowrank_scores_kernel(
-                self.up, hidden[t], self.thresholds, scores[t], 0, self.num_neurons
-            )

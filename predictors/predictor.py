@@ -1,119 +1,173 @@
-"""The interface of predictors: which of a layer's neurons will fire, before they are computed."""
+"""The predictors of a system: which of a layer's neurons will fire, before they are computed."""
 
+import threading
 from collections.abc import Sequence
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 import numpy as np
 
-from hotcold.numba_kernels.decode.predict import select_kernel
-from hotcold.numba_kernels.serve.mailbox import SharedBuffers
-from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
-from hotcold.predictors.sign import SignLayer
-from hotcold.predictors.sign_team import SignTeam
+from hotcold.numba_kernels.decode.selection import MASK_TOKENS
+from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
+from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
+from hotcold.numba_kernels.serve.predict_team import (
+    NUM_DOORS,
+    NUM_TASK_WORDS,
+    STOP,
+    LowRankPredictors,
+    NoPredictors,
+    PredictTeam,
+    TeamWork,
+    help_predict,
+    num_scored,
+)
+from hotcold.numba_kernels.serve.selector import Selector
+from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.stacked import (
+    NOWHERE,
+    AnyLayer,
+    lowrank_layer,
+    sign_layer,
+    stacked_lowrank,
+    stacked_signs,
+)
 
 PredictorInput = Literal["ffn_input", "residual"]
 
-
-class LayerPredictor(Protocol):
-    """Scores the neurons of one layer, in the order of the services' shards."""
-
-    @property
-    def num_neurons(self) -> int:
-        """Number of neurons."""
-
-    def arranged(self, neuron_ids: np.ndarray) -> Self:
-        """Return the predictor of the neurons in the rows `neuron_ids`, in that order."""
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """Write scores[t, n] > 0 where neuron n is expected to fire for token t.
-
-        Shapes:  x (T, d), scores (T, num_neurons), both float32
-        """
+_NO_REQUEST = -1  # no request has this number, so no thread sleeps on it
 
 
 class NeuronPredictor:
-    """The predictors of all layers, for neurons divided among services."""
+    """The predictors of all layers, for neurons divided among services, and threads that score.
+
+    The driver is one of these threads: in the layer loop it announces a task, sends the service
+    the request whose reply is the input, and scores with the others when the reply is there.
+    """
 
     def __init__(
         self,
-        layers: Sequence[LayerPredictor | None],
+        layers: list[AnyLayer | None],
         shard_sizes: np.ndarray,
         input_name: PredictorInput,
+        bits: np.ndarray = NOWHERE,
     ) -> None:
-        """layers[l] is None where all neurons of layer l are computed.
+        """layers[l] is None where all neurons of layer l are computed; the list is emptied.
 
-        shard_sizes[l, s] is the number of layer l's neurons in service s; the predictors have them
-        in that order. `input_name`: the FFN's input, or the residual stream before its norm.
+        shard_sizes[l, s] is the number of layer l's neurons in CPU service s; the predictors have
+        them in that order. `input_name`: the FFN's input, or the residual stream before its norm.
+        bits (words,) uint64: where sign predictors' bits are put if they fit
         """
         self.input_name = input_name
-        self._layers = list(layers)
-        zeros = np.zeros((len(self._layers), 1), np.int64)
+        most_neurons = max(0 if one is None else one.num_neurons for one in layers)
+        most_hidden = max(getattr(one, "hidden_size", 0) for one in layers)
+        lowrank: LowRankPredictors | NoPredictors = NoPredictors(
+            np.zeros(len(layers) + 1, np.int64)
+        )
+        if any(isinstance(layer, LowRankLayer) for layer in layers):
+            lowrank = stacked_lowrank(layers)
+        signs = stacked_signs(layers, bits)
+        work = TeamWork(
+            task=np.zeros(NUM_TASK_WORDS, np.int64),
+            doors=np.zeros(NUM_DOORS * INTS_A_CELL, np.int32),
+            scores=np.empty((MASK_TOKENS, most_neurons), np.float32),
+            hidden=np.empty(MASK_TOKENS * most_hidden, np.float32),
+            planes=np.empty((0, INPUT_PLANES, -(-signs.centers.shape[1] // 64)), np.uint64),
+            counters=np.zeros((0, 0), np.int32),
+        )
+        self._team = _of_threads(PredictTeam(1, 0, signs, lowrank, work), 0, 1)
+        zeros = np.zeros((len(layers), 1), np.int64)
         self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
-        self._team: SignTeam | None = None
+        self._cells = np.zeros(0, np.int32)  # where helpers sleep
+        self._helpers: list[threading.Thread] = []
+
+    def selector(self, thresholds: np.ndarray) -> Selector:
+        """The selector of steps with `threshold_words` (L, 2) int64, scored by these threads."""
+        return Selector(
+            thresholds=thresholds,
+            is_routed=np.zeros(len(thresholds), np.bool_),  # no model's attention service routes
+            team=self._team,
+            reads_residual=self.input_name == "residual",
+            bounds=self._bounds,
+        )
+
+    def layer(self, layer: int) -> AnyLayer | None:
+        """A layer's predictor, in the order of the services' shards, as views."""
+        if num_scored(self._team.signs, layer):
+            return sign_layer(self._team.signs, layer)
+        lowrank = self._team.lowrank
+        if isinstance(lowrank, LowRankPredictors) and num_scored(lowrank, layer):
+            return lowrank_layer(lowrank, layer)
+        return None
 
     def rearranged(
-        self, before: Sequence[Sequence[np.ndarray]], shards: Sequence[Sequence[np.ndarray]]
+        self,
+        before: Sequence[Sequence[np.ndarray]],
+        shards: Sequence[Sequence[np.ndarray]],
+        bits: np.ndarray = NOWHERE,
     ) -> "NeuronPredictor":
         """Return the predictors for services s with the neurons shards[s][l], in that order.
 
         before[s][l]: the same neurons in this predictor's order.
         """
         sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
-        layers: list[LayerPredictor | None] = []
-        for i, layer in enumerate(self._layers):
+        layers: list[AnyLayer | None] = []
+        for i in range(len(sizes)):
             old, new = (np.concatenate([shard[i] for shard in s]) for s in (before, shards))
             by_id = np.argsort(old)
             rows = by_id[np.searchsorted(old, new, sorter=by_id)]
+            layer = self.layer(i)
             layers.append(None if layer is None else layer.arranged(rows))
-        return NeuronPredictor(layers, sizes, self.input_name)
+        return NeuronPredictor(layers, sizes, self.input_name, bits)
 
-    def use_threads(
-        self, buffers: SharedBuffers, service: int, num_threads: int, max_tokens: int
-    ) -> None:
-        """Have threads score as soon as `service` replies; only sign predictors do so.
+    def start_helpers(self, buffers: SharedBuffers, service: int, num_threads: int) -> None:
+        """Start num_threads - 1 threads, which wake when `service`, with attention, replies.
 
-        `buffers` must be shared with that service. Call `announce` before each request, `close` at
-        the end.
+        `buffers` must be shared with that service. Call `close` at the end.
         """
-        known = [layer for layer in self._layers if isinstance(layer, SignLayer)]
-        if not known or len(known) < sum(layer is not None for layer in self._layers):
-            return
-        layers = [layer if isinstance(layer, SignLayer) else None for layer in self._layers]
-        self._team = SignTeam(layers, buffers, service, num_threads, max_tokens, self._bounds)
-        self._layers = list(self._team.layers)
-
-    @property
-    def team(self) -> PredictTeam:
-        """The threads of `use_threads`, for the compiled layer loop."""
-        return NO_TEAM if self._team is None else self._team.compiled
-
-    def announce(self, layer: int, num_tokens: int, array_name: str, number: int) -> None:
-        """Prepare to score the reply to request `number`; see `SignTeam.announce`."""
-        if self._team is not None and self._layers[layer] is not None:
-            self._team.announce(layer, num_tokens, array_name, number)
+        self._team, self._cells = _of_threads(self._team, service, num_threads), buffers.cells
+        seen, task = self._last_reply(), self._team.work.task
+        task[STOP] = 1
+        help_predict(0, _NO_REQUEST, buffers, self._team)  # compiled here, if at all
+        task[STOP] = 0
+        self._helpers = [
+            threading.Thread(
+                target=help_predict,
+                args=(i, seen, buffers, self._team),
+                name=f"predictor-{i}",
+                daemon=True,
+            )
+            for i in range(1, num_threads)
+        ]
+        for helper in self._helpers:
+            helper.start()
 
     def close(self) -> None:
-        """End the threads of `use_threads`."""
-        if self._team is not None:
-            self._team.close()
+        """End the helpers, after the service's last request."""
+        if not self._helpers:
+            return
+        self._team.work.task[STOP] = 1
+        number, service = self._last_reply(), self._team.service
+        ring(self._cells, cell(service, DONE), np.int32(_NO_REQUEST))
+        for helper in self._helpers:
+            helper.join()
+        self._helpers = []
+        self._cells[cell(service, DONE) * INTS_A_CELL] = number
 
-    def choose(
-        self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_masks: np.ndarray
-    ) -> np.ndarray | None:
-        """Write each service's expected neurons; return their numbers, or None for all neurons.
+    def _last_reply(self) -> int:
+        """The number of the request that the service replied to last."""
+        return int(self._cells[cell(self._team.service, DONE) * INTS_A_CELL])
 
-        Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_masks (S, N) uint32
-                 as in numba_kernels.serve.mailbox; result (S,) int64
-        """
-        predictor, bounds = self._layers[layer], self._bounds[layer]
-        if predictor is None:
-            return None
-        scores = None if self._team is None else self._team.score(layer, x.shape[0])
-        if scores is None:
-            scores = np.empty((x.shape[0], predictor.num_neurons), np.float32)
-            predictor.score(x, scores)
-        counts = [
-            select_kernel(scores, bounds[s], bounds[s + 1], active_ids[s], active_masks[s])
-            for s in range(bounds.shape[0] - 1)
-        ]
-        return np.array(counts, np.int64)
+
+def no_predictor(num_layers: int) -> NeuronPredictor:
+    """What stands for a predictor where all neurons of all layers are requested."""
+    return NeuronPredictor([None] * num_layers, np.zeros((num_layers, 0), np.int64), "ffn_input")
+
+
+def _of_threads(team: PredictTeam, service: int, num_threads: int) -> PredictTeam:
+    """The team with work space for as many threads, helpers at the bell of `service`."""
+    work = team.work._replace(
+        planes=np.empty((num_threads, *team.work.planes.shape[1:]), np.uint64),
+        counters=new_block_counters(MASK_TOKENS, num_threads),
+    )
+    return team._replace(num_threads=num_threads, service=service, work=work)

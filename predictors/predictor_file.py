@@ -23,12 +23,12 @@ from hotcold.model.mapped_file import forget_pages
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.stacked import NOWHERE, AnyLayer
 
 if TYPE_CHECKING:  # torch takes a second to import
     from torch import Tensor
 
 KINDS = ("sign", "lowrank")
-AnyLayer = SignLayer | LowRankLayer
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,19 @@ class Predictors:
         """Bytes that a token reads."""
         return sum(layer.num_bytes for layer in self.layers if layer is not None)
 
-    def arranged(self, shards: Sequence[Sequence[np.ndarray]]) -> NeuronPredictor:
-        """Return the predictors for services s with the neurons shards[s][l], in that order."""
+    def arranged(
+        self, shards: Sequence[Sequence[np.ndarray]], bits: np.ndarray = NOWHERE
+    ) -> NeuronPredictor:
+        """Return the predictors for services s with the neurons shards[s][l], in that order.
+
+        bits (words,) uint64: where sign predictors' bits are put if they fit
+        """
         sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
         layers = [
             None if layer is None else layer.arranged(np.concatenate([s[i] for s in shards]))
             for i, layer in enumerate(self.layers)
         ]
-        return NeuronPredictor(layers, sizes, self.input_name)
+        return NeuronPredictor(layers, sizes, self.input_name, bits)
 
 
 class FileLayers(Sequence[AnyLayer | None]):

@@ -10,7 +10,7 @@ import numpy as np
 from hotcold.numba_kernels.serve.predict_team import SignPredictors
 from hotcold.predictors.predictor_file import Predictors
 from hotcold.predictors.sign import SignLayer
-from hotcold.predictors.sign_team import NOWHERE, bit_starts, stacked
+from hotcold.predictors.stacked import NOWHERE, AnyLayer, bit_starts, stacked_signs
 
 
 def words_to_read_ahead(predictors: Predictors) -> int:
@@ -34,11 +34,12 @@ def shard_predictors(
 
     among (L, 2) int64: for each layer the number of neurons before the shard's in the order of
     `Predictors.arranged`, and the total. Then the result has no bits: the caller adds the array
-    into which `predictors.sign_team.stacked` wrote those of all shards.
+    into which `predictors.stacked.stacked_signs` wrote those of all shards.
     """
     if predictors.input_name != "ffn_input":
         return None
-    layers, row_words = [], np.zeros(len(neuron_ids), np.int64)
+    layers: list[AnyLayer | None] = []
+    row_words = np.zeros(len(neuron_ids), np.int64)
     for i, (layer, ids) in enumerate(zip(predictors.layers, neuron_ids, strict=True)):
         if layer is not None and not isinstance(layer, SignLayer):
             return None
@@ -49,7 +50,7 @@ def shard_predictors(
         layers.append(layer)
     if not row_words.any():
         return None
-    found = stacked(layers)
+    found = stacked_signs(layers)
     if among is None:
         return found
     starts = bit_starts(among[:, 1], row_words)[0] + among[:, 0] * row_words

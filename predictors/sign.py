@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
-from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,6 @@ class SignLayer:
             self.center,
             self.scale,
         )
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """Write scores as `LayerPredictor.score`."""
-        planes = np.empty((INPUT_PLANES, -(-x.shape[1] // 64)), np.uint64)
-        for t in range(x.shape[0]):
-            unit = pack_planes_kernel(x[t], self.center, self.scale, planes)
-            sign_scores_kernel(
-                self.bits, planes, unit, x.shape[1], self.thresholds, scores[t], 0, self.num_neurons
-            )
 
 
 def _copied_rows(array: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
+from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.driver.streams import (
     POLL_S,
     OpenStreams,
@@ -44,7 +45,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.setup.assignment import hot_counts
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
@@ -55,7 +56,6 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.layer_loop import ATTENTION_SERVICE
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
@@ -74,8 +74,8 @@ class ServiceChange(Protocol):
         ...
 
     @property
-    def shards(self) -> Sequence[Sequence[np.ndarray]]:
-        """As of `Driver`: all neurons that the GPU service does not hold, as before."""
+    def topology(self) -> Topology:
+        """Who does what then; hot neurons stay where they are."""
         ...
 
     @property
@@ -102,31 +102,26 @@ class Driver:
         self,
         system: SystemConfig,
         exchange: Exchange,
-        shards: Sequence[Sequence[np.ndarray]] = (),
+        topology: Topology,
         prepare_matmul: Callable[[], None] = lambda: None,
     ) -> None:
-        """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
+        """`prepare_matmul` is called by the engine's thread before services multiply matrices.
 
-        All other neurons are hot ones of the GPU service; without shards there are none.
-        `prepare_matmul` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
-        self._system, self._shards = system, shards
+        self._system = system
         path = Path(system.model_path)
         config = read_config(path)
         embedding = load_embedding(Checkpoint(path, system.storage is None), config)
-        predictor = _load_predictor(system, config, shards)
-        num_hot = hot_counts(config, shards)
-        calibrated = system_thresholds(system, config)
-        thresholds = None if calibrated is None else calibrated.thresholds.of_layers()
-        engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot, thresholds)
+        mode = _load_mode(system, config, topology.shards, exchange)
+        engine = Engine(config, embedding, exchange, topology, mode)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
         self.engine = engine
-        self._use_threads(predictor, exchange)
+        self._start_helpers(mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, bos_id, num_hot)
+        self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
         self._trials = ThresholdTrials(engine)
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
@@ -136,7 +131,7 @@ class Driver:
         self.readers = Readers()
         self._scheduler = Scheduler(engine, self._pool)
         self._queue = RequestQueue(self._scheduler)
-        self.neuron_watch = NeuronWatch(config, exchange.buffers, shards)
+        self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -238,23 +233,21 @@ class Driver:
         Errors:  RequestError, ServiceError
         """
         engine = self.engine
-        mode = default_mode(engine.config)
-        other = engine.in_mode(mode)
+        other = step_mode(engine.config, default_mode(engine.config))
         first_id = self.generator.prompts.bos_id or 0
 
         def choose() -> ModeTrial:
             length = self.generator.context_length
             trial = kept_trial(
-                (engine.mode, mode),
+                (engine.mode.name, other.name),
                 trial_key(self._system),
-                lambda: compare_modes(engine, other, first_id, length),
+                lambda: compare_modes(engine, (engine.mode, other), first_id, length),
             )
-            predictor = engine.predictor
-            if trial.fastest == mode and predictor is not None:
-                engine.mode, engine.predictor = mode, None
-                engine.thresholds = other.thresholds
+            predictor = engine.mode.predictor
+            if trial.fastest == other.name and predictor is not None:
+                engine.mode = other
                 predictor.close()
-                self._system = replace(self._system, mode=mode, predictors_path="")
+                self._system = replace(self._system, mode=other.name, predictors_path="")
             return trial
 
         return self.between_requests(choose)
@@ -300,23 +293,24 @@ class Driver:
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
                  failed before: nothing has changed then
         """
-        watch = NeuronWatch(self.generator.config, change.exchange.buffers, change.shards)
-        old = new = self.engine.predictor
+        topology = change.topology
+        watch = NeuronWatch(self.generator.config, change.exchange.buffers, topology)
+        old = new = self.engine.mode.predictor
         if old is not None:
-            new = old.rearranged(self._shards, change.shards)
-        self._use_threads(new, change.exchange)
+            bits = change.exchange.buffers.predictor_bits
+            new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
+        self._start_helpers(new, change.exchange, topology)
         try:
             self._queue.between_steps(lambda: self._change_services(change, new, watch))
         finally:
             for each in (old, new):
-                if each is not None and each is not self.engine.predictor:
+                if each is not None and each is not self.engine.mode.predictor:
                     each.close()
 
     def _change_services(
         self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
         # First what can fail and changes nothing; after a later failure no service serves.
-        num_hot = hot_counts(self.generator.config, change.shards)
         tables = change.exchange.buffers.page_tables[: self.engine.kernel_tokens]
         self._pool.copy_to(tables)
         change.prepare()
@@ -327,12 +321,12 @@ class Driver:
                 self._scheduler.recompute_all()
             self._scheduler.restart_chunk()
             self._pool.move(tables)
-            self.engine.predictor = predictor
+            self.engine.mode = replace(self.engine.mode, predictor=predictor)
             for engine in (self.engine, self._profiling):
-                engine.use_services(num_hot)
+                engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
-            self._system, self._shards = change.system, change.shards
+            self._system = change.system
         except BaseException as error:
             cause = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
             raise SystemLost(
@@ -365,21 +359,32 @@ class Driver:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
         self._queue.close(self._streams.cancel_all)
-        if self.engine.predictor is not None:
-            self.engine.predictor.close()
+        if self.engine.mode.predictor is not None:
+            self.engine.mode.predictor.close()
 
-    def _use_threads(self, predictor: NeuronPredictor | None, exchange: Exchange) -> None:
+    def _start_helpers(
+        self, predictor: NeuronPredictor | None, exchange: Exchange, topology: Topology
+    ) -> None:
         """Let several cores predict, where there are doorbells for them to wait at."""
         if predictor is not None and exchange.next_number:
-            num_threads, num_tokens = self._system.num_threads, self.engine.kernel_tokens
-            predictor.use_threads(exchange.buffers, ATTENTION_SERVICE, num_threads, num_tokens)
+            service = topology.cache_services[0]  # in other services' layers one core predicts
+            predictor.start_helpers(exchange.buffers, service, self._system.num_threads)
 
 
-def _load_predictor(
-    system: SystemConfig, config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]
-) -> NeuronPredictor | None:
+def _load_mode(
+    system: SystemConfig,
+    config: ModelConfig,
+    shards: Sequence[Sequence[np.ndarray]],
+    exchange: Exchange,
+) -> StepMode:
+    """The mode of the system's steps, with its thresholds or predictor."""
+    calibrated = system_thresholds(system, config)
+    if calibrated is not None:
+        return StepMode(system.mode, calibrated.thresholds.of_layers())
     if system.mode not in PREDICTED_MODES:
-        return None
+        return step_mode(config, system.mode)
     identity, file = ModelIdentity.of(system.model_path), Path(system.predictors_path)
     predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
-    return predictors.arranged(shards)
+    return step_mode(
+        config, system.mode, predictors.arranged(shards, exchange.buffers.predictor_bits)
+    )

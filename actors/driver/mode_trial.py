@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import StepMode
 from hotcold.model.files.atomic_write import write_if_absent
 from hotcold.numba_kernels.own_cache import own_folder
 
@@ -52,35 +53,29 @@ class ModeTrial:
 
 
 def compare_modes(
-    predicting: Engine, other: Engine, first_id: int, context_length: int
+    engine: Engine, modes: Sequence[StepMode], first_id: int, context_length: int
 ) -> ModeTrial:
-    """Time both engines on what `other` generates after `first_id`, as sequence 0.
+    """Time steps of these modes on what the last one generates after `first_id`, as sequence 0.
 
-    A round runs every token in both modes, one right after the other, so that other work of the
-    machine slows both alike. Rates are of the medians. The KV cache is overwritten.
+    A round runs every token in all modes, one right after the other, so that other work of the
+    machine slows all alike. Rates are of the medians. The KV cache is overwritten.
     Units:   about _SECONDS, and three rounds at least
     Errors:  those of `Engine.step`
     """
     ids = [first_id]
     for position in range(min(_TRIED_TOKENS, context_length - 1)):
-        ids.append(int(other.step(ids[position:], [position], [0])[0].argmax()))
-    engines = (predicting, other)
-    times_s: tuple[list[float], list[float]] = ([], [])
+        ids.append(int(engine.step(ids[position:], [position], [0], mode=modes[-1])[0].argmax()))
+    times_s: dict[str, list[float]] = {mode.name: [] for mode in modes}
     end = time.perf_counter() + _SECONDS
     num_rounds = 0
     while num_rounds < _FEWEST_ROUNDS or time.perf_counter() < end:
         for position, token_id in enumerate(ids[:-1]):
-            for engine, times in zip(engines, times_s, strict=True):
+            for mode in modes:
                 started = time.perf_counter()
-                engine.step([token_id], [position], [0])
-                times.append(time.perf_counter() - started)
+                engine.step([token_id], [position], [0], mode=mode)
+                times_s[mode.name].append(time.perf_counter() - started)
         num_rounds += 1
-    return ModeTrial(
-        {
-            engine.mode: 1 / max(1e-9, median(times))
-            for engine, times in zip(engines, times_s, strict=True)
-        }
-    )
+    return ModeTrial({name: 1 / max(1e-9, median(times)) for name, times in times_s.items()})
 
 
 def kept_trial(

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.topology import Topology
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
@@ -20,14 +22,14 @@ class ProfilingEngine(Engine):
         config: ModelConfig,
         embedding: EmbeddingWeights,
         exchange: Exchange,
+        topology: Topology,
         bos_id: int | None,
-        num_hot: np.ndarray | None = None,
     ) -> None:
         """Shares the exchange with the engine of requests; the two take turns.
 
         `bos_id` stands before each window, where texts of this model begin with one.
         """
-        super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
+        super().__init__(config, embedding, exchange, topology, step_mode(config, "dense"))
         self._bos_id = bos_id
         self.num_bos = 0 if bos_id is None else 1
         self._counts = False

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
@@ -62,15 +63,9 @@ class AuditedEngine(Engine):
     """Computes what another engine computes, then runs each layer densely to see what fires."""
 
     def __init__(self, engine: Engine) -> None:
-        """Take over `engine`'s mode, predictor, thresholds, embedding and exchange."""
+        """Take over `engine`'s mode, embedding and exchange."""
         super().__init__(
-            engine.config,
-            engine.embedding,
-            engine.exchange,
-            engine.mode,
-            engine.predictor,
-            engine.num_hot,
-            engine.thresholds,
+            engine.config, engine.embedding, engine.exchange, engine.topology, engine.mode
         )
         self._num_tokens = 0
         self._counts = np.zeros((4, self.config.num_layers), np.int64)
@@ -90,17 +85,17 @@ class AuditedEngine(Engine):
         """
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
-        buffers, cpus = self.exchange.buffers, slice(1, None)
+        buffers, cpus = self.exchange.buffers, self.topology.cpu_services
         num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self.config.ffn_size
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
-            num_listed = int(num_ids.sum() + self.num_hot[layer])
+            num_listed = int(num_ids.sum() + self.topology.num_hot[layer])
         num_fired_listed, num_up = self._request_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens]
             chosen = partials.copy()
-            num_ids[:] = ALL_NEURONS
+            buffers.requests[cpus, NUM_IDS] = ALL_NEURONS
             num_fired, _ = self._request_ffn(self.config.ffn_size)
             partials[:] = chosen
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
@@ -129,10 +124,11 @@ class ThresholdTrials:
         """
         dense = self._dense.get((first, *ids))
         if dense is None:
-            rows = scored_rows(self._engine.in_mode("dense"), ids, first, check=check)
+            mode = step_mode(self._engine.config, "dense")
+            rows = scored_rows(self._engine, mode, ids, first, check=check)
             dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
-        engine = self._engine.in_mode(THRESHOLD, thresholds)
-        rows = scored_rows(engine, ids, first, check=check)
+        mode = StepMode(THRESHOLD, thresholds)
+        rows = scored_rows(self._engine, mode, ids, first, check=check)
         return np.array([kld for _, _, kld, _ in _comparisons(dense, rows, ids, first)])
 
 
@@ -152,24 +148,26 @@ def score_window(
     """
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
-    dense_rows = scored_rows(engine.in_mode("dense"), ids, first, check=check)
-    if engine.mode == "dense":
+    dense, mode = step_mode(engine.config, "dense"), engine.mode
+    dense_rows = scored_rows(engine, dense, ids, first, check=check)
+    if mode.name == "dense":
         scores = [_score(negative_log_likelihood, at, row, ids[at + 1]) for at, row in dense_rows]
         return WindowScores(np.array(scores))
     reference = np.empty((len(ids) - 1 - first, engine.config.vocab_size), np.float32)
     for at, row in dense_rows:
         reference[at - first] = row
     audited = AuditedEngine(engine) if audit else None
-    rows = scored_rows(audited or engine, ids, first, 1 if audit else KERNEL_TOKENS, check)
+    rows = scored_rows(audited or engine, mode, ids, first, 1 if audit else KERNEL_TOKENS, check)
     columns = zip(*_comparisons(reference, rows, ids, first), strict=True)
     nll_dense, nll, kld, same_top = map(np.array, columns)
-    predicts = engine.predictor is not None
+    predicts = mode.predictor is not None
     counts = audited.counts if audited is not None else None
     return WindowScores(nll, nll_dense, kld, same_top, predicts, counts)
 
 
 def scored_rows(
     engine: Engine,
+    mode: StepMode,
     ids: Sequence[int],
     first: int,
     max_tokens: int = KERNEL_TOKENS,
@@ -186,7 +184,8 @@ def scored_rows(
         check()
         end = min(begin + size, num_run)
         scored = range(max(begin, first), end)
-        logits = engine.step(ids[begin:end], range(begin, end), [0] * (end - begin), len(scored))
+        tokens, places = ids[begin:end], range(begin, end)
+        logits = engine.step(tokens, places, [0] * len(places), len(scored), mode)
         yield from zip(scored, logits, strict=True)
 
 

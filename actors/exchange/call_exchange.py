@@ -26,6 +26,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
+    WEIGHS_BLOCKS,
     SharedBuffers,
 )
 
@@ -56,6 +57,8 @@ class ServiceRequest:
         if words[OPERATION] == FFN and words[NUM_IDS] > 0:
             for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
                 inputs[name] = getattr(buffers, name)[service, : words[NUM_IDS]].copy()
+        if words[OPERATION] == FFN and words[WEIGHS_BLOCKS]:
+            inputs["block_weights"] = buffers.block_weights[:num_tokens].copy()
         if words[OPERATION] == ATTENTION:
             num_pages = num_pages_of(int(inputs["positions"].max()) + 1)
             inputs[_PAGES] = buffers.page_tables[np.unique(inputs["slots"]), :num_pages]
@@ -98,7 +101,8 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     words = buffers.requests[service]
     operation, num_tokens = int(words[OPERATION]), int(words[NUM_TOKENS])
     if operation == ATTENTION:
-        return {"mixed": buffers.mixed[:num_tokens], "ffn_input": buffers.ffn_input[:num_tokens]}
+        written = ("mixed", "ffn_input", "block_weights")
+        return {name: getattr(buffers, name)[:num_tokens] for name in written}
     if operation == HEAD:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):

@@ -60,7 +60,7 @@ class Exchange(ABC):
     def try_replace(self, service: int, cause: str) -> bool:
         """Start a new process for a service; False where that cannot help.
 
-        Errors:  CacheLost after the GPU service was replaced, ServiceError where that failed
+        Errors:  CacheLost after one with a KV cache was replaced, ServiceError where that failed
         """
         return False
 

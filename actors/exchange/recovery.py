@@ -1,7 +1,7 @@
 """An exchange whose services are replaced when they fail, and are then sent the request again.
 
 Requests change nothing that they read, so the same request goes to all services once more. What the
-GPU service has lost, its KV cache, is for the caller to recompute.
+attention service has lost, its KV cache, is for the caller to recompute.
 """
 
 import math
@@ -19,12 +19,12 @@ from hotcold.actors.protocol.failures import (
     is_lost_device,
     is_out_of_memory,
 )
+from hotcold.actors.protocol.topology import Topology
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.mailbox import OPERATION
 
 MAX_FAILURES = 10
 WINDOW_S = 60.0
-_GPU = 0
 
 # Returns when a new process serves in a service's place, which failed for a given cause.
 # Errors: ServiceError where it gives up
@@ -108,10 +108,14 @@ class RecoveringExchange(Exchange):
     """Adds recovery to another exchange."""
 
     def __init__(
-        self, inner: Exchange, replace: Replace, policy: RecoveryPolicy | None = None
+        self,
+        inner: Exchange,
+        replace: Replace,
+        topology: Topology,
+        policy: RecoveryPolicy | None = None,
     ) -> None:
         """Nothing is replaced before `start`: a failure while a system loads is raised at once."""
-        self.change(inner, replace)
+        self.change(inner, replace, topology)
         self._policy = policy or RecoveryPolicy()
         self._is_ready = False
 
@@ -124,15 +128,15 @@ class RecoveringExchange(Exchange):
         """From now on failed services are replaced."""
         self._is_ready = True
 
-    def change(self, inner: Exchange, replace: Replace) -> None:
+    def change(self, inner: Exchange, replace: Replace, topology: Topology) -> None:
         """Use other services from now on."""
-        self.inner, self._replace = inner, replace
+        self.inner, self._replace, self._topology = inner, replace, topology
         self.buffers, self.request_state = inner.buffers, inner.request_state
 
     def request(self, services: Sequence[int]) -> int:
         """Send requests, again where a service had to be replaced.
 
-        Errors:  CacheLost when the GPU service was replaced: the request has no reply;
+        Errors:  CacheLost when a service with a KV cache was replaced: the request has no reply;
                  AnswerFailed; ServiceError when a service is given up
         """
         return self._recovering(self.inner.request, services)
@@ -149,11 +153,11 @@ class RecoveringExchange(Exchange):
         return True
 
     def renew(self, service: int, cause: str) -> None:
-        """Start a new process for a service. Errors: CacheLost for the GPU service."""
+        """Start a new process for a service. Errors: CacheLost for one with a KV cache."""
         operations = self.buffers.requests[:, OPERATION].copy()
         self._replace(service, cause)
         self.buffers.requests[:, OPERATION] = operations  # the new process was pinged
-        if service == _GPU:
+        if service in self._topology.cache_services:
             raise CacheLost(f"the KV cache was lost: {cause}; start again")
 
     def _recovering(self, request: Callable[[Sequence[int]], int], services: Sequence[int]) -> int:

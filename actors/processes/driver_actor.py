@@ -131,7 +131,7 @@ class DriverActor:
 
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
         """Which service holds each neuron; see `actors.setup.assignment`."""
-        return neuron_owners(self.services.config, self.services.connection.specs)
+        return neuron_owners(self.services.config, self.services.connection.topology)
 
     def processes(self) -> dict[str, int]:
         """Process ids by name, the driver's too. Errors: ServiceError while it loads."""
@@ -150,8 +150,8 @@ class DriverActor:
         services = self.services
 
         def measure() -> np.ndarray:
-            services.exchange.buffers.requests[1:, OPERATION] = PING
-            cpus = services.connection.cpu_services
+            cpus = services.connection.topology.cpu_services
+            services.exchange.buffers.requests[cpus, OPERATION] = PING
             return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
 
         return services.driver.between_requests(measure)
@@ -159,7 +159,9 @@ class DriverActor:
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
         report: dict[str, float]
-        (report,) = self.services.connection.call_each("device_report", measure, services=[0])
+        connection = self.services.connection
+        gpus = connection.topology.cache_services
+        (report,) = connection.call_each("device_report", measure, services=gpus)
         return report
 
     def cpu_seconds(self) -> dict[str, float]:

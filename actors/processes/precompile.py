@@ -32,6 +32,7 @@ from hotcold.actors.processes.child_process import (
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
@@ -92,10 +93,10 @@ class _ThreadWatch:
 
 
 class _Services(NamedTuple):
-    """Threads of this process on one arena; shards[s][l] are the neurons of CPU service s."""
+    """Threads of this process on one arena; `topology` is of the whole system."""
 
     services: list[Service]
-    shards: list[list[np.ndarray]]
+    topology: Topology
     buffers: SharedBuffers
 
 
@@ -137,35 +138,35 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     )
 
 
-def _start(system: SystemConfig, indices: Sequence[int] | None = None) -> _Services:
-    """Start services of `system`, or those of `indices`, on one arena."""
+def _start(system: SystemConfig, only: Callable[[Topology], int] | None = None) -> _Services:
+    """Start all services of `system` on one arena, or `only` one of its topology."""
     config = read_config(system.model_path)
     served = served_config(system, Checkpoint(Path(system.model_path)), config)
     specs, services = service_specs(system, served), []
+    topology = Topology(tuple(specs))
     layout = arena_layout(system, served)
     arena = layout.new_arena()
-    for spec in specs if indices is None else [specs[index] for index in indices]:
-        service = (_cpu_service if spec.index else _attention_service)(spec, config)
+    for spec in specs if only is None else [specs[only(topology)]]:
+        service = (_cpu_service if spec.is_cpu_service else _attention_service)(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
         service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
-    shards = [spec.neuron_ids or [] for spec in specs[1:]]
-    return _Services(services, shards, layout.buffers(arena))
+    return _Services(services, topology, layout.buffers(arena))
 
 
 def precompile(system: SystemConfig) -> None:
     """Run what the processes of `system` will run. Errors: HotcoldError."""
     from hotcold.actors.driver.driver import Driver
 
-    services, shards, buffers = _start(system)
+    services, topology, buffers = _start(system)
 
     def prepare() -> None:
         for service in services:
             service.prepare_prompts()
 
-    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), shards, prepare)
+    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), topology, prepare)
     engine, length = driver.engine, driver.generator.context_length
 
     def run() -> None:
@@ -197,8 +198,8 @@ def _main() -> None:
     end_with_parent()
     system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (
-        (lambda: _start(system, [0])),
-        (lambda: _start(system, [1])),
+        (lambda: _start(system, lambda topology: topology.cache_services[0])),
+        (lambda: _start(system, lambda topology: topology.cpu_services[0])),
         (lambda: precompile(system)),
     )
     sys.exit(sum(not _in_own_process(part) for part in parts))

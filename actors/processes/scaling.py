@@ -6,10 +6,8 @@ one. A placement plan holds for one number of services: after a change cold neur
 round-robin; hot ones stay where they are.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from hotcold.actors.exchange.doorbell_exchange import Exchange
@@ -19,6 +17,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.ray_memory import free_bytes
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs
 from hotcold.model.config.model_config import ModelConfig
@@ -50,13 +49,13 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
                 driver.change_services(CpuServiceChange(services, new))
             except BaseException:
                 unused = new if services.connection is old else old
-                unused.kill(unused.cpu_services)
+                unused.kill(unused.topology.cpu_services)
                 raise
         except ServiceLost as error:
             raise ServiceError(
                 f"the number of CPU services stays {old.system.num_cpu_actors}: {cause_of(error)}"
             ) from error
-        old.kill(old.cpu_services)
+        old.kill(old.topology.cpu_services)
         if services.held_cpus is None:
             services.held_cpus = hold_cpus(system.num_threads, services.node_id)
         return services.system
@@ -66,7 +65,7 @@ class CpuServiceChange:
     """New CPU services, loaded; the `actors.driver.driver.ServiceChange` to them."""
 
     def __init__(self, services: SystemServices, new: Connection) -> None:
-        """`new` shares the attention service of `services`, which still uses the old arena."""
+        """`new` shares services with attention of `services`, which still use the old arena."""
         self._services = services
         self._new = new
 
@@ -76,9 +75,9 @@ class CpuServiceChange:
         return self._new.system
 
     @property
-    def shards(self) -> Sequence[Sequence[np.ndarray]]:
-        """The new services' neurons."""
-        return self._new.shards
+    def topology(self) -> Topology:
+        """With the new services."""
+        return self._new.topology
 
     @property
     def exchange(self) -> Exchange:
@@ -88,25 +87,27 @@ class CpuServiceChange:
     def prepare(self) -> None:
         """Prepare the new services for long prompts if the old ones are. Errors: HotcoldError."""
         new, old = self._new, self._services.connection
-        new.replacer.take_over(0, old.replacer)
+        take_over_attention(new, old)
         if old.has_matmul:
-            new.prepare_prompts(new.cpu_services)
+            new.prepare_prompts(new.topology.cpu_services)
 
     def move(self) -> None:
-        """Move the attention service to the new arena, and the driver's exchange to the services.
+        """Move services with attention to the new arena, and the driver's exchange to all.
 
-        Errors:  CacheLost where the attention service had to be replaced, ServiceError where that
+        Errors:  CacheLost where one with attention had to be replaced, ServiceError where that
                  failed
         """
-        services, new, failure = self._services, self._new, ""
-        try:
-            move_attention(services.exchange.inner, new)
-        except HotcoldError as error:
-            failure = cause_of(error)
-        services.exchange.change(new.exchange, new.replacer.replace)
+        services, new = self._services, self._new
+        failures: dict[int, str] = {}
+        for service in new.topology.cache_services:
+            try:
+                move_attention(service, services.exchange.inner, new)
+            except HotcoldError as error:
+                failures[service] = cause_of(error)
+        services.exchange.change(new.exchange, new.replacer.replace, new.topology)
         services.system, services.connection = new.system, new
-        if failure:
-            services.exchange.renew(0, failure)
+        for service, failure in failures.items():
+            services.exchange.renew(service, failure)
 
 
 def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig) -> SystemConfig:
@@ -142,15 +143,19 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     config, node_id, old = services.config, services.node_id, services.connection
     layout = arena_layout(system, config)
     _require_memory(system, config, layout)
-    gpu, *cpu_specs = changed_specs(system, config, old.specs[0])
-    specs = [gpu, *(replace(spec, reserves_cpus=False) for spec in cpu_specs)]
-    handles = [old.handles[0], *(services.spawn(spec, node_id) for spec in specs[1:])]
+    kept = [old.specs[service] for service in old.topology.cache_services]
+    changed = changed_specs(system, config, kept)
+    specs = [replace(spec, reserves_cpus=False) for spec in changed]
+    handles = [
+        services.spawn(spec, node_id) if spec.is_cpu_service else old.handles[spec.index]
+        for spec in specs
+    ]
     new = Connection(system, specs, handles, services.policy)
-    cpus = new.cpu_services
+    cpus = new.topology.cpu_services
     try:
-        await_actors(new.handles[1:], [0] * len(cpus), _START_S, node_id)
+        await_actors([handles[s] for s in cpus], [0] * len(cpus), _START_S, node_id)
         new.find(cpus)
-        new.replacer.take_over(0, old.replacer)
+        take_over_attention(new, old)
         new.load(cpus)
         new.require_partition(config)
         new.open(layout, services.spawn_relay)
@@ -162,18 +167,25 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     return new
 
 
-def move_attention(old: Exchange, new: Connection) -> None:
-    """Move the attention service, with its KV cache, from the old arena to the new one.
+def take_over_attention(new: Connection, old: Connection) -> None:
+    """Expect the services with attention in the processes in which `old` knows them."""
+    for service in new.topology.cache_services:
+        new.replacer.take_over(service, old.replacer)
+
+
+def move_attention(service: int, old: Exchange, new: Connection) -> None:
+    """Move a service with attention, and its KV cache, from the old arena to the new one.
 
     Errors:  HotcoldError where it fails, dies or is stuck: then it serves through neither
     """
     if new.shares_arena:  # with actor calls it has an arena of its own
-        old.buffers.requests[0, OPERATION] = STOP
-        old.request([0])
-        (has_ended,) = new.call_each("join", _JOIN_S, services=[0])
+        old.buffers.requests[service, OPERATION] = STOP
+        old.request([service])
+        (has_ended,) = new.call_each("join", _JOIN_S, services=[service])
         if not has_ended:
-            raise ServiceError("the gpu service's threads do not end; start again")
-        new.attach([0])
+            name = new.names[service]
+            raise ServiceError(f"the {name} service's threads do not end; start again")
+        new.attach([service])
 
 
 def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:

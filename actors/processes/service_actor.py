@@ -93,7 +93,8 @@ class ServiceActor:
         """Once on a host, before services load there; see `HostSetup.run`. Errors: HotcoldError."""
         require_same_model(self.spec)
         with named_host(self.spec):
-            return self._setup.run(system, is_home=self.spec.index == 1)
+            is_home = self.spec.host in ("", *system.hosts[:1])
+            return self._setup.run(system, is_home)
 
     def load(self, spec: ServiceSpec | None = None) -> None:
         """Read this service's part of the checkpoint, as `spec` says. Errors: HotcoldError."""

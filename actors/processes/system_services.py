@@ -69,7 +69,7 @@ class SystemServices:
         specs = service_specs(system, self.config)
         shares_arena = system.exchange == "arena"
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
-        nodes = service_nodes(system, self.node_id)
+        nodes = service_nodes(specs, system.hosts, self.node_id)
         handles = [spawn(spec, node) for spec, node in zip(specs, nodes, strict=True)]
         self.policy = RecoveryPolicy()
         self.connection = Connection(system, specs, handles, self.policy)
@@ -116,28 +116,31 @@ class SystemServices:
 
     def _load(self) -> None:
         try:
-            num_cpus = [0, *(spec.num_threads for spec in self.connection.specs[1:])]
+            num_cpus = [spec.num_ray_cpus for spec in self.connection.specs]
             node_id = None if self.system.hosts else self.node_id
             await_actors(self.connection.handles, num_cpus, _START_S, node_id)
-            self.connection.find(self.connection.services)
+            self.connection.find(self.connection.topology.services)
             if self.system.storage is not None:
                 self._prepare_hosts()
             self.stage = LOADING_WEIGHTS
             if self.system.device == "cuda":
                 self._fit_gpu()
-            self.connection.load(self.connection.services)
+            self.connection.load(self.connection.topology.services)
             self.connection.require_partition(self.config)
             self.stage = LOADING_KERNELS
             self.connection.open(arena_layout(self.system, self.config), self.spawn_relay)
-            self.connection.attach(self.connection.services)
+            self.connection.attach(self.connection.topology.services)
             replacer = self.connection.replacer
             self.exchange = RecoveringExchange(
-                self.connection.exchange, replacer.replace, self.policy
+                self.connection.exchange,
+                replacer.replace,
+                self.connection.topology,
+                self.policy,
             )
             from hotcold.actors.driver.driver import Driver
 
-            shards = self.connection.shards
-            self._driver = Driver(self.system, self.exchange, shards, self.prepare_matmul)
+            topology = self.connection.topology
+            self._driver = Driver(self.system, self.exchange, topology, self.prepare_matmul)
             self.connection.ready()
             self.exchange.start()
             if self.system.auto_mode:
@@ -152,7 +155,8 @@ class SystemServices:
     def _prepare_hosts(self) -> None:
         """Make what a host needs once, before any service takes memory."""
         self.stage = PREPARING
-        firsts = range(1, 1 + max(1, len(self.system.hosts)))  # a CPU service of each
+        topology, hosts = self.connection.topology, self.system.hosts or ("",)
+        firsts = [topology.on_host(host)[0] for host in hosts]
         notes = self.connection.call_each("prepare_host", self.system, services=firsts)
         self.notes += tuple(note for note in notes if note)
 
@@ -174,7 +178,8 @@ class SystemServices:
     def _fit_gpu(self) -> None:
         """Let the attention service fill its GPU; the CPU services then load the rest."""
         fitted: Fitted
-        (fitted,) = self.connection.call_each("fit", self.system, services=[0])
+        gpus = self.connection.topology.cache_services
+        (fitted,) = self.connection.call_each("fit", self.system, services=gpus)
         self.system, self.device_name = fitted.system, fitted.device_name
         self.notes += (fitted.note,) if fitted.note else ()
         storage = storage_beside_gpu(self.system, self.config)
@@ -184,7 +189,7 @@ class SystemServices:
             require_memory(need, kept_bytes=kept_bytes())
         specs = service_specs(self.system, self.config)
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
-        self.connection.find(self.connection.services)
+        self.connection.find(self.connection.topology.services)
 
     def prepare_matmul(self) -> None:
         """Return once all services can compute long prompts.
@@ -204,7 +209,7 @@ class SystemServices:
         while not self._stopping.wait(_IDLE_S):
             load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
-                self.connection.begin_prompts(self.connection.services)
+                self.connection.begin_prompts(self.connection.topology.services)
                 return
 
     def stop(self) -> None:
@@ -228,7 +233,7 @@ class SystemServices:
         finally:
             driver.close()
         self.exchange.buffers.requests[:, OPERATION] = STOP
-        self.exchange.inner.request(self.connection.services)
+        self.exchange.inner.request(self.connection.topology.services)
         self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:

@@ -6,7 +6,7 @@ Imports little: a command that uses a running system needs nothing else of `acto
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,17 +94,38 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
-class ServiceSpec:
-    """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
+class ServicePart:
+    """A service's part of the model; all parts together are a `actors.protocol.topology.Topology`.
+
+    attention: the layers whose attention and KV cache it has
+    neuron_ids: its neurons in loading order, an int32 array a layer; None: it holds none. With
+    `SystemConfig.down_transposed` a run, cut at multiples of a block
+    has_down_bias: whether its partial output includes the biases of down projections
+    host: the address of its Ray node; "": the driver's
+    """
 
     name: str
+    _: KW_ONLY
+    attention: range = range(0)
+    has_head: bool = False
+    neuron_ids: list[np.ndarray] | None = None
+    has_down_bias: bool = False
+    host: str = ""
+
+    @property
+    def is_cpu_service(self) -> bool:
+        """Whether it holds cold neurons alone: they are chosen by predictors, and counted."""
+        return not self.attention and not self.has_head
+
+
+@dataclass(frozen=True)
+class ServiceSpec(ServicePart):
+    """A service with all that its process needs to load; `index` is its row in the buffers."""
+
     index: int
     num_threads: int
     system: SystemConfig  # that it is of
-    cache: CacheSpec | None = None
-    # One int32 array a layer; with `system.down_transposed` a run, cut at multiples of a block.
-    neuron_ids: list[np.ndarray] | None = None
-    has_down_bias: bool = False  # one CPU service adds it
+    cache: CacheSpec | None = None  # of a service with attention
     # Of the model when the system started: of its files' state or, with `has_own_files`, content;
     # "": any.
     model_digest: str = ""
@@ -134,6 +155,11 @@ class ServiceSpec:
     def keeps_pages(self) -> bool:
         """Whether the files that it reads stay in the page cache."""
         return self.storage is None
+
+    @property
+    def num_ray_cpus(self) -> int:
+        """The Ray CPUs that it reserves: one a thread; none with attention."""
+        return self.num_threads if self.is_cpu_service and self.reserves_cpus else 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """How a prompt is cut into steps: kernels take few tokens, matmul many."""
 
+from hotcold.numba_kernels.decode.selection import MASK_TOKENS
+
 # The most tokens that kernels take at once: which tokens want a neuron is a 32-bit mask.
-KERNEL_TOKENS = 32
+KERNEL_TOKENS = MASK_TOKENS
 # A step of at least so many tokens, all of one prompt, goes through matmul. A service decides by
 # the number of tokens alone.
 MATRIX_TOKENS = KERNEL_TOKENS + 1

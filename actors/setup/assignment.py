@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
@@ -52,16 +53,20 @@ def hot_neurons(
 
 
 def cold_neurons(
-    system: SystemConfig, config: ModelConfig, plan: PlacementPlan | None, hot: Layers | None
+    system: SystemConfig,
+    config: ModelConfig,
+    plan: PlacementPlan | None,
+    hot: Sequence[Layers | None],
 ) -> tuple[list[Layers] | None, Layers]:
     """The plan's shard of each CPU service (None without one), and the cold neurons of no shard.
 
-    A plan for another number of CPU services has no shards. Neurons that it puts on a GPU and that
-    are not in `hot` are in no shard.
+    `hot`: the neurons of each attention service. A plan for another number of CPU services has no
+    shards. Neurons that it puts on a GPU and that are not in `hot` are in no shard.
     """
     owned = np.zeros((config.num_layers, config.ffn_size), bool)
-    for layer, ids in enumerate(hot or []):
-        owned[layer, ids] = True
+    for layers in hot:
+        for layer, ids in enumerate(layers or []):
+            owned[layer, ids] = True
     shards = None
     if plan is not None and len(plan.device_names) - plan.num_gpus == system.num_cpu_actors:
         shards = [plan.neurons_of(f"cpu{i}") for i in range(system.num_cpu_actors)]
@@ -162,17 +167,6 @@ def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
     return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
 
 
-def hot_counts(config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """How many neurons of each layer the attention service holds: (L,) int64; 0 without shards.
-
-    They are those that no CPU service holds (`require_partition` has checked).
-    """
-    if not shards:
-        return np.zeros(config.num_layers, np.int64)
-    cold = [sum(shard[layer].size for shard in shards) for layer in range(config.num_layers)]
-    return config.ffn_size - np.array(cold, np.int64)
-
-
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
     """Check that every neuron is held by exactly one service: else sums would silently be wrong.
 
@@ -191,15 +185,14 @@ def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] |
             )
 
 
-def neuron_owners(
-    config: ModelConfig, specs: Sequence[ServiceSpec]
-) -> tuple[list[str], np.ndarray]:
+def neuron_owners(config: ModelConfig, topology: Topology) -> tuple[list[str], np.ndarray]:
     """The names of the services that hold neurons, and the owner of each neuron.
 
     Shapes:  owners (L, N), indices into the names
     Dtypes:  int16
     """
-    holding = [(spec.name, spec.neuron_ids) for spec in specs if spec.neuron_ids is not None]
+    parts = topology.parts
+    holding = [(part.name, part.neuron_ids) for part in parts if part.neuron_ids is not None]
     owners = np.zeros((config.num_layers, config.ffn_size), np.int16)
     for index, (_, layers) in enumerate(holding):
         for layer, ids in enumerate(layers):

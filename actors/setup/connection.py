@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 
 from hotcold.actors.exchange.call_exchange import CallExchange
@@ -14,8 +13,9 @@ from hotcold.actors.exchange.replacement import OwnPlace, Place, ServiceReplacer
 from hotcold.actors.exchange.watch import ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
-from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import put_arena
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
@@ -37,28 +37,14 @@ class Connection:
         handles: Sequence[Any],
         policy: RecoveryPolicy,
     ) -> None:
-        """`specs[s]` and `handles[s]` are those of service s; the attention service is first."""
+        """`specs[s]` and `handles[s]` are those of service s."""
         self.system, self.specs, self.handles = system, list(specs), list(handles)
+        self.topology = Topology(tuple(specs))
         self.names = [spec.name for spec in specs]
         self.watch = ActorWatch(self.names, self.handles)
         self.replacer = ServiceReplacer(self.specs, self.handles, self.watch, policy)
         self.shares_arena = system.exchange == "arena"
         self._relays: list[Relay] = []
-
-    @property
-    def shards(self) -> Sequence[Sequence[np.ndarray]]:
-        """The neurons of each CPU service, layer by layer."""
-        return [spec.neuron_ids or [] for spec in self.specs[1:]]
-
-    @property
-    def cpu_services(self) -> range:
-        """Indices of all but the attention service."""
-        return range(1, len(self.specs))
-
-    @property
-    def services(self) -> range:
-        """Indices of all services."""
-        return range(len(self.specs))
 
     def find(self, services: Sequence[int]) -> None:
         """Find the processes of `services` and watch them from now on. Errors: ServiceLost."""
@@ -68,7 +54,7 @@ class Connection:
         self, method: str, *arguments: Any, services: Sequence[int] | None = None
     ) -> list[Any]:
         """Call a method of `services`, or of all, concurrently. Errors: as in `await_each`."""
-        called = self.services if services is None else services
+        called = self.topology.services if services is None else services
         calls = {s: getattr(self.handles[s], method).remote(*arguments) for s in called}
         return await_each(calls, self.watch)
 
@@ -123,14 +109,16 @@ class Connection:
             self.exchange = CallExchange(buffers, self.watch, self.names, self.handles)
         else:
             self.exchange = ArenaExchange(buffers, self.watch)
-            self._relays = start_relays(self.system, self.names, self.handles, spawn_relay)
+            self._relays = self._start_relays(spawn_relay)
             if self._relays:
                 self.exchange = HostsExchange(self.exchange, self._relays)
         for relay in self._relays:
             relay.open_arena(layout)
         relay_of = {service: relay for relay in self._relays for service in relay.services}
         own = OwnPlace(arena_refs, buffers if arena_refs else None)
-        self._places: list[Place] = [relay_of.get(service, own) for service in self.services]
+        self._places: list[Place] = [
+            relay_of.get(service, own) for service in self.topology.services
+        ]
         self.replacer.connected(layout, self._places)
 
     def attach(self, services: Sequence[int]) -> None:
@@ -154,10 +142,18 @@ class Connection:
 
     def kill(self, services: Sequence[int] | None = None) -> None:
         """Kill the processes of `services`, or of all, and the relays."""
-        for service in self.services if services is None else services:
+        for service in self.topology.services if services is None else services:
             ray.kill(self.handles[service], no_restart=True)
         for relay in self._relays:
             relay.kill()
+
+    def _start_relays(self, spawn_relay: SpawnRelay) -> list[Relay]:
+        """A relay on every host but the first, for the services there; none without --hosts."""
+        nodes, relays = node_ids(self.system.hosts), []
+        for host, node in list(zip(self.system.hosts, nodes, strict=True))[1:]:
+            relay = spawn_relay(self.names, self.handles, node)
+            relays.append(Relay(host, relay, self.topology.on_host(host)))
+        return relays
 
 
 def node_ids(hosts: Sequence[str]) -> list[str]:
@@ -172,25 +168,12 @@ def node_ids(hosts: Sequence[str]) -> list[str]:
     return [found[host] for host in hosts]
 
 
-def service_nodes(system: SystemConfig, own_node: str | None) -> list[str | None]:
+def service_nodes(
+    parts: Sequence[ServicePart], hosts: Sequence[str], own_node: str | None
+) -> list[str | None]:
     """The Ray node of each service; None is any node. Errors: UsageError.
 
-    Without --hosts `own_node`. With --hosts the first host has driver and attention service, and
-    CPU services are assigned to all hosts round-robin.
+    Without --hosts `own_node`.
     """
-    if not system.hosts:
-        return [own_node] * (1 + system.num_cpu_actors)
-    ids = node_ids(system.hosts)
-    return [ids[0], *(ids[service % len(ids)] for service in range(system.num_cpu_actors))]
-
-
-def start_relays(
-    system: SystemConfig, names: Sequence[str], handles: Sequence[Any], spawn_relay: SpawnRelay
-) -> list[Relay]:
-    """A relay on every host but the first, for the services there; none without --hosts."""
-    nodes, relays = node_ids(system.hosts), []
-    for number, host in enumerate(system.hosts[1:], 1):
-        relay = spawn_relay(list(names), list(handles), nodes[number])
-        services = range(1 + number, 1 + system.num_cpu_actors, len(nodes))
-        relays.append(Relay(host, relay, services))
-    return relays
+    nodes = dict(zip(hosts, node_ids(hosts), strict=True)) if hosts else {}
+    return [nodes[part.host] if part.host else own_node for part in parts]

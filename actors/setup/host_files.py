@@ -90,7 +90,8 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     checkpoint = Checkpoint(spec.path)
     by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
     config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)
-    num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
+    num_bytes = attention_bytes(config) * len(spec.attention) // config.num_layers
+    num_bytes += head_bytes(config) * spec.has_head
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)
         gates = spec.storage.num_gates * geometry.gate_row_bytes

@@ -53,7 +53,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     if system.down_transposed:
         cold = runs_of_layers(threads, config)
     else:
-        cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
+        cold = cold_shards(threads, *cold_neurons(system, config, plan, [hot]))
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -61,45 +61,61 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         system.num_threads,
         system,
         cache=CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype),
+        attention=range(config.num_layers),
+        has_head=True,
         neuron_ids=hot,
+        host=system.hosts[0] if system.hosts else "",
         model_digest=identity.content if system.hosts else identity.state,
         share=host_share(system, threads, None),
         gpu_layout=None if system.device == "cpu" else arena_layout(system, config),
         storage=system.storage,
     )
-    return [gpu, *_cpu_specs(system, gpu, threads, cold)]
+    return [gpu, *_cpu_specs(system, [gpu], threads, cold)]
 
 
-def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -> list[ServiceSpec]:
+def changed_specs(
+    system: SystemConfig, config: ModelConfig, attention: Sequence[ServiceSpec]
+) -> list[ServiceSpec]:
     """The services of a running system after its number of CPU services has changed.
 
-    The attention service `gpu` keeps its neurons; the others are assigned to CPU services
-    round-robin.
+    Services with attention, which come first, keep their neurons; the others are assigned to CPU
+    services round-robin.
     """
     threads = service_threads(system)
     if system.down_transposed:
         shards = runs_of_layers(threads, config)
     else:
-        shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
-    gpu = replace(gpu, system=system, share=host_share(system, threads, None))
-    if gpu.on_gpu:
-        gpu = replace(gpu, gpu_layout=arena_layout(system, config))
-    return [gpu, *_cpu_specs(system, gpu, threads, shards)]
+        hot = [spec.neuron_ids for spec in attention]
+        shards = cold_shards(threads, None, cold_neurons(system, config, None, hot)[1])
+    share, layout = host_share(system, threads, None), arena_layout(system, config)
+    kept = [
+        replace(spec, system=system, share=share, gpu_layout=layout if spec.on_gpu else None)
+        for spec in attention
+    ]
+    return [*kept, *_cpu_specs(system, kept, threads, shards)]
 
 
 def _cpu_specs(
-    system: SystemConfig, gpu: ServiceSpec, threads: Sequence[int], shards: Sequence[Layers]
+    system: SystemConfig,
+    attention: Sequence[ServiceSpec],
+    threads: Sequence[int],
+    shards: Sequence[Layers],
 ) -> list[ServiceSpec]:
-    """The CPU services beside `gpu`; service i has threads[i] threads and neurons shards[i]."""
+    """The CPU services after those with attention, which have the same model and formats.
+
+    CPU service i has threads[i] threads and neurons shards[i]. Hosts have them round-robin.
+    """
+    like = attention[0]
     return [
         ServiceSpec(
             f"cpu{i}",
-            i + 1,
+            len(attention) + i,
             threads[i],
             system,
             neuron_ids=shard,
             has_down_bias=i == 0,
-            model_digest=gpu.model_digest,
+            host=system.hosts[i % len(system.hosts)] if system.hosts else "",
+            model_digest=like.model_digest,
             share=host_share(system, threads, i),
             storage=_storage_share(system, shard, shards)
             if any(ids.size for ids in shard)

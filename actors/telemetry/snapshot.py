@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.serve.mailbox import (
@@ -102,14 +103,14 @@ def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarra
 class NeuronWatch:
     """Lets services count neurons while the system is watched, and reads their counts."""
 
-    def __init__(
-        self, config: ModelConfig, buffers: SharedBuffers, shards: Sequence[Sequence[np.ndarray]]
-    ) -> None:
-        """shards[s][l]: the neurons of layer l that CPU service s holds; none: they hold all."""
+    def __init__(self, config: ModelConfig, buffers: SharedBuffers, topology: Topology) -> None:
+        """`buffers` are those of the services of `topology`."""
         every = [np.arange(config.ffn_size)] * config.num_layers
         self._num_neurons = bucket_sizes(config, every)
-        cold = sum((bucket_sizes(config, shard) for shard in shards), np.zeros((), np.int64))
-        self._num_hot = self._num_neurons - cold if shards else np.zeros_like(self._num_neurons)
+        self._num_hot = self._num_neurons.copy()
+        for shard in topology.shards:
+            self._num_hot -= bucket_sizes(config, shard)
+        self._cpus = topology.cpu_services  # which count
         self._buffers = buffers
         self._changing = threading.Condition()
         self._watched_until = 0.0
@@ -130,7 +131,7 @@ class NeuronWatch:
             if self._ender is None and seconds > 0:
                 self._first_counts = self._buffers.neuron_counts.copy()
                 self._first_steps = self._buffers.counted_steps.copy()
-                self._buffers.requests[1:, WATCHED] = 1
+                self._buffers.requests[self._cpus, WATCHED] = 1
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
 
@@ -138,15 +139,16 @@ class NeuronWatch:
         with self._changing:
             while (left_s := self._watched_until - time.monotonic()) > 0:
                 self._changing.wait(left_s)
-            self._buffers.requests[1:, WATCHED] = 0
+            self._buffers.requests[self._cpus, WATCHED] = 0
             self._ender = None
 
     def read(self) -> NeuronMap:
         """The counts so far; while a step runs, layers may be of two neighbouring steps."""
-        counts = self._buffers.neuron_counts[1:].copy()
+        cpus = self._cpus
+        counts = self._buffers.neuron_counts[cpus]
         # Both counters wrap around, so differences are taken before the type is widened.
-        sums = (counts - self._first_counts[1:]).astype(np.int64)
-        steps = (self._buffers.counted_steps[1:] - self._first_steps[1:]).astype(np.int64)
+        sums = (counts - self._first_counts[cpus]).astype(np.int64)
+        steps = (self._buffers.counted_steps[cpus] - self._first_steps[cpus]).astype(np.int64)
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
         has_counted = (steps > 0)[:, :, None, None]
         last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)

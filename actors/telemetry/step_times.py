@@ -62,14 +62,10 @@ class StepTimes:
             "attention", int(layer_state[ATTENTION_WAITED_NS]), int(layer_state[ATTENTION_BUSY_NS])
         )
         self.add("ffn", int(layer_state[FFN_WAITED_NS]), int(layer_state[FFN_BUSY_NS]))
-        self.add_predictor(int(layer_state[PREDICTOR_NS]))
+        self.parts["predictor"] += int(layer_state[PREDICTOR_NS])
         self.count_neurons(
             int(layer_state[SUM_COMPUTED]), int(layer_state[SUM_UPS]), int(layer_state[SUM_GATES])
         )
-
-    def add_predictor(self, busy_ns: int) -> None:
-        """Count time in which the driver chose neurons."""
-        self.parts["predictor"] += busy_ns
 
     def count_neurons(self, num_neurons: int, num_ups: int, num_gates: int) -> None:
         """Count neurons that were computed, and those of which up, or the gate, was."""

@@ -16,7 +16,8 @@ from hotcold.jobs.support.console import json_option, print_json, transient_prog
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
     from hotcold.model.files.artifact import ModelIdentity
-    from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality
+    from hotcold.predictors.predictor_file import Predictors, Quality
+    from hotcold.predictors.stacked import AnyLayer
 
 KINDS = ("lowrank", "sign", "best")
 

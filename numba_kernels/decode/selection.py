@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+MASK_TOKENS = 32  # the most tokens that a mask tells apart
 NO_IDS = np.empty(0, np.int32)
 NO_MASKS = np.empty(0, np.uint32)
 NO_WEIGHTS = np.empty((0, 0), np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair
 from hotcold.numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.serve import mailbox
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
@@ -21,7 +22,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     GATE_THRESHOLD,
     LAYER,
-    NEXT_NUMBER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -30,54 +30,54 @@ from hotcold.numba_kernels.serve.mailbox import (
     PRODUCT_THRESHOLD,
     send_requests,
 )
-from hotcold.numba_kernels.serve.predict_team import choose_neurons, write_task
-
-ATTENTION_SERVICE = 0  # of attention, head and hot neurons; the CPU services follow
+from hotcold.numba_kernels.serve.selector import announce, predicts, select
 
 # Words of the loop's state: its position
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
-PREDICTS, OWN_FFN = 4, 5  # who chooses neurons; whether Python computes the FFN
-FIRST, END, IS_SENT = 6, 7, 8  # services first..end - 1; a request was sent and is not counted yet
-REQUEST_WAITED_NS = 9  # for its replies
+OWN_FFN = 4  # whether Python computes the FFN
+NEXT_NUMBER = 5  # of the next request by doorbell where Python sends it; 0 without doorbells
+REQUESTED = 6  # ATTENTION or FFN: says what `requested_services` are
+IS_SENT = 7  # a request was sent and is not counted yet
+REQUEST_WAITED_NS = 8  # for its replies
 # and sums over its layers, as in `StepTimes`
-ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(10, 14)
-SUM_COMPUTED, SUM_UPS, SUM_GATES = range(14, 17)
-PREDICTOR_NS = 17
-PREDICTOR_INPUT = 18  # which array of the buffers: as INPUT of `predict_team`
+ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(9, 13)
+SUM_COMPUTED, SUM_UPS, SUM_GATES = range(13, 16)
+PREDICTOR_NS = 16
 NUM_STATE_WORDS = 24  # whole cache lines
 
-# values of PREDICTS
-NOBODY, IN_PYTHON, IN_TEAM = range(3)
-
 # phases of a layer
-_ANNOUNCE, _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(5)
-_NUM_PHASES = 5
+_ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
+_NUM_PHASES = 4
 
 # reasons for which the loop yields to Python
 DONE = 0  # all layers are done
-SEND_REQUESTS = 1  # send services FIRST..END - 1 the requests in their request words, and wait
+SEND_REQUESTS = 1  # send `requested_services` the requests in their request words, and wait
 RESUME = 2  # requests were sent: a service has failed, or its health has to be polled
-ANNOUNCE = 3  # a request for the predictor's input is about to be sent
-CHOOSE = 4  # the predictor's input is ready: write NUM_IDS and ids of the CPU services
-COMPUTE = 5  # compute the FFN; services FIRST..END - 1 have their request words
-NOT_FINITE = 6  # the layer's FFN input or output has a NaN or an infinity
+COMPUTE = 3  # compute the FFN; `requested_services` have their request words
+NOT_FINITE = 4  # the layer's FFN input or output has a NaN or an infinity
 
 
 class LayerFacts(NamedTuple):
     """The model and its services, as the loop needs them; L layers, width d, S services.
 
-    thresholds (L, 2) int64: `threshold_words`; num_hot (L,) int64: neurons of the attention service
-    output_norm (L, d) or (L, 0) float32: of the FFN's output; services (S,) int64: 0..S - 1
+    attention_of (L,) int64: the service with a layer's attention
+    ffn_of (L, S) int64: the num_ffn[l] services with its FFN, in the order in which they are added
+    num_neurons (L, S) int64: how many of a layer's neurons each service holds
+    cpu_services (C,) int64: those whose neurons predictors choose, in the predictors' order
+    output_norm (L, d) or (L, 0) float32: of the FFN's output
+    residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
     """
 
-    thresholds: np.ndarray
-    num_hot: np.ndarray
-    ffn_size: int
+    attention_of: np.ndarray
+    ffn_of: np.ndarray
+    num_ffn: np.ndarray
+    num_neurons: np.ndarray
+    cpu_services: np.ndarray
     output_norm: np.ndarray
     norm_kind: int
     norm_epsilon: np.float32
     residual_scale: np.float32
-    services: np.ndarray
+    residual: int
 
 
 def new_layer_state() -> np.ndarray:
@@ -86,40 +86,40 @@ def new_layer_state() -> np.ndarray:
 
 
 def begin_layers(
-    layer_state: np.ndarray,
-    layers: range,
-    num_tokens: int,
-    predicts: int = NOBODY,
-    own_ffn: bool = False,
-    predictor_input: int = 0,
+    layer_state: np.ndarray, layers: range, num_tokens: int, own_ffn: bool = False
 ) -> None:
     """Set `layer_state` before the first of `layers`, with all sums zero."""
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
     layer_state[TOKENS] = num_tokens
-    layer_state[PREDICTS], layer_state[OWN_FFN] = predicts, own_ffn
-    layer_state[PREDICTOR_INPUT] = predictor_input
+    layer_state[OWN_FFN] = own_ffn
 
 
 @njit(nogil=True, cache=True)
-def run_layers(layer_state, request_state, buffers, facts, team):
+def requested_services(layer_state, facts):
+    """The services that the loop sends requests to now, or adds partial outputs of: int64."""
+    layer = layer_state[AT_LAYER]
+    if layer_state[REQUESTED] == ATTENTION:
+        return facts.attention_of[layer : layer + 1]
+    return facts.ffn_of[layer, : facts.num_ffn[layer]]
+
+
+@njit(nogil=True, cache=True)
+def run_layers(layer_state, request_state, buffers, facts, selector):
     """Run the loop from where `layer_state` is; returns the reason for which it yields, or DONE.
 
     `request_state` is of `numba_kernels.serve.mailbox`, or empty where Python sends requests.
-    `team` is a `PredictTeam`, NO_TEAM unless it chooses neurons; without `request_state`, and for
-    a reply with another sequence number than announced, Python chooses. After SEND_REQUESTS and
-    RESUME Python adds its waiting time to REQUEST_WAITED_NS. A failed loop can start again at any
-    layer, which reads nothing but `hidden` of the layer before.
+    `selector` is the step's (`numba_kernels.serve.selector`). After SEND_REQUESTS and RESUME Python
+    adds its waiting time to REQUEST_WAITED_NS. A failed loop can start again at any layer, which
+    reads nothing but `hidden` of the layer before.
     """
     while layer_state[AT_LAYER] < layer_state[END_LAYER]:
         phase = layer_state[AT_PHASE]
         layer_state[AT_PHASE] = (phase + 1) % _NUM_PHASES
-        if phase == _ANNOUNCE:
-            reason = _announce(layer_state, request_state, team)
-        elif phase == _ATTEND:
-            reason = _attend(layer_state, request_state, buffers, facts)
+        if phase == _ATTEND:
+            reason = _attend(layer_state, request_state, buffers, facts, selector)
         elif phase == _CHOOSE:
-            reason = _choose(layer_state, buffers, facts, team)
+            reason = _choose(layer_state, buffers, facts, selector)
         elif phase == _COMPUTE:
             reason = _compute(layer_state, request_state, buffers, facts)
         else:
@@ -130,48 +130,31 @@ def run_layers(layer_state, request_state, buffers, facts, team):
 
 
 @njit(nogil=True, cache=True)
-def _announce(layer_state, request_state, team):
-    """Write the team's task, to be scored once attention is done."""
-    if layer_state[PREDICTS] == NOBODY:
-        return DONE
-    if layer_state[PREDICTS] == IN_PYTHON or request_state.shape[0] == 0:
-        return ANNOUNCE
-    number = request_state[NEXT_NUMBER]
-    write_task(
-        team, layer_state[AT_LAYER], layer_state[TOKENS], layer_state[PREDICTOR_INPUT], number
-    )
-    return DONE
-
-
-@njit(nogil=True, cache=True)
-def _attend(layer_state, request_state, buffers, facts):
+def _attend(layer_state, request_state, buffers, facts, selector):
     """Request mixed and ffn_input. A GPU also starts with its hot neurons."""
-    _write_request(buffers.requests[ATTENTION_SERVICE], ATTENTION, layer_state, facts)
-    layer_state[FIRST], layer_state[END] = ATTENTION_SERVICE, ATTENTION_SERVICE + 1
+    number = layer_state[NEXT_NUMBER]
+    if request_state.shape[0]:
+        number = request_state[mailbox.NEXT_NUMBER]
+    layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
+    announce(selector, layer, num_tokens, facts.residual, facts.attention_of[layer], number)
+    layer_state[REQUESTED] = ATTENTION
+    _write_requests(layer_state, buffers, facts, selector)
     return _send(layer_state, request_state, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
-def _choose(layer_state, buffers, facts, team):
-    """Write the FFN's requests: for all neurons, unless a predictor chooses."""
-    busy_ns = _longest_busy(layer_state, buffers)
-    layer_state[ATTENTION_BUSY_NS] += busy_ns
+def _choose(layer_state, buffers, facts, selector):
+    """Write the FFN's requests, for the neurons that the selector chooses."""
+    layer_state[ATTENTION_BUSY_NS] += _longest_busy(layer_state, buffers, facts)
     layer_state[ATTENTION_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT] = 0
-    has_hot = facts.num_hot[layer_state[AT_LAYER]] > 0
-    layer_state[FIRST] = ATTENTION_SERVICE if has_hot else ATTENTION_SERVICE + 1
-    layer_state[END] = facts.services.shape[0]
-    for service in range(layer_state[FIRST], layer_state[END]):
-        _write_request(buffers.requests[service], FFN, layer_state, facts)
-        buffers.requests[service, NUM_IDS] = ALL_NEURONS
-    if layer_state[PREDICTS] == NOBODY:
-        return DONE
-    started_ns = now_ns()
-    if layer_state[PREDICTS] == IN_PYTHON or not choose_neurons(
-        team, layer_state[AT_LAYER], layer_state[TOKENS], buffers, ATTENTION_SERVICE
-    ):
-        return CHOOSE
-    layer_state[PREDICTOR_NS] += now_ns() - started_ns
+    layer_state[REQUESTED] = FFN
+    _write_requests(layer_state, buffers, facts, selector)
+    started_ns, layer, num_tokens = now_ns(), layer_state[AT_LAYER], layer_state[TOKENS]
+    asked = requested_services(layer_state, facts)
+    select(selector, layer, num_tokens, buffers, asked, facts.cpu_services)
+    if predicts(selector, layer, num_tokens):
+        layer_state[PREDICTOR_NS] += now_ns() - started_ns
     return DONE
 
 
@@ -184,16 +167,16 @@ def _compute(layer_state, request_state, buffers, facts):
 @njit(nogil=True, cache=True)
 def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, which some models norm and scale."""
-    layer, num_tokens, first = layer_state[AT_LAYER], layer_state[TOKENS], layer_state[FIRST]
+    layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
+    services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
-    partials, weight = buffers.partials[: layer_state[END]], facts.output_norm[layer]
     if weight.shape[0] == 0 and facts.residual_scale == 1:
-        merge_partials(buffers.mixed, partials, first, num_tokens, buffers.hidden)
+        merge_partials(buffers.mixed, buffers.partials, services, num_tokens, buffers.hidden)
     else:
         merge_normed(
-            buffers.mixed, partials, first, num_tokens, facts.norm_kind, weight, facts.norm_epsilon,
-            facts.residual_scale, buffers.hidden,
+            buffers.mixed, buffers.partials, services, num_tokens, facts.norm_kind, weight,
+            facts.norm_epsilon, facts.residual_scale, buffers.hidden,
         )  # fmt: skip
     # Before the next request: a NaN gate does not fire, which would hide it.
     if not finite_pair(buffers.ffn_input, buffers.hidden, num_tokens):
@@ -203,30 +186,30 @@ def _add(layer_state, buffers, facts):
 
 
 @njit(nogil=True, cache=True)
-def merge_partials(mixed, partials, first, num_tokens, hidden):
-    """hidden[t] = mixed[t] + sum over services s >= first of partials[s, t]; checks nothing.
+def merge_partials(mixed, partials, services, num_tokens, hidden):
+    """hidden[t] = mixed[t] + sum over s of partials[services[s], t]; checks nothing.
 
-    mixed, hidden (T, d), partials (S, T, d) float32; summed in the services' order.
+    mixed, hidden (T, d), partials (S, T, d) float32; summed in the order of `services` int64.
     """
     for t in range(num_tokens):
         target = hidden[t]
         target[:] = mixed[t]
-        for s in range(first, partials.shape[0]):
+        for s in services:
             part = partials[s, t]
             for i in range(target.shape[0]):
                 target[i] += part[i]
 
 
 @njit(nogil=True, cache=True)
-def merge_normed(mixed, partials, first, num_tokens, kind, weight, epsilon, scale, hidden):
-    """hidden[t] = mixed[t] + scale * norm(sum over services s >= first of partials[s, t]).
+def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, scale, hidden):
+    """hidden[t] = mixed[t] + scale * norm(sum over s of partials[services[s], t]).
 
     weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. No checks.
     """
     for t in range(num_tokens):
         target = hidden[t]
-        target[:] = partials[first, t]
-        for s in range(first + 1, partials.shape[0]):
+        target[:] = partials[services[0], t]
+        for s in services[1:]:
             part = partials[s, t]
             for i in range(target.shape[0]):
                 target[i] += part[i]
@@ -236,11 +219,15 @@ def merge_normed(mixed, partials, first, num_tokens, kind, weight, epsilon, scal
 
 
 @njit(nogil=True, cache=True)
-def _write_request(request, operation, layer_state, facts):
+def _write_requests(layer_state, buffers, facts, selector):
+    """Write the words of what is REQUESTED; of an FFN's the selector writes the others."""
     layer = layer_state[AT_LAYER]
-    request[OPERATION], request[LAYER], request[NUM_TOKENS] = operation, layer, layer_state[TOKENS]
-    request[GATE_THRESHOLD] = facts.thresholds[layer, 0]
-    request[PRODUCT_THRESHOLD] = facts.thresholds[layer, 1]
+    for service in requested_services(layer_state, facts):
+        request = buffers.requests[service]
+        request[OPERATION], request[LAYER] = layer_state[REQUESTED], layer
+        request[NUM_TOKENS] = layer_state[TOKENS]
+        request[GATE_THRESHOLD] = selector.thresholds[layer, 0]
+        request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 
 
 @njit(nogil=True, cache=True)
@@ -249,16 +236,16 @@ def _send(layer_state, request_state, buffers, facts):
     if request_state.shape[0] == 0:
         return SEND_REQUESTS
     started_ns = now_ns()
-    services = facts.services[layer_state[FIRST] : layer_state[END]]
+    services = requested_services(layer_state, facts)
     is_done = send_requests(request_state, buffers.cells, buffers.replies, services)
     layer_state[REQUEST_WAITED_NS] = now_ns() - started_ns
     return DONE if is_done else RESUME
 
 
 @njit(nogil=True, cache=True)
-def _longest_busy(layer_state, buffers):
+def _longest_busy(layer_state, buffers, facts):
     longest_ns = 0
-    for service in range(layer_state[FIRST], layer_state[END]):
+    for service in requested_services(layer_state, facts):
         longest_ns = max(longest_ns, buffers.replies[service, BUSY_NS])
     return longest_ns
 
@@ -267,13 +254,12 @@ def _longest_busy(layer_state, buffers):
 def _count_ffn(layer_state, buffers, facts):
     """Add the replies of the FFN to the loop's sums."""
     layer_state[IS_SENT] = 0
-    layer_state[FFN_BUSY_NS] += _longest_busy(layer_state, buffers)
+    layer_state[FFN_BUSY_NS] += _longest_busy(layer_state, buffers, facts)
     layer_state[FFN_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
-    num_gates, is_chosen = facts.num_hot[layer_state[AT_LAYER]], False
-    for service in range(layer_state[FIRST], layer_state[END]):
+    for service in requested_services(layer_state, facts):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
         layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
-        if buffers.requests[service, NUM_IDS] != ALL_NEURONS:
-            num_gates += buffers.requests[service, NUM_IDS]
-            is_chosen = True
-    layer_state[SUM_GATES] += num_gates if is_chosen else facts.ffn_size
+        num_gates = buffers.requests[service, NUM_IDS]
+        if num_gates == ALL_NEURONS:
+            num_gates = facts.num_neurons[layer_state[AT_LAYER], service]
+        layer_state[SUM_GATES] += num_gates

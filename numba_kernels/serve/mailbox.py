@@ -85,7 +85,7 @@ class SharedBuffers(NamedTuple):
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
-    ahead (`predictors.sign_team.stacked`)
+    ahead (`predictors.stacked`)
     """
 
     cells: np.ndarray

@@ -12,7 +12,8 @@ from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.inputs import LayerInputs
 from hotcold.predictors.fitting.layer_data import LayerData
 from hotcold.predictors.fitting.read_prices import ReadPrices
-from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality
+from hotcold.predictors.predictor_file import Predictors, Quality
+from hotcold.predictors.stacked import AnyLayer
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {

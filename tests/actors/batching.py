@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, Generation, SystemConfig
+from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.protocol.messages import (
+    PREDICTED_MODES,
+    THRESHOLD,
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+)
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.lowrank import LowRankLayer
@@ -29,25 +36,29 @@ def batching(
     checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
     """A driver of up to 8 requests at once on two services of two threads."""
-    kind = mode if mode in ("sign", "lowrank") else ""
     settings = {"num_slots": 8, "kv_positions": 8 * context} | options
     settings["has_down_norms"] = mode == THRESHOLD
     with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(
             str(checkpoint.path),
-            "exact" if kind else "dense" if mode == THRESHOLD else mode,
+            "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,
             context_length=context,
             kv_positions=system.kv_positions,
         )
-        driver = Driver(config, system.exchange)
-        if kind:
-            driver.engine.predictor = random_predictor(system, kind)
-        if mode == THRESHOLD:
-            driver.engine.thresholds = some_thresholds(system)
+        driver = Driver(config, system.exchange, system.topology)
+        driver.engine.mode = mode_of(system, mode)
         try:
             yield system, driver
         finally:
             driver.close()
+
+
+def mode_of(system: InProcessSystem, mode: str) -> StepMode:
+    """The mode of that name, with some thresholds or predictor."""
+    if mode == THRESHOLD:
+        return StepMode(mode, some_thresholds(system))
+    predictor = random_predictor(system, mode) if mode in PREDICTED_MODES else None
+    return step_mode(system.config, mode, predictor)
 
 
 def random_predictor(system: InProcessSystem, kind: str) -> NeuronPredictor:

@@ -122,8 +122,8 @@ def require_whole(system: StandInSystem, num_cpu_actors: int, hot: Sequence[np.n
     num_hot = [ids.size for ids in hot]
     assert [ids.tolist() for ids in held[0] or []] == [ids.tolist() for ids in hot if any(num_hot)]
     for engine in (driver.engine, driver._profiling):
-        assert engine.num_hot.tolist() == num_hot
-        assert engine._facts.services.size == 1 + num_cpu_actors
+        assert engine.topology is services.connection.topology
+        assert engine.topology.num_hot.tolist() == num_hot
     assert driver.telemetry(0.0).neurons.num_hot.sum(axis=1).tolist() == num_hot
     driver._queue.between_steps(lambda: require_pages(driver))
     names, owners = system.actor.neuron_owners()

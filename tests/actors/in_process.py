@@ -14,13 +14,15 @@ from hotcold.actors.attention.attention_service import load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.exchange.call_exchange import ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec, SystemConfig
-from hotcold.actors.setup.assignment import assign_neurons, hot_counts, require_partition
+from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.setup.assignment import assign_neurons, require_partition
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -112,6 +114,7 @@ class InProcessSystem:
         if self.specs is not None:
             self.num_services = len(self.specs) - 1
         require_partition(self.config, [self.hot_ids(), *self.layer_shards()])
+        self.topology = Topology(tuple(self.specs or [self.gpu_spec(), *self.cpu_specs()]))
         self.services: list[Service] = [self._gpu(), *self._cpus()]
         config = self.config
         self.layout = ArenaLayout(
@@ -151,25 +154,31 @@ class InProcessSystem:
 
     def gpu_spec(self) -> ServiceSpec:
         """What the attention service is to load."""
-        cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
         return ServiceSpec(
-            "gpu", 0, self.num_threads, self.system(), cache=cache, neuron_ids=self.hot_ids()
+            "gpu",
+            0,
+            self.num_threads,
+            self.system(),
+            cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
+            attention=range(self.config.num_layers),
+            has_head=True,
+            neuron_ids=self.hot_ids(),
         )
 
     def cpu_specs(self) -> list[ServiceSpec]:
         """What the CPU services are to load."""
         if self.specs is not None:
-            return [replace(spec, storage=None) for spec in self.specs[1:]]
+            return [replace(spec, storage=None) for spec in self.specs if spec.is_cpu_service]
         return [
             ServiceSpec(
-                f"cpu{index}",
-                index + 1,
+                f"cpu{i}",
+                1 + i,
                 self.num_threads,
                 self.system(),
                 neuron_ids=shard,
-                has_down_bias=index == 0,
+                has_down_bias=i == 0,
             )
-            for index, shard in enumerate(self.layer_shards())
+            for i, shard in enumerate(self.layer_shards())
         ]
 
     def system(self) -> SystemConfig:
@@ -211,7 +220,7 @@ class InProcessSystem:
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
         if self.specs is not None:
-            return [spec.neuron_ids or [] for spec in self.specs[1:]]
+            return [spec.neuron_ids or [] for spec in self.specs if spec.is_cpu_service]
         hot = self.hot_ids()
         if hot is None:
             return [[ids] * self.config.num_layers for ids in self.shards()]
@@ -225,8 +234,11 @@ class InProcessSystem:
     ) -> Engine:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
-        num_hot = hot_counts(self.config, self.layer_shards())
-        return Engine(self.config, embedding, self.exchange, mode, predictor, num_hot, thresholds)
+        if thresholds is None:
+            of_steps = step_mode(self.config, mode, predictor)
+        else:
+            of_steps = StepMode(mode, thresholds, predictor)
+        return Engine(self.config, embedding, self.exchange, self.topology, of_steps)
 
     def logits(
         self,

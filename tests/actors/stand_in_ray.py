@@ -26,6 +26,7 @@ from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     DONE,
@@ -256,9 +257,11 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
             host.on_request(services)
         return waited
 
-    def changed(recovering: RecoveringExchange, inner: Exchange, replace: Replace) -> None:
+    def changed(
+        recovering: RecoveringExchange, inner: Exchange, replace: Replace, topology: Topology
+    ) -> None:
         # Compiled code would ring the services by itself, and `on_request` hear of nothing.
-        change(recovering, inner, replace)
+        change(recovering, inner, replace, topology)
         recovering.request_state = NO_DOORBELLS
 
     with monkeypatch.context() as patch:

@@ -21,6 +21,7 @@ from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chu
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import chosen_by
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -149,22 +150,16 @@ def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
 @pytest.mark.parametrize("kind", ["sign", "lowrank"])
 def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
     with batching(tiny("llama-relu"), kind) as (system, driver):
-        predictor, buffers, layer = driver.engine.predictor, system.exchange.buffers, 1
+        predictor, buffers, layer = driver.engine.mode.predictor, system.exchange.buffers, 1
         assert predictor is not None
         x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
-        ids, token_masks = buffers.active_ids[1:], buffers.active_masks[1:]
 
         def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
             """The service and row of each neuron, token by token."""
-            counts = predictor.choose(layer, rows, ids, token_masks)
-            assert counts is not None
+            listed = chosen_by(predictor, buffers, layer, rows)
+            assert listed is not None
             return [
-                {
-                    (s, int(ids[s, i]))
-                    for s, count in enumerate(counts)
-                    for i in range(count)
-                    if len(rows) == 1 or token_masks[s, i] >> t & 1
-                }
+                {(s, i) for s, tokens in enumerate(listed) for i in tokens[t]}
                 for t in range(len(rows))
             ]
 
@@ -377,9 +372,9 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
             ticks += 1
             return ticks
 
-        def noted_step(ids, positions, slots, num_logits=1):
+        def noted_step(ids, positions, slots, num_logits=1, mode=None):
             order.append(sorted(slots))
-            return step(ids, positions, slots, num_logits)
+            return step(ids, positions, slots, num_logits, mode)
 
         def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
             if num_tokens >= MATRIX_TOKENS:
@@ -411,10 +406,10 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
         steps: list[list[int]] = []
         step, gate = driver.engine.step, threading.Event()
 
-        def noted(ids, positions, slots, num_logits=1):
+        def noted(ids, positions, slots, num_logits=1, mode=None):
             assert gate.wait(100)
             steps.append(list(slots))
-            return step(ids, positions, slots, num_logits)
+            return step(ids, positions, slots, num_logits, mode)
 
         driver.engine.step = noted  # type: ignore[method-assign]
         lengths = [1, 30, 3, 32, 2, 32, 32, 5]
@@ -563,10 +558,10 @@ def test_a_failed_step_ends_those_that_stood_in_it(tiny: Tiny) -> None:
     with batching(tiny("llama-gqa")) as (_, driver):
         step, fails = driver.engine.step, threading.Event()
 
-        def failing(ids, positions, slots, num_logits=1):
+        def failing(ids, positions, slots, num_logits=1, mode=None):
             if fails.is_set():
                 raise RequestError("the cpu0 service failed: once")
-            return step(ids, positions, slots, num_logits)
+            return step(ids, positions, slots, num_logits, mode)
 
         driver.engine.step = failing  # type: ignore[method-assign]
         running = [start(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]

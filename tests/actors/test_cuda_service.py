@@ -23,7 +23,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PRODUCT_THRESHOLD,
-    threshold_words,
 )
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess, a_third
@@ -158,7 +157,7 @@ def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     requests[:, OPERATION], requests[:, LAYER], requests[:, NUM_TOKENS] = operation, 0, num_tokens
     requests[:, NUM_IDS] = ALL_NEURONS
     thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
-    requests[:, thresholds] = threshold_words(engine.thresholds)[0]
+    requests[:, thresholds] = engine.mode.selector.thresholds[0]
     engine.exchange.request(range(requests.shape[0]))
 
 

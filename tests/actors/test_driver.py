@@ -29,7 +29,7 @@ def system(tiny: Callable[..., TinyCheckpoint]) -> Iterator[InProcessSystem]:
 @pytest.fixture
 def driver(system: InProcessSystem) -> Driver:
     config = SystemConfig(str(system.path), context_length=LONG, kv_dtype="float32")
-    return Driver(config, system.exchange)
+    return Driver(config, system.exchange, system.topology)
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData
-from hotcold.predictors.predictor_file import AnyLayer, Predictors, Quality, write_predictors
+from hotcold.predictors.predictor_file import Predictors, Quality, write_predictors
+from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -65,12 +66,11 @@ def test_fitted_predictors_through_the_driver(
     """A recall of 0.97 keeps near the dense model, with fewer neurons' gates than all."""
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, 2, 2) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
         settings = SystemConfig(
             str(checkpoint.path), kind, context_length=120, kv_dtype="float32",
             predictors_path=str(fitted[kind]),
         )  # fmt: skip
-        driver = Driver(settings, system.exchange, shards)
+        driver = Driver(settings, system.exchange, system.topology)
         scores = driver.score_window(checkpoint.ids.tolist(), 8, True)
         counts = scores.counts
         assert scores.predicts and counts is not None and scores.kld is not None
@@ -102,12 +102,11 @@ def test_the_faster_mode_is_taken(
         prompt_ids=checkpoint.ids[:10].tolist(),
     )
     with InProcessSystem(checkpoint.path) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
         settings = SystemConfig(
             str(checkpoint.path), "sign", context_length=120, kv_dtype="float32",
             predictors_path=str(fitted["sign"]), auto_mode=True,
         )  # fmt: skip
-        plain = Driver(replace(settings, mode="exact"), system.exchange, shards)
+        plain = Driver(replace(settings, mode="exact"), system.exchange, system.topology)
         *_, expected = plain.generate(request)
         plain.close()
         for faster in ("sign", "exact"):
@@ -121,7 +120,7 @@ def test_the_faster_mode_is_taken(
                 return ModeTrial(speeds)
 
             monkeypatch.setattr("hotcold.actors.driver.driver.compare_modes", trial)
-            driver = Driver(settings, system.exchange, shards)
+            driver = Driver(settings, system.exchange, system.topology)
             assert driver.choose_mode().fastest == faster
             *_, last = driver.generate(request)
             assert driver.telemetry().mode == faster
@@ -220,13 +219,12 @@ def test_a_driver_keeps_its_trial(
         "hotcold.actors.driver.driver.compare_modes", lambda *given: ModeTrial(next(speeds))
     )
     with InProcessSystem(Path(path)) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
         settings = SystemConfig(
             path, "sign", context_length=120, kv_dtype="float32",
             predictors_path=str(fitted["sign"]), auto_mode=True,
         )  # fmt: skip
         for is_kept in (False, True):
-            driver = Driver(settings, system.exchange, shards)
+            driver = Driver(settings, system.exchange, system.topology)
             trial = driver.choose_mode()
             assert (trial.fastest, trial.is_kept) == ("exact", is_kept)
             assert driver.telemetry().mode == "exact"
@@ -260,6 +258,5 @@ def test_the_driver_refuses_predictors_of_another_model(
     other = tiny("llama-gqa").path
     with InProcessSystem(other) as system:
         settings = SystemConfig(str(other), "sign", predictors_path=str(fitted["sign"]))
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
         with pytest.raises(ArtifactError, match="belongs to the model"):
-            Driver(settings, system.exchange, shards)
+            Driver(settings, system.exchange, system.topology)

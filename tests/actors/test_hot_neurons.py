@@ -12,8 +12,9 @@ import pytest
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import AuditedEngine
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import placement_choice
-from hotcold.actors.setup.assignment import hot_counts, hottest_neurons
+from hotcold.actors.setup.assignment import hottest_neurons
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import service_specs
@@ -106,8 +107,7 @@ def test_every_neuron_has_one_place(planned: SystemConfig, num_hot: int, num_cpu
     assert sum(ids.size for ids in hot or []) == (total if num_hot < 0 else num_hot)
     for layer, own in enumerate(hot or []):
         assert np.isin(own, planned_hot[layer]).all()
-    shards = [spec.neuron_ids or [] for spec in specs[1:]]
-    assert hot_counts(config, shards).tolist() == (
+    assert Topology(tuple(specs)).num_hot.tolist() == (
         [ids.size for ids in hot] if hot else [0] * config.num_layers
     )
 
@@ -120,8 +120,7 @@ def test_a_driver_adds_hot_neurons(planned: SystemConfig, tmp_path: Path) -> Non
     hot = specs[0].neuron_ids
     assert hot is not None
     with InProcessSystem(checkpoint.path, specs=specs) as running:
-        shards = [spec.neuron_ids or [] for spec in specs[1:]]
-        driver = Driver(planned, running.exchange, shards)
+        driver = Driver(planned, running.exchange, running.topology)
         try:
             sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
             prompt = checkpoint.ids[:10].tolist()

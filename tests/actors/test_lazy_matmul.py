@@ -171,7 +171,7 @@ def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
 
     with InProcessSystem(checkpoint.path, num_positions=128) as system:
         config = SystemConfig(str(checkpoint.path), context_length=128, kv_dtype="float32")
-        driver = Driver(config, system.exchange, prepare_matmul=prepare)
+        driver = Driver(config, system.exchange, system.topology, prepare)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
         def ids_after(prompt: list[int]) -> list[int]:
@@ -212,7 +212,7 @@ def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPat
     connection: Any = Connection.__new__(Connection)
     connection.names = ["gpu", "cpu0"]
     connection.handles = [handle(name) for name in connection.names]
-    connection.specs = [None, None]  # one a service
+    connection.topology = SimpleNamespace(services=[0, 1])
     connection.watch = ActorWatch(connection.names, connection.handles)
     connection.watch.starting = False
     connection.replacer = SimpleNamespace(prepares_prompts=False)

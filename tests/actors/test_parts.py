@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.driver.outputs import StopStrings
+from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
@@ -24,7 +25,20 @@ from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
+from hotcold.numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    ATTENTION,
+    DONE,
+    FFN,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    REQUEST,
+    STOP,
+    WEIGHS_BLOCKS,
+    cell,
+    read_selection,
+)
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -118,7 +132,7 @@ def test_neighbours_are_assigned_apart(
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, predictor_words=9)
+    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, num_blocks=2, predictor_words=9)
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
     buffers, others = layout.buffers(arena), layout.buffers(arena)
@@ -260,3 +274,21 @@ def test_the_affinity_thread_sees_the_end(
     service._ended.set()
     buffers.cells[bells[1]] = 5
     assert not await_work() and slept == [0]
+
+
+def test_calls_carry_weights_of_blocks_both_ways() -> None:
+    """Attention's service writes them, the FFN's services read them."""
+    layout = ArenaLayout(2, 4, 6, 9, 5, 1, 1, 1, num_blocks=3)
+    driver, service = (layout.buffers(layout.new_arena()) for _ in range(2))
+    weights = np.random.default_rng(0).random((2, 3), np.float32)
+    driver.requests[:, NUM_TOKENS] = service.requests[:, NUM_TOKENS] = 2
+    driver.requests[0, OPERATION] = service.requests[0, OPERATION] = ATTENTION
+    service.block_weights[:2] = weights
+    ServiceReply.read(service, 0).write(driver, 0)
+    np.testing.assert_array_equal(driver.block_weights[:2], weights)
+    service.block_weights[:] = 0
+    driver.requests[1, [OPERATION, NUM_IDS, WEIGHS_BLOCKS]] = FFN, ALL_NEURONS, 1
+    ServiceRequest.read(driver, 1).write(service, 1)
+    selection = read_selection(service, 1)
+    assert not selection.is_listed
+    np.testing.assert_array_equal(selection.block_weights, weights)

@@ -125,7 +125,7 @@ def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
         config, _ = prepare_system(model, OPTIONS)
         specs = service_specs(config, read_model(model))
         with InProcessSystem(model, specs=specs) as system:
-            driver = Driver(config, system.exchange, system.layer_shards())
+            driver = Driver(config, system.exchange, system.topology)
             ids = complete(driver, request).ids
             driver.close()
         return ids, [sum(map(len, spec.neuron_ids or [])) for spec in specs[1:]]

@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.serve.mailbox import NUM_IDS
-from hotcold.predictors.predictor import NeuronPredictor
-from tests.actors.batching import random_predictor
-from tests.actors.in_process import InProcessSystem
+from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, read_selection
+from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
+from hotcold.predictors.stacked import AnyLayer
+from tests.actors.batching import mode_of, random_predictor
+from tests.actors.in_process import InProcessSystem, PythonExchange
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import column_layer, constant_layer, linear_layer
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
 Tiny = Callable[..., TinyCheckpoint]
@@ -45,56 +49,31 @@ def layer_tensors(path: Path, config: ModelConfig, name: str) -> list[np.ndarray
     return [found[key].float().numpy() for key in layers]
 
 
-class Oracle:
-    """Knows who fires: the pre-activation itself, except of neurons that it keeps quiet."""
-
-    def __init__(self, gate: np.ndarray, bias: np.ndarray, quiet: np.ndarray) -> None:
-        self.gate, self.bias, self.quiet = gate, bias, quiet
-        self.num_neurons = gate.shape[0]
-        self.num_chosen: list[np.ndarray] = []
-
-    def arranged(self, neuron_ids: np.ndarray) -> Oracle:
-        """See LayerPredictor."""
-        return Oracle(self.gate[neuron_ids], self.bias[neuron_ids], self.quiet[neuron_ids])
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """See LayerPredictor."""
-        scores[:] = x @ self.gate.T + self.bias
-        scores[:, self.quiet] = -1
-        self.num_chosen.append((scores > 0).sum(axis=1))
-
-
-class Constant:
-    """Chooses the same neurons always."""
-
-    def __init__(self, chosen: np.ndarray) -> None:
-        self.chosen = chosen
-        self.num_neurons = chosen.size
-
-    def arranged(self, neuron_ids: np.ndarray) -> Constant:
-        """See LayerPredictor."""
-        return Constant(self.chosen[neuron_ids])
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """See LayerPredictor."""
-        scores[:] = np.where(self.chosen, 1, -1)
-
-
-def for_services(system: InProcessSystem, layers: Sequence[Oracle | Constant]) -> NeuronPredictor:
+def for_services(
+    system: InProcessSystem,
+    layers: Sequence[AnyLayer | None],
+    input_name: PredictorInput = "ffn_input",
+) -> NeuronPredictor:
     sizes = np.array([[ids.size for ids in system.shards()]] * system.config.num_layers)
-    return NeuronPredictor(layers, sizes, "ffn_input")
+    return NeuronPredictor(list(layers), sizes, input_name)
 
 
-def oracles(system: InProcessSystem, quiet: Sequence[int] = ()) -> list[Oracle]:
-    """One for each layer, in the order of the services' shards."""
+def oracles(system: InProcessSystem, quiet: Sequence[int] = ()) -> list[AnyLayer]:
+    """For each layer, in the order of the services' shards: the pre-activation itself.
+
+    Neurons `quiet` are kept quiet.
+    """
     order = np.concatenate(system.shards())
     name = NAMES[system.config.family][0]
     gates = layer_tensors(system.path, system.config, f"{name}.weight")
     biases = layer_tensors(system.path, system.config, f"{name}.bias")
     if not biases:
         biases = [np.zeros(system.config.ffn_size, np.float32)] * len(gates)
-    positions = np.flatnonzero(np.isin(order, quiet))
-    return [Oracle(g[order], b[order], positions) for g, b in zip(gates, biases, strict=True)]
+    is_quiet = np.isin(order, quiet)
+    return [
+        linear_layer(g[order], np.where(is_quiet, np.inf, -b[order]))
+        for g, b in zip(gates, biases, strict=True)
+    ]
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
@@ -108,27 +87,25 @@ def test_an_oracle_changes_nothing(
 ) -> None:
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, num_services, num_threads, copying=copying) as system:
-        for sizes in ([1], [KERNEL_TOKENS], [3, 1, 5]):
-            layers = oracles(system)
-            predictor = for_services(system, layers)
+        for sizes in ([KERNEL_TOKENS], [3, 1, 5], [1]):
+            predictor = for_services(system, oracles(system))
             found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
             assert_close(found, checkpoint.logits)
-            counts = np.concatenate([c for layer in layers for c in layer.num_chosen])
-            assert counts.size == 40 * system.config.num_layers
-            assert 0.2 < counts.mean() / system.config.ffn_size < 0.8
+        num_chosen = system.exchange.buffers.requests[1:, NUM_IDS].sum()
+        assert 0.2 < num_chosen / system.config.ffn_size < 0.8
         assert system.python_answers == []
 
 
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_walk_that_chooses_by_itself_computes_the_same_bits(tiny: Tiny, num_threads: int) -> None:
+def test_helpers_change_no_bit(tiny: Tiny, num_threads: int, kind: str) -> None:
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, 2, 1) as system:
-        predictor = random_predictor(system, "sign")
+        predictor = random_predictor(system, kind)
         sizes = [1, 5, KERNEL_TOKENS]
         expected = system.logits("exact", checkpoint.ids, sizes, predictor=predictor)
-        predictor.use_threads(system.exchange.buffers, 0, num_threads, KERNEL_TOKENS)
+        predictor.start_helpers(system.exchange.buffers, 0, num_threads)
         engine, first = system.engine("exact", predictor), 0
-        engine._choose = None  # type: ignore[assignment, method-assign]  # Python is not asked
         for count in sizes:
             ids = checkpoint.ids[first : first + count].tolist()
             places = range(first, first + len(ids))
@@ -137,6 +114,23 @@ def test_a_walk_that_chooses_by_itself_computes_the_same_bits(tiny: Tiny, num_th
             first += len(ids)
         predictor.close()
         assert engine.times.parts["predictor"] > 0
+
+
+def test_each_step_has_a_mode_of_its_own(tiny: Tiny) -> None:
+    """On one engine, in any order, as engines of one mode each."""
+    checkpoint, at = tiny("llama-relu"), 8
+    with InProcessSystem(checkpoint.path, 2, 2, has_down_norms=True) as system:
+        modes = [mode_of(system, name) for name in ("dense", "exact", "sign", "lowrank", THRESHOLD)]
+        ids = checkpoint.ids.tolist()
+        system.logits("dense", checkpoint.ids[:at], [at])
+        engine, alone = system.engine("dense"), {}
+        for mode in modes:
+            one = Engine(system.config, engine.embedding, system.exchange, system.topology, mode)
+            alone[mode.name] = one.step(ids[at : at + 1], [at], [0]).copy()
+        assert len({logits.tobytes() for logits in alone.values()}) >= 4  # exact may equal dense
+        for mode in [*modes, *modes[::2], *modes[::-1]]:
+            found = engine.step(ids[at : at + 1], [at], [0], mode=mode)
+            np.testing.assert_array_equal(found, alone[mode.name])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -190,28 +184,13 @@ def test_services_for_which_nothing_is_chosen(
         chosen = np.concatenate([np.full(ids.size, s not in idle) for s, ids in enumerate(shards)])
         quiet = [int(n) for s in idle for n in shards[s]]
         expected = silenced(tiny, variant, quiet, tmp_path / "m").logits
-        predictor = for_services(system, [Constant(chosen)] * system.config.num_layers)
+        layer = constant_layer(chosen, system.config.hidden_size)
+        predictor = for_services(system, [layer] * system.config.num_layers)
         for sizes in ([1], [3, 8]):
             found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
             assert_close(found, expected)
-        counts = system.exchange.buffers.requests[1:, NUM_IDS]
+        counts = system.exchange.buffers.requests[system.topology.cpu_services, NUM_IDS]
         assert counts.tolist() == [0 if s in idle else shards[s].size for s in range(3)]
-
-
-class Fickle:
-    """Chooses other neurons for each token, by the signs of the input's numbers."""
-
-    def __init__(self, columns: np.ndarray) -> None:
-        self.columns = columns
-        self.num_neurons = columns.size
-
-    def arranged(self, neuron_ids: np.ndarray) -> Fickle:
-        """See LayerPredictor."""
-        return Fickle(self.columns[neuron_ids])
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        """See LayerPredictor."""
-        scores[:] = x[:, self.columns]
 
 
 @pytest.mark.parametrize("copying", [False, True], ids=["arena", "copying"])
@@ -223,9 +202,9 @@ def test_a_step_of_many_tokens_is_as_single_steps(
     checkpoint = tiny("opt-prenorm")
     with InProcessSystem(checkpoint.path, num_services, 2, copying=copying) as system:
         order, config = np.concatenate(system.shards()), system.config
-        layers = [Fickle((order * 7 + i) % config.hidden_size) for i in range(config.num_layers)]
-        sizes = np.array([[ids.size for ids in system.shards()]] * config.num_layers)
-        predictor = NeuronPredictor(layers, sizes, "ffn_input")
+        width = config.hidden_size
+        layers = [column_layer((order * 7 + i) % width, width) for i in range(config.num_layers)]
+        predictor = for_services(system, layers)
         single = system.logits("sign", checkpoint.ids, [1], predictor=predictor)
         assert np.abs(single - checkpoint.logits).max() > 0.1 * np.abs(single).max()
         for steps in ([KERNEL_TOKENS], [2, 7, 1]):
@@ -238,7 +217,7 @@ def test_long_prompts_run_dense(tiny: Tiny, num_tokens: int) -> None:
     """A predictor that chooses nothing is not asked there."""
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, 2, 1) as system:
-        nothing = Constant(np.zeros(system.config.ffn_size, bool))
+        nothing = constant_layer(np.zeros(system.config.ffn_size, bool), system.config.hidden_size)
         predictor = for_services(system, [nothing] * system.config.num_layers)
         ids = checkpoint.ids[:num_tokens]
         found = system.logits("sign", ids, [num_tokens], predictor=predictor)
@@ -247,29 +226,51 @@ def test_long_prompts_run_dense(tiny: Tiny, num_tokens: int) -> None:
         assert np.abs(short - found).max() > 0.1 * np.abs(found).max()
 
 
+class Recording(PythonExchange):
+    """Keeps which rows service 1 was asked for last in a list, for each token."""
+
+    listed: list[list[int]]
+
+    def request(self, services: Sequence[int]) -> int:
+        """See Exchange."""
+        if 1 in services and self.buffers.requests[1, NUM_IDS] != ALL_NEURONS:
+            selection, tokens = read_selection(self.buffers, 1), range(SHORT)
+            wanted = [selection.token_masks >> np.uint32(t) & np.uint32(1) > 0 for t in tokens]
+            self.listed = [selection.ids[each].tolist() for each in wanted]
+        return super().request(services)
+
+
+SHORT = 6  # tokens
+
+
 @pytest.mark.parametrize("variant", ["llama-relu", "falcon-relu"])
 @pytest.mark.parametrize("input_name", ["ffn_input", "residual"])
-def test_what_the_predictor_is_given(tiny: Tiny, variant: str, input_name: str) -> None:
-    """The FFN's input, or the stream before its norm; in parallel layers that is the layer's."""
-    checkpoint, given = tiny(variant), []
+def test_what_the_predictor_is_given(tiny: Tiny, variant: str, input_name: PredictorInput) -> None:
+    """The FFN's input, or the stream before its norm; in parallel layers that is the layer's.
 
-    class Spy(Constant):
-        def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-            given.append(x.copy())
-            super().score(x, scores)
-
-    with InProcessSystem(checkpoint.path) as system:
-        spy = Spy(np.ones(system.config.ffn_size, bool))
-        predictor = for_services(system, [spy] * system.config.num_layers)
-        predictor.input_name = input_name  # type: ignore[assignment]
-        assert_close(
-            system.logits("sign", checkpoint.ids[:6], [6], predictor=predictor),
-            checkpoint.logits[:6],
-        )
+    Of one layer at a time, whose neurons are chosen by signs of the input's numbers.
+    """
+    checkpoint = tiny(variant)
     expected = ffn_inputs(checkpoint, input_name)
-    assert len(given) == len(expected)
-    for found, wanted in zip(given, expected, strict=True):
-        assert_close(found, wanted[:6])
+    with InProcessSystem(checkpoint.path) as system:
+        config, width = system.config, system.config.hidden_size
+        recording = Recording(system.exchange)
+        system.exchange = recording
+        assert config.ffn_size >= width
+        columns = np.arange(config.ffn_size) % width
+        for at in range(config.num_layers):
+            layers: list[AnyLayer | None] = [None] * config.num_layers
+            layers[at] = column_layer(columns, width)
+            predictor = for_services(system, layers, input_name)
+            system.logits("sign", checkpoint.ids[:SHORT], [SHORT], predictor=predictor)
+            numbers = expected[at][:SHORT, columns]
+            is_clear = np.abs(numbers) > 1e-4 * np.abs(numbers).max()
+            found = np.zeros(numbers.shape, bool)
+            for t, listed in enumerate(recording.listed):
+                found[t, listed] = True
+            assert is_clear.mean() > 0.9
+            np.testing.assert_array_equal(found[is_clear], (numbers > 0)[is_clear])
+        system.exchange = recording.inner
 
 
 def ffn_inputs(checkpoint: TinyCheckpoint, input_name: str) -> list[np.ndarray]:

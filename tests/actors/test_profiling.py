@@ -54,7 +54,7 @@ def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callab
             str(path), num_cpu_actors=2, num_threads=4, context_length=POSITIONS, kv_dtype="float32"
         )
         specs = service_specs(config, system.config)[1:]
-        driver = Driver(config, system.exchange)
+        driver = Driver(config, system.exchange, system.topology)
         yield (
             driver,
             lambda: counts_by_neuron(system.config, specs, fired(system.services[1:])),

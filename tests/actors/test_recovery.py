@@ -27,7 +27,14 @@ from hotcold.actors.protocol.failures import (
     NotFiniteError,
     ServiceLost,
 )
-from hotcold.actors.protocol.messages import THRESHOLD, Generation, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import (
+    THRESHOLD,
+    Generation,
+    ServicePart,
+    ServiceSpec,
+    SystemConfig,
+)
+from hotcold.actors.protocol.topology import Topology
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
@@ -46,13 +53,16 @@ from hotcold.numba_kernels.serve.mailbox import (
 from tests.actors.batching import (
     CONTEXT,
     complete,
-    random_predictor,
+    mode_of,
     random_request,
-    some_thresholds,
     start,
 )
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+
+TOPOLOGY = Topology(
+    (ServicePart("gpu", attention=range(1), has_head=True), *map(ServicePart, ("cpu0", "cpu1")))
+)
 
 Tiny = Callable[..., TinyCheckpoint]
 
@@ -130,17 +140,15 @@ def recovering(
         system.exchange.request_state[TIMEOUT_NS] = 0
         system.watch.max_polls = 10**9
         faulty, emptying = Faulty(system.exchange, rings), Emptying(system)
-        exchange = RecoveringExchange(faulty, emptying.replace, policy)
-        plain = {"sign": "exact", THRESHOLD: "dense"}.get(mode, mode)
+        exchange = RecoveringExchange(faulty, emptying.replace, system.topology, policy)
+        plain = {"sign": "exact", "lowrank": "exact", THRESHOLD: "dense"}.get(mode, mode)
         config = SystemConfig(
             str(checkpoint.path), plain, context_length=CONTEXT, kv_positions=8 * CONTEXT
         )
-        driver = Driver(config, exchange)
-        if mode == "sign":
-            driver.engine.predictor = random_predictor(system, mode)
-            driver.engine.predictor.use_threads(system.exchange.buffers, 0, 2, 32)
-        if mode == THRESHOLD:
-            driver.engine.thresholds = some_thresholds(system)
+        driver = Driver(config, exchange, system.topology)
+        driver.engine.mode = mode_of(system, mode)
+        if driver.engine.mode.predictor is not None:
+            driver.engine.mode.predictor.start_helpers(system.exchange.buffers, 0, 2)
         exchange.start()
         try:
             yield driver, faulty, emptying
@@ -154,7 +162,7 @@ def recovering(
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),
     [(mode, 61, False) for mode in ("dense", "exact", "sign", THRESHOLD)]
-    + [("exact", 29, True), ("sign", 29, True)],
+    + [(mode, 29, True) for mode in ("exact", "sign", "lowrank")],
 )
 def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str, every: int, rings: bool) -> None:
     """Greedy and drawn, long prompts and short: services die and answer NaN."""
@@ -232,7 +240,7 @@ def test_who_watches_meanwhile_is_not_forgotten() -> None:
             requests[service, OPERATION] = PING  # it is tried out
             requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
 
-    recovering = RecoveringExchange(exchange, Watched().replace)
+    recovering = RecoveringExchange(exchange, Watched().replace, TOPOLOGY)
     recovering.start()
     recovering.request([1, 2])
     np.testing.assert_array_equal(requests, expected)
@@ -277,20 +285,24 @@ def test_no_reply_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_replaced_and_what_is_told() -> None:
     no_memory = AnswerFailed(1, "the cpu0 service failed: MemoryError: no room")
     replacer = Counting()
-    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer.replace)
+    exchange = RecoveringExchange(
+        Fails(ServiceLost(2, "died"), no_memory), replacer.replace, TOPOLOGY
+    )
     with pytest.raises(ServiceLost):  # while it starts
         exchange.request([1, 2])
-    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer.replace)
+    exchange = RecoveringExchange(
+        Fails(ServiceLost(2, "died"), no_memory), replacer.replace, TOPOLOGY
+    )
     exchange.start()
     assert exchange.request([1, 2]) > 0
     assert replacer.replaced == [2, 1]
     for errors in ([no_memory, no_memory], [AnswerFailed(1, "ValueError: no such operation")]):
-        exchange = RecoveringExchange(Fails(*errors), replacer.replace)
+        exchange = RecoveringExchange(Fails(*errors), replacer.replace, TOPOLOGY)
         exchange.start()
         with pytest.raises(AnswerFailed):
             exchange.request([1])
     assert replacer.replaced == [2, 1, 1]
-    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer.replace)
+    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer.replace, TOPOLOGY)
     exchange.start()
     with pytest.raises(CacheLost):
         exchange.request([0])
@@ -388,7 +400,7 @@ def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
             policy.recovered()
 
     replacer = Slow()
-    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer.replace, policy)
+    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer.replace, TOPOLOGY, policy)
     exchange.start()
     with pytest.raises(CacheLost):
         exchange.request([0])

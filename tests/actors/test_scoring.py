@@ -16,6 +16,7 @@ from scipy.special import log_softmax
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
+from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.assignment import assign_neurons
@@ -25,8 +26,10 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
 from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import column_layer
 from tests.tiny_models import VOCAB_SIZE
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -109,30 +112,19 @@ def test_exact_mode_computes_what_fires(llama: InProcessSystem) -> None:
     assert found.num_fired.min() > 0
 
 
-class Chooser:
-    """Expects neuron n to fire where a number of the input, another one a layer, is not small."""
-
-    def __init__(self, layer: int, neuron_ids: np.ndarray) -> None:
-        self.layer, self.neuron_ids = layer, neuron_ids
-        self.num_neurons = len(neuron_ids)
-
-    def arranged(self, neuron_ids: np.ndarray) -> Chooser:
-        return Chooser(self.layer, self.neuron_ids[neuron_ids])
-
-    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
-        scores[:] = chooser_scores(self.layer, x)[:, self.neuron_ids]
-
-
 FFN_SIZE, ALL_LAYER = 88, 1  # of llama-relu; layer 1 has no predictor
 
 
-def chooser_scores(layer: int, x: np.ndarray) -> np.ndarray:
-    columns = (np.arange(FFN_SIZE) * 7 + layer) % x.shape[1]
-    return x[:, columns] + np.float32(0.4 * layer)
-
-
 def chosen_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
-    return None if layer == ALL_LAYER else chooser_scores(layer, x) > 0
+    """A neuron is, where a number of the input, another one a layer, is not small."""
+    if layer == ALL_LAYER:
+        return None
+    return x[:, columns_of(np.arange(FFN_SIZE), layer, x.shape[1])] + np.float32(0.4 * layer) > 0
+
+
+def columns_of(neuron_ids: np.ndarray, layer: int, width: int) -> np.ndarray:
+    columns: np.ndarray = (neuron_ids * 7 + layer) % width
+    return columns
 
 
 def all_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
@@ -178,13 +170,19 @@ def predicting_engine(system: InProcessSystem) -> Engine:
     config = system.config
     shards = assign_neurons(config.ffn_size, [NUM_THREADS] * NUM_SERVICES)
     order = np.concatenate(shards)
-    layers = [
-        None if layer == ALL_LAYER else Chooser(layer, order) for layer in range(config.num_layers)
+    layers: list[AnyLayer | None] = [
+        None
+        if layer == ALL_LAYER
+        else column_layer(
+            columns_of(order, layer, config.hidden_size), config.hidden_size, 0.4 * layer
+        )
+        for layer in range(config.num_layers)
     ]
     sizes = np.array([[len(ids) for ids in shards]] * config.num_layers)
     embedding = load_embedding(Checkpoint(system.path), config)
     predictor = NeuronPredictor(layers, sizes, "ffn_input")
-    return Engine(config, embedding, system.exchange, "sign", predictor)
+    mode = step_mode(config, "sign", predictor)
+    return Engine(config, embedding, system.exchange, system.topology, mode)
 
 
 def test_recall_and_precision_equal_a_count_neuron_by_neuron(llama: InProcessSystem) -> None:
@@ -293,7 +291,7 @@ def test_the_check_before_each_step_can_end_a_window(llama: InProcessSystem) -> 
 
 def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver = Driver(config, llama.exchange)
+    driver = Driver(config, llama.exchange, llama.topology)
     expected = score_window(llama.engine("exact"), WINDOWS[0], FIRST, True)
     found = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(found.nll, expected.nll)
@@ -320,7 +318,7 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
 
 def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, request = Driver(config, llama.exchange), llama.exchange.request
+    driver, request = Driver(config, llama.exchange, llama.topology), llama.exchange.request
     requested, closing = threading.Event(), threading.Event()
     num_asked, outcome = 0, []
 

@@ -22,7 +22,6 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from hotcold.actors.protocol.offloaded_neurons import ALONE, NeuronStorage, OffloadedShare
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.bundles import direct_io
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
@@ -56,8 +55,9 @@ from hotcold.predictors.predictor_file import Predictors, read_predictors, write
 from hotcold.predictors.read_ahead import words_to_read_ahead
 from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_predicted_modes import Constant, for_services, layer_tensors, oracles
+from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import constant_layer
 from tests.quantized_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -98,7 +98,7 @@ class StoredSystem(InProcessSystem):
         checkpoint = Checkpoint(self.path)
         geometry = BundleGeometry.of(stored_config(checkpoint, self.config, self.weight_dtype))
         file = self.path / "hotcold" / geometry.file_name
-        sizes = np.array([[ids.size for ids in shard] for shard in self.layer_shards()])
+        sizes = self.topology.num_neurons.T[self.topology.cpu_services]
         if self.shares_bits:
             self.predictor_words = words_to_read_ahead(self._predictors())
         specs = [replace(one, storage=NeuronStorage(str(file), 0, 0)) for one in self.cpu_specs()]
@@ -135,8 +135,9 @@ class StoredSystem(InProcessSystem):
     @contextmanager
     def sign_predictor(self) -> Iterator[NeuronPredictor]:
         """As a driver has it, with threads that score."""
-        predictor = self._predictors().arranged(self.layer_shards())
-        predictor.use_threads(self.exchange.buffers, 0, self.num_threads, KERNEL_TOKENS)
+        bits = self.exchange.buffers.predictor_bits
+        predictor = self._predictors().arranged(self.layer_shards(), bits)
+        predictor.start_helpers(self.exchange.buffers, 0, self.num_threads)
         yield predictor
         predictor.close()
 
@@ -146,7 +147,7 @@ class StoredSystem(InProcessSystem):
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
-        return int(self.exchange.buffers.replies[1:, word].sum())
+        return int(self.exchange.buffers.replies[self.topology.cpu_services, word].sum())
 
 
 def answers(system: InProcessSystem, modes: Sequence[str]) -> Iterator[np.ndarray]:
@@ -248,7 +249,8 @@ def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire
     for reads_whole in (True, False):
         store: dict[str, Any] = {"reads_whole": reads_whole, "left_out": {"forgets": True}}
         with StoredSystem(path, 1, 2, more_slots=40, **store) as stored:
-            every = [Constant(np.ones(stored.config.ffn_size, bool))] * stored.config.num_layers
+            chosen = np.ones(stored.config.ffn_size, bool)
+            every = [constant_layer(chosen, stored.config.hidden_size)] * stored.config.num_layers
             stored.logits("sign", IDS, [1], predictor=for_services(stored, every))
             num_reads.append(stored.counted(PARTS_MISSED))
     whole, parts = num_reads

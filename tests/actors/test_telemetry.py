@@ -15,7 +15,8 @@ from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.replacement import OwnPlace
 from hotcold.actors.processes.service_actor import ServiceActor
-from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import GenerateRequest, ServicePart, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
@@ -45,8 +46,7 @@ def buckets_of(ids: np.ndarray, ffn_size: int) -> np.ndarray:
 
 
 def watch_of(system: InProcessSystem) -> NeuronWatch:
-    shards = [[ids] * system.config.num_layers for ids in system.shards()]
-    return NeuronWatch(system.config, system.exchange.buffers, shards)
+    return NeuronWatch(system.config, system.exchange.buffers, system.topology)
 
 
 def until_unwatched(watch: NeuronWatch) -> None:
@@ -184,7 +184,10 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
     with InProcessSystem(tiny("llama-relu").path, num_services=2) as system:
         monkeypatch.setattr(ray, "get", lambda ref: system.arena)
         config = SystemConfig("m", num_cpu_actors=2, hosts=("a", "b"))
-        specs = [ServiceSpec(one.name, one.index, 1, config) for one in system.services]
+        specs = [
+            ServiceSpec(**vars(part) | {"system": config, "num_threads": 1})
+            for part in system.topology.parts
+        ]
         actors = [ServiceActor(spec) for spec in specs]
         for actor, service in zip(actors, system.services, strict=True):
             actor._service = SimpleNamespace(  # type: ignore[assignment]
@@ -205,7 +208,7 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
         monkeypatch.setattr(
             "hotcold.actors.setup.connection.await_each", lambda calls, watch: calls
         )
-        connection.attach(connection.services)
+        connection.attach(connection.topology.services)
         system.exchange.buffers.counted_steps[:] = 7
         found = [actor.vitals() for actor in actors]
     assert [vitals.steps is not None for vitals in found] == [False, False, True]
@@ -221,8 +224,7 @@ def test_a_driver_tells_what_its_steps_computed(
     )  # steps may wait for a compiler
     config = SystemConfig(str(tiny("llama-relu").path), mode=mode, context_length=128, max_batch=2)
     with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
-        driver = Driver(config, system.exchange, shards)
+        driver = Driver(config, system.exchange, system.topology)
         try:
             assert driver.telemetry(600).speed.tokens_per_s == 0
             sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -245,8 +247,10 @@ def test_a_driver_tells_what_its_steps_computed(
 def test_neurons_that_no_cpu_service_holds_are_hot(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
         size, layers = system.config.ffn_size, system.config.num_layers
-        cold = [np.arange(30, size, dtype=np.int32)] * layers
-        found = NeuronWatch(system.config, system.exchange.buffers, [cold]).read()
+        hot, cold = ([np.arange(*span, dtype=np.int32)] * layers for span in ((0, 30), (30, size)))
+        gpu = ServicePart("gpu", attention=range(layers), has_head=True, neuron_ids=hot)
+        topology = Topology((gpu, ServicePart("cpu0", neuron_ids=cold)))
+        found = NeuronWatch(system.config, system.exchange.buffers, topology).read()
     np.testing.assert_array_equal(found.num_hot[0], buckets_of(np.arange(30), size))
 
 

@@ -180,7 +180,7 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
             str(path), THRESHOLD, context_length=120, kv_positions=8 * 120,
             thresholds_path=str(file), has_down_norms=True,
         )  # fmt: skip
-        driver = Driver(config, system.exchange)
+        driver = Driver(config, system.exchange, system.topology)
         alone = [complete(driver, request).ids for request in requests]
         running = [start(driver, request) for request in requests]
         assert [one.end().ids for one in running] == alone
@@ -188,6 +188,7 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
         dense = Driver(
             SystemConfig(str(path), "dense", context_length=120, kv_positions=8 * 120),
             system.exchange,
+            system.topology,
         )
         assert [complete(dense, request).ids for request in requests] != alone
         dense.close()

@@ -18,6 +18,7 @@ import ray
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import host_files
 from hotcold.actors.setup.connection import node_ids, service_nodes
 from hotcold.actors.setup.host_files import require_same_model, weight_bytes
@@ -88,14 +89,19 @@ def test_the_same_tokens_when_services_are_lost(
     assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
 
 
-def test_services_are_assigned_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_are_assigned_to_hosts(
+    tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [
         {"NodeManagerAddress": f"10.0.0.{i}", "NodeID": f"id{i}", "Alive": i < 4} for i in range(5)
     ]
     monkeypatch.setattr(ray, "nodes", lambda: found)
-    system = SystemConfig("m", num_cpu_actors=4, hosts=("10.0.0.3", "10.0.0.1"))
-    assert service_nodes(system, "own") == ["id3", "id3", "id1", "id3", "id1"]
-    assert service_nodes(SystemConfig("m", num_cpu_actors=2), "own") == ["own"] * 3
+    path, hosts = tiny("llama-relu").path, ("10.0.0.3", "10.0.0.1")
+    config, system = read_config(path), SystemConfig(str(path), num_cpu_actors=4)
+    specs = service_specs(replace(system, hosts=hosts), config)
+    assert service_nodes(specs, hosts, "own") == ["id3", "id3", "id1", "id3", "id1"]
+    assert [Topology(tuple(specs)).on_host(host) for host in hosts] == [[1, 3], [2, 4]]
+    assert service_nodes(service_specs(system, config), (), "own") == ["own"] * 5
     for address in ("10.0.0.4", "10.0.0.9"):
         with pytest.raises(UsageError, match=f"no Ray node is at {address}, there are") as caught:
             node_ids(["10.0.0.3", address])

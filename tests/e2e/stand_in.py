@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
@@ -74,7 +75,7 @@ class StandIn:
     def neuron_owners(self) -> Any:
         """See `actors.setup.assignment`."""
         config = read_config(DEMO_DIRECTORY)
-        return neuron_owners(config, service_specs(self.describe(), config))
+        return neuron_owners(config, Topology(tuple(service_specs(self.describe(), config))))
 
     def telemetry(self, *_: Any) -> Telemetry:
         """The demo model's shape; the same neurons at every token."""

@@ -25,7 +25,7 @@ def test_greedy_tokens_equal_transformers(
     with InProcessSystem(checkpoint.path, num_services=2) as system:
         for mode in ("dense", "exact"):
             config = SystemConfig(str(checkpoint.path), mode, context_length=128)
-            driver = Driver(config, system.exchange)
+            driver = Driver(config, system.exchange, system.topology)
             *_, last = driver.generate(request)
             driver.close()
             assert last.result is not None

@@ -18,10 +18,10 @@ from hotcold.numba_kernels.serve.layer_loop import (
     LayerFacts,
     begin_layers,
     new_layer_state,
+    requested_services,
     run_layers,
 )
 from hotcold.numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
     ATTENTION,
     BUSY_NS,
     DONE,
@@ -32,7 +32,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     NO_DOORBELLS,
     NUM_COMPUTED,
     NUM_DONE,
-    NUM_IDS,
     NUM_TOKENS,
     NUM_UP,
     NUMBER,
@@ -49,12 +48,18 @@ from hotcold.numba_kernels.serve.mailbox import (
     send_requests,
     threshold_words,
 )
-from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
+from hotcold.numba_kernels.serve.predict_team import MIXED
+from hotcold.numba_kernels.serve.selector import Selector
+from hotcold.predictors.predictor import no_predictor
 
-LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
+LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 4
 LONG = 120_000_000_000
-NUM_HOT = np.array([0, 4, 0])  # the attention service holds neurons of layer 1
+# Services 0 and 3 have attention, 3 of the last layer alone; 3 and, of layer 1, 0 have hot neurons.
+ATTENTION_OF, CPUS = (0, 0, 3), [1, 2]
+NUM_NEURONS = np.array([[0, 14, 16, 0], [4, 12, 14, 0], [0, 11, 13, 6]])
+FFN_OF = ([1, 2], [0, 1, 2], [3, 1, 2])
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
+EVERYTHING = no_predictor(LAYERS).selector(threshold_words(THRESHOLDS))
 
 
 def new_buffers() -> SharedBuffers:
@@ -78,17 +83,19 @@ class Model:
         self.norm_weight = random.standard_normal(shape).astype(np.float32)
         self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
         self.layer_state = new_layer_state()
+        ffn_of = np.array([[*row, *[0] * (SERVICES - len(row))] for row in FFN_OF])
         self.facts = LayerFacts(
-            threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
-            np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
+            np.array(ATTENTION_OF), ffn_of, np.array([len(row) for row in FFN_OF]), NUM_NEURONS,
+            np.array(CPUS), self.norm_weight, 0, np.float32(1e-5),
+            np.float32(0.5 if self.norm else 1), MIXED,
         )  # fmt: skip
 
-    def begin(self, predicts: int = layer_loop.NOBODY, own_ffn: bool = False) -> None:
+    def begin(self, own_ffn: bool = False) -> None:
         self.buffers.hidden[:] = self.first
-        begin_layers(self.layer_state, range(LAYERS), TOKENS, predicts, own_ffn)
+        begin_layers(self.layer_state, range(LAYERS), TOKENS, own_ffn)
 
-    def run(self, request_state: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
-        return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, team))
+    def run(self, request_state: np.ndarray, selector: Selector = EVERYTHING) -> int:
+        return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, selector))
 
     def answer(self, service: int) -> None:
         """Reply as a service does, by its request words."""
@@ -104,11 +111,14 @@ class Model:
         else:
             buffers.partials[service] = buffers.ffn_input * self.ffn[service, layer]
             reply[NUM_COMPUTED], reply[NUM_UP] = 10 + service, 20 + service
-        reply[BUSY_NS] = (1000, 3000, 2000)[service]
+        reply[BUSY_NS] = (1000, 3000, 2000, 1000)[service]
+
+    def requested(self) -> np.ndarray:
+        found: np.ndarray = requested_services(self.layer_state, self.facts)
+        return found
 
     def answer_all(self) -> None:
-        services = range(self.layer_state[layer_loop.FIRST], self.layer_state[layer_loop.END])
-        for service in services:
+        for service in self.requested().tolist():
             self.answer(service)
         self.layer_state[layer_loop.REQUEST_WAITED_NS] += 5000
 
@@ -118,8 +128,7 @@ class Model:
         for layer in range(LAYERS):
             mixed = hidden * self.attention[layer]
             ffn_input = mixed + np.float32(1)
-            first = 0 if NUM_HOT[layer] else 1
-            partials = [ffn_input * self.ffn[s, layer] for s in range(first, SERVICES)]
+            partials = [ffn_input * self.ffn[s, layer] for s in FFN_OF[layer]]
             if self.norm:
                 total = sum(partials[1:], start=partials[0]).astype(np.float64)
                 scale = 1 / np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5)
@@ -159,7 +168,13 @@ def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
     assert not any(thread.is_alive() for thread in running)
 
 
-LAYER_1 = [(0, ATTENTION, 1), (0, FFN, 1), (1, FFN, 1), (2, FFN, 1)]  # which has hot neurons
+SENT = [
+    (service, operation, layer)
+    for layer in range(LAYERS)
+    for operation, services in ((ATTENTION, [ATTENTION_OF[layer]]), (FFN, FFN_OF[layer]))
+    for service in services
+]
+NUM_COMPUTED_IN_ALL = LAYERS * (11 + 12) + 10 + 13
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -171,8 +186,7 @@ def test_python_sends_the_requests(norm: bool) -> None:
         model.answer_all()
     rtol = 1e-5 if norm else 0
     np.testing.assert_allclose(model.buffers.hidden, model.expected(), rtol)
-    plain = [[(0, ATTENTION, at), (1, FFN, at), (2, FFN, at)] for at in (0, 2)]
-    assert model.sent == [*plain[0], *LAYER_1, *plain[1]]
+    assert model.sent == SENT
     layer_state = model.layer_state
     assert layer_state[layer_loop.ATTENTION_BUSY_NS] == LAYERS * 1000
     assert layer_state[layer_loop.FFN_BUSY_NS] == LAYERS * 3000
@@ -181,8 +195,8 @@ def test_python_sends_the_requests(norm: bool) -> None:
         == layer_state[layer_loop.FFN_WAITED_NS]
         == 15000
     )
-    assert layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
-    assert layer_state[layer_loop.SUM_UPS] == LAYERS * (21 + 22) + 20
+    assert layer_state[layer_loop.SUM_COMPUTED] == NUM_COMPUTED_IN_ALL
+    assert layer_state[layer_loop.SUM_UPS] == LAYERS * (21 + 22) + 20 + 23
     assert layer_state[layer_loop.SUM_GATES] == LAYERS * 30
 
 
@@ -200,14 +214,12 @@ def test_by_doorbells_the_same(timeout_ns: int) -> None:
         model.begin()
         while reason := model.run(request_state):
             assert reason == layer_loop.RESUME and not timeout_ns
-            services = np.arange(
-                model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END]
-            )
+            services = model.requested()
             assert request_state[NUM_DONE] < services.size
             await_all(cells, services, request_state[NUM_DONE], request_state[NUMBER], LONG)
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
-    assert model.layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
-    assert sorted(model.sent[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
+    assert model.layer_state[layer_loop.SUM_COMPUTED] == NUM_COMPUTED_IN_ALL
+    assert sorted(model.sent[-4:]) == sorted(SENT[-4:])
     assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
 
 
@@ -223,48 +235,27 @@ def test_a_failed_service_is_reported_at_once() -> None:
         model.begin()
         request_state = new_request_state(2, LONG)
         assert model.run(request_state) == layer_loop.RESUME
-        assert request_state[NUM_DONE] == SERVICES
+        assert request_state[NUM_DONE] == len(FFN_OF[1])
         assert model.layer_state[layer_loop.AT_LAYER] == 1
         model.buffers.replies[:, STATUS] = 0
         assert model.run(request_state) == layer_loop.DONE
     np.testing.assert_array_equal(model.buffers.hidden, model.expected())
 
 
-def test_the_loop_yields_to_a_predictor_before_and_after_attention() -> None:
-    model, reasons = Model(), []
-    model.begin(predicts=layer_loop.IN_PYTHON)
-    while reason := model.run(NO_DOORBELLS):
-        reasons.append(reason)
-        if reason == layer_loop.SEND_REQUESTS:
-            model.answer_all()
-        elif reason == layer_loop.CHOOSE:
-            requests = model.buffers.requests[1:]
-            assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
-            if model.layer_state[layer_loop.AT_LAYER]:
-                requests[:, NUM_IDS] = 5, 6
-    layer = [
-        layer_loop.ANNOUNCE,
-        layer_loop.SEND_REQUESTS,
-        layer_loop.CHOOSE,
-        layer_loop.SEND_REQUESTS,
-    ]
-    assert reasons == layer * LAYERS
-    assert model.layer_state[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
-
-
 def test_python_may_compute_the_ffn() -> None:
-    """It also sets the services whose partial outputs are added, and counts by itself."""
+    """It also says whose partial outputs are added, and counts by itself."""
     model, num_layers = Model(), 0
     model.begin(own_ffn=True)
     while reason := model.run(NO_DOORBELLS):
         if reason == layer_loop.SEND_REQUESTS:
-            assert model.layer_state[layer_loop.END] == 1
+            assert model.requested().tolist() == [ATTENTION_OF[num_layers]]
             model.answer_all()
             continue
         assert reason == layer_loop.COMPUTE
+        model.layer_state[layer_loop.REQUESTED] = ATTENTION
+        model.buffers.partials[:] = np.nan
+        model.buffers.partials[ATTENTION_OF[num_layers]] = 2
         num_layers += 1
-        model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END] = 0, 1
-        model.buffers.partials[0], model.buffers.partials[1:] = 2, np.nan
         before = model.buffers.mixed + np.float32(2)
     assert num_layers == LAYERS
     np.testing.assert_array_equal(model.buffers.hidden, before)

@@ -1,4 +1,4 @@
-"""The layer loop with a predictor team: it lists neurons in compiled code, as Python would."""
+"""The layer loop with predictors and a router: what each service is asked for, in compiled code."""
 
 from __future__ import annotations
 
@@ -9,49 +9,91 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve import layer_loop
-from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST, begin_layers
+from hotcold.numba_kernels.serve.layer_loop import AT_LAYER
 from hotcold.numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
+    ATTENTION,
     FAILED,
     FFN,
     NO_DOORBELLS,
-    NUM_IDS,
+    OPERATION,
     STATUS,
     new_request_state,
+    read_selection,
     send_requests,
+    threshold_words,
 )
-from hotcold.numba_kernels.serve.predict_team import FFN_INPUT, MIXED
+from hotcold.numba_kernels.serve.selector import Selector
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.sign import SignLayer
-from hotcold.predictors.sign_team import SignTeam
-from tests.kernels.test_layer_loop import LAYERS, LONG, TOKENS, WIDTH, Model, serving
+from hotcold.predictors.stacked import AnyLayer
+from tests.kernels.test_layer_loop import (
+    CPUS,
+    FFN_OF,
+    LAYERS,
+    LONG,
+    SERVICES,
+    THRESHOLDS,
+    TOKENS,
+    WIDTH,
+    Model,
+    serving,
+)
+from tests.predictor_layers import scores_of
 
-NEURONS, BOUNDS = 30, np.array([[0, 14, 30]] * LAYERS)
-Listed = dict[tuple[int, int], list[list[int]]]  # by layer and service: each token's neurons
+NUM_ASKED = sum(map(len, FFN_OF))
+NEURONS, BOUNDS, BLOCKS = 30, np.array([0, 14, 30]), 4
+Listed = dict[tuple[int, int], list[list[int]] | None]  # by layer and service: each token's neurons
 
 
-def sign_layers() -> list[SignLayer | None]:
-    """Layer 1 has no predictor."""
+def random_layers(kind: str) -> list[AnyLayer | None]:
+    """Layer 1 has no predictor; "mixed" layers are of two kinds."""
     random = np.random.default_rng(5)
+    thresholds = random.standard_normal((2, NEURONS)).astype(np.float32)
 
-    def layer() -> SignLayer:
+    def sign(at: int) -> SignLayer:
         bits = pack_weights(random.standard_normal((NEURONS, WIDTH), np.float32), 1)
         zeros, ones = np.zeros(WIDTH, np.float32), np.ones(WIDTH, np.float32)
-        return SignLayer(bits, random.standard_normal(NEURONS).astype(np.float32), zeros, ones)
+        return SignLayer(bits, thresholds[at], zeros, ones)
 
-    return [layer(), None, layer()]
+    def lowrank(at: int) -> LowRankLayer:
+        down, up = random.standard_normal((7, WIDTH)), random.standard_normal((7, NEURONS))
+        narrow = [each.astype(np.float16).view(np.uint16) for each in (down, up)]
+        return LowRankLayer(narrow[0], np.ones(7, np.float32), narrow[1], thresholds[at])
+
+    if kind == "mixed":
+        return [sign(0), None, lowrank(1)]
+    return [sign(0), None, sign(1)] if kind == "sign" else [lowrank(0), None, lowrank(1)]
 
 
 class Listing:
-    """A model whose services record the requested neurons, beside the expected ones."""
+    """A model whose services record what they are asked for, beside what is expected."""
 
-    def __init__(self, read: int) -> None:
-        self.model, self.layers = Model(), sign_layers()
+    def __init__(
+        self, kind: str, input_name: PredictorInput = "ffn_input", routed: tuple[int, ...] = ()
+    ) -> None:
+        layout = ArenaLayout(
+            SERVICES, TOKENS, WIDTH, NEURONS, 4, 1, 1, 1, num_blocks=BLOCKS if routed else 0
+        )
+        self.model = Model(buffers=layout.buffers(layout.new_arena()))
+        self.layers: list[AnyLayer | None] = random_layers(kind) if kind else [None] * LAYERS
+        sizes = np.array([np.diff(BOUNDS)] * LAYERS)
+        self.predictor = NeuronPredictor(list(self.layers), sizes, input_name)
         self.found: Listed = {}
         self.expected: Listed = {}
+        self.weights: dict[tuple[int, int], np.ndarray] = {}  # of blocks
+        self.routed = routed
         self.fails = False  # the next answer
-        self._read, self._lock = read, threading.Lock()
+        self._input, self._lock = input_name, threading.Lock()
+
+    @property
+    def selector(self) -> Selector:
+        is_routed = np.isin(np.arange(LAYERS), self.routed)
+        found = self.predictor.selector(threshold_words(THRESHOLDS))
+        return found._replace(is_routed=is_routed)
 
     def answer(self, service: int) -> None:
         buffers, at = self.model.buffers, int(self.model.layer_state[AT_LAYER])
@@ -59,88 +101,111 @@ class Listing:
             self.model.answer(service)
             if self.fails:
                 buffers.replies[service, STATUS], self.fails = FAILED, False
-            if self.model.sent[-1][1] != FFN or service == 0:
+            if buffers.requests[service, OPERATION] == ATTENTION and at in self.routed:
+                buffers.block_weights[:] = routing(at)
+            if buffers.requests[service, OPERATION] != FFN:
                 return
+            self.weights[at, service] = read_selection(buffers, service).block_weights.copy()
             self.found[at, service] = self._requested(service)
-            self.expected[at, service] = self._chosen(buffers.ffn_input, buffers.mixed, at, service)
+            self.expected[at, service] = self._chosen(at, service)
 
-    def _requested(self, service: int) -> list[list[int]]:
-        buffers = self.model.buffers
-        count = int(buffers.requests[service, NUM_IDS])
-        if count == ALL_NEURONS:
-            return []
-        pairs = zip(
-            buffers.active_ids[service, :count], buffers.active_masks[service], strict=False
-        )
-        listed = [(int(i), int(mask)) for i, mask in pairs]
+    def _requested(self, service: int) -> list[list[int]] | None:
+        selection = read_selection(self.model.buffers, service)
+        if not selection.is_listed:
+            return None
+        listed = [*zip(selection.ids.tolist(), selection.token_masks.tolist(), strict=True)]
         return [[i for i, mask in listed if mask >> t & 1] for t in range(TOKENS)]
 
-    def _chosen(
-        self, ffn_input: np.ndarray, mixed: np.ndarray, at: int, service: int
-    ) -> list[list[int]]:
-        layer = self.layers[at]
-        if layer is None:
-            return []
-        scores = np.empty((TOKENS, NEURONS), np.float32)
-        layer.score(ffn_input if self._read == FFN_INPUT else mixed, scores)
-        begin, end = BOUNDS[at, service - 1 : service + 1]
-        return [np.flatnonzero(row > 0).tolist() for row in scores[:, begin:end]]
+    def _chosen(self, at: int, service: int) -> list[list[int]] | None:
+        layer, buffers = self.layers[at], self.model.buffers
+        if layer is None or service not in CPUS:
+            return None
+        x = buffers.ffn_input if self._input == "ffn_input" else buffers.mixed
+        first = CPUS.index(service)
+        begin, end = BOUNDS[first : first + 2]
+        return [np.flatnonzero(row > 0).tolist() for row in scores_of(layer, x)[:, begin:end]]
+
+
+def routing(layer: int) -> np.ndarray:
+    """Two of the blocks for each token, with weights: (T, B) float32."""
+    random = np.random.default_rng(layer)
+    weights = random.random((TOKENS, BLOCKS)).astype(np.float32)
+    weights[np.argsort(weights, axis=1).argsort(axis=1) < BLOCKS - 2] = 0
+    return weights
 
 
 @contextmanager
-def predicting(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
-    """A team for the model's buffers, and services that reply."""
-    buffers = listing.model.buffers
-    team = SignTeam(listing.layers, buffers, 0, num_threads, TOKENS, BOUNDS)
+def predicting(listing: Listing, num_threads: int) -> Iterator[None]:
+    """Services that reply, and helpers that hear them."""
+    listing.predictor.start_helpers(listing.model.buffers, 0, num_threads)
     with serving(listing.model, listing.answer):
-        buffers.hidden[:] = listing.model.first
-        yield team
-    team.close()
+        listing.model.begin()
+        yield
+    listing.predictor.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("read", [FFN_INPUT, MIXED])
-def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
-    listing = Listing(read)
-    request_state = new_request_state(2**31 - 4, LONG)  # sequence numbers wrap around meanwhile
-    with predicting(listing, num_threads) as team:
-        layer_state = listing.model.layer_state
-        begin_layers(layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
-        assert listing.model.run(request_state, team.compiled) == layer_loop.DONE
-        assert layer_state[layer_loop.PREDICTOR_NS] > 0
+def assert_all_was_listed(listing: Listing) -> None:
     assert listing.found == listing.expected
-    listed = [len(ids) for key in listing.found for ids in listing.found[key]]
-    assert len(listing.found) == 2 * LAYERS and 0 < sum(listed) < 4 * TOKENS * NEURONS
+    assert len(listing.found) == NUM_ASKED
+    listed = [len(ids) for rows in listing.found.values() if rows is not None for ids in rows]
+    assert 0 < sum(listed) < 4 * TOKENS * NEURONS
     np.testing.assert_array_equal(listing.model.buffers.hidden, listing.model.expected())
 
 
-def test_python_chooses_for_a_reply_with_another_sequence_number() -> None:
-    """The request was sent again: the task written for the first one is not scored."""
-    listing, request_state = Listing(FFN_INPUT), new_request_state(1, LONG)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("input_name", ["ffn_input", "residual"])
+@pytest.mark.parametrize("kind", ["sign", "lowrank", "mixed"])
+def test_neurons_are_listed_without_python(
+    num_threads: int, input_name: PredictorInput, kind: str
+) -> None:
+    listing = Listing(kind, input_name)
+    request_state = new_request_state(2**31 - 4, LONG)  # sequence numbers wrap around meanwhile
+    with predicting(listing, num_threads):
+        assert listing.model.run(request_state, listing.selector) == layer_loop.DONE
+        assert listing.model.layer_state[layer_loop.PREDICTOR_NS] > 0
+    assert_all_was_listed(listing)
+
+
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
+def test_a_request_that_was_sent_again_is_scored_by_the_driver(kind: str) -> None:
+    """Its reply has another sequence number than announced: helpers may have read half an input."""
+    listing, request_state = Listing(kind), new_request_state(1, LONG)
     reasons, model = [], listing.model
     listing.fails = True
-    with predicting(listing, 2) as team:
-        begin_layers(model.layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
-        while reason := model.run(request_state, team.compiled):
+    with predicting(listing, 2):
+        while reason := model.run(request_state, listing.selector):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
-            if reason == layer_loop.CHOOSE:
-                model.buffers.requests[1:, NUM_IDS] = 0
-            else:
-                services = np.arange(model.layer_state[FIRST], model.layer_state[END])
-                assert send_requests(
-                    request_state, model.buffers.cells, model.buffers.replies, services
-                )
-    assert reasons == [(0, layer_loop.RESUME), (0, layer_loop.CHOOSE)]
-    assert listing.found[0, 1] == [[], []]
-    assert {key: listing.found[key] for key in listing.found if key[0]} == {
-        key: listing.expected[key] for key in listing.expected if key[0]
-    }
+            assert send_requests(
+                request_state, model.buffers.cells, model.buffers.replies, model.requested()
+            )
+    assert reasons == [(0, layer_loop.RESUME)]
+    assert_all_was_listed(listing)
 
 
-def test_where_python_sends_requests_it_also_announces_and_chooses() -> None:
-    listing = Listing(FFN_INPUT)
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
+def test_where_python_sends_requests_the_same_is_listed(kind: str) -> None:
+    listing, reasons = Listing(kind), []
     model = listing.model
-    with predicting(listing, 1) as team:
-        begin_layers(model.layer_state, range(1), TOKENS, layer_loop.IN_TEAM)
-        reasons = [model.run(NO_DOORBELLS, team.compiled) for _ in range(3)]
-    assert reasons == [layer_loop.ANNOUNCE, layer_loop.SEND_REQUESTS, layer_loop.CHOOSE]
+    model.begin()
+    while reason := model.run(NO_DOORBELLS, listing.selector):
+        reasons.append(reason)
+        for service in model.requested().tolist():
+            listing.answer(service)
+    assert reasons == [layer_loop.SEND_REQUESTS] * 2 * LAYERS
+    assert_all_was_listed(listing)
+
+
+@pytest.mark.parametrize("kind", ["", "sign", "lowrank"])
+def test_a_router_weighs_blocks_with_and_without_a_predictor(kind: str) -> None:
+    """Attention writes the weights of layers 0 and 1; predicted ids stay what they are."""
+    listing = Listing(kind, routed=(0, 1))
+    with predicting(listing, 2):
+        assert listing.model.run(new_request_state(1, LONG), listing.selector) == layer_loop.DONE
+    assert listing.found == listing.expected and len(listing.found) == NUM_ASKED
+    for (layer, _), weights in listing.weights.items():
+        if layer in listing.routed:
+            np.testing.assert_array_equal(weights, routing(layer))
+        else:
+            assert weights.size == 0
+    has_ids = {layer for (layer, _), rows in listing.found.items() if rows is not None}
+    assert has_ids == ({0, 2} if kind else set())

@@ -1,4 +1,6 @@
-"""Sign predictors scored by a team of threads, compared with one thread."""
+"""Predictors scored by a team of threads, compared with one thread."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
@@ -10,35 +12,60 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
 from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
+from hotcold.numba_kernels.serve.predict_team import (
+    FFN_INPUT,
+    HIDDEN,
+    MIXED,
+    score_task,
+    write_task,
+)
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.sign import SignLayer
-from hotcold.predictors.sign_team import SignTeam
+from hotcold.predictors.stacked import AnyLayer
+from tests.predictor_layers import scores_of
 
-WIDTH, MAX_TOKENS, SERVICE = 100, 8, 0
-NO_BOUNDS = np.zeros((0, 0), np.int64)
-SIZES = [200, None, 37, 3]  # a layer's neurons; None: no predictor
+WIDTH, MAX_TOKENS, SERVICE, MOST = 100, 8, 0, 4500
+ARRAYS = {FFN_INPUT: "ffn_input", MIXED: "mixed", HIDDEN: "hidden"}
+KINDS = ["one bit", None, "two bits", "float16", "int8", "one bit"]
+SIZES = [200, 0, 37, MOST, 300, 3]  # a layer's neurons; low-rank ones in several blocks, or in one
 
 
-def make_layer(rng: np.random.Generator, count: int, planes: int) -> SignLayer:
-    weights = rng.standard_normal((count, WIDTH), np.float32)
-    return SignLayer(
-        pack_weights(weights, planes),
-        rng.standard_normal(count, np.float32),
-        rng.standard_normal(WIDTH, np.float32),
-        rng.random(WIDTH, np.float32) + np.float32(0.5),
+def make_layer(rng: np.random.Generator, count: int, kind: str | None) -> AnyLayer | None:
+    thresholds = rng.standard_normal(count, np.float32)
+    if kind in ("one bit", "two bits"):
+        return SignLayer(
+            pack_weights(
+                rng.standard_normal((count, WIDTH), np.float32), KINDS.index(kind) // 2 + 1
+            ),
+            thresholds,
+            rng.standard_normal(WIDTH, np.float32),
+            rng.random(WIDTH, np.float32) + np.float32(0.5),
+        )
+    if kind is None:
+        return None
+    rank = 50 if kind == "int8" else 131
+    down, up, scales = (
+        rng.standard_normal(shape, np.float32) for shape in ((rank, WIDTH), (rank, count), rank)
     )
+    return LowRankLayer(narrow(down, kind), scales, narrow(up, kind), thresholds)
+
+
+def narrow(matrix: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "int8":
+        return np.clip(50 * matrix, -127, 127).astype(np.int8)
+    return matrix.astype(np.float16).view(np.uint16)
 
 
 @pytest.fixture
-def layers() -> list[SignLayer | None]:
+def layers() -> list[AnyLayer | None]:
     rng = np.random.default_rng(0)
-    return [
-        None if size is None else make_layer(rng, size, 1 + i % 2) for i, size in enumerate(SIZES)
-    ]
+    return [make_layer(rng, size, kind) for size, kind in zip(SIZES, KINDS, strict=True)]
 
 
 @pytest.fixture
 def buffers() -> SharedBuffers:
-    layout = ArenaLayout(2, MAX_TOKENS, WIDTH, 200, 50, MAX_TOKENS, 1, 1)
+    layout = ArenaLayout(2, MAX_TOKENS, WIDTH, MOST, 50, MAX_TOKENS, 1, 1)
     buffers = layout.buffers(layout.new_arena())
     rng = np.random.default_rng(1)
     for array in (buffers.ffn_input, buffers.mixed, buffers.hidden):
@@ -46,33 +73,48 @@ def buffers() -> SharedBuffers:
     return buffers
 
 
+def predictor_of(layers: list[AnyLayer | None]) -> NeuronPredictor:
+    return NeuronPredictor(list(layers), np.array([[size] for size in SIZES]), "ffn_input")
+
+
+class Team:
+    """A predictor's threads, of which this one is the driver's."""
+
+    def __init__(self, predictor: NeuronPredictor, buffers: SharedBuffers) -> None:
+        self.compiled = predictor.selector(np.zeros((len(SIZES), 2), np.int64)).team
+        self.buffers = buffers
+
+    def announce(self, layer: int, num_tokens: int, array: int, number: int) -> None:
+        write_task(self.compiled, layer, num_tokens, array, number)
+
+    def score(self) -> np.ndarray:
+        return score_task(self.compiled, self.buffers)
+
+    def answer(self, number: int) -> None:
+        ring(self.buffers.cells, cell(SERVICE, DONE), np.int32(number))
+
+
 @pytest.fixture(params=[1, 2, 3])
 def team(
-    request: pytest.FixtureRequest, layers: list[SignLayer | None], buffers: SharedBuffers
-) -> Iterator[SignTeam]:
-    team = SignTeam(layers, buffers, SERVICE, request.param, MAX_TOKENS, NO_BOUNDS)
-    yield team
-    team.close()
+    request: pytest.FixtureRequest, layers: list[AnyLayer | None], buffers: SharedBuffers
+) -> Iterator[Team]:
+    predictor = predictor_of(layers)
+    predictor.start_helpers(buffers, SERVICE, request.param)
+    yield Team(predictor, buffers)
+    predictor.close()
 
 
-def answer(buffers: SharedBuffers, number: int) -> None:
-    ring(buffers.cells, cell(SERVICE, DONE), np.int32(number))
-
-
-def alone(layer: SignLayer, x: np.ndarray) -> np.ndarray:
-    scores = np.empty((x.shape[0], layer.num_neurons), np.float32)
-    layer.score(x, scores)
-    return scores
-
-
-def assert_same_scores(found: np.ndarray | None, expected: np.ndarray) -> None:
-    """The same except for the rounding of a product that is fused with a sum, or is not."""
-    assert found is not None
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+def assert_same_scores(found: np.ndarray, layer: AnyLayer, x: np.ndarray) -> None:
+    """The same bits; of signs, except for the rounding of a product fused with a sum, or not."""
+    found, expected = found[:, : layer.num_neurons], scores_of(layer, x)
+    if isinstance(layer, LowRankLayer):
+        np.testing.assert_array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_are_those_of_one_thread(
-    team: SignTeam, layers: list[SignLayer | None], buffers: SharedBuffers
+    team: Team, layers: list[AnyLayer | None], buffers: SharedBuffers
 ) -> None:
     number = 0
     for _ in range(20):
@@ -80,51 +122,72 @@ def test_scores_are_those_of_one_thread(
             if layer is None:
                 continue
             number += 1
-            name, tokens = ("ffn_input", "mixed", "hidden")[number % 3], 1 + number % MAX_TOKENS
-            team.announce(i, tokens, name, number)
-            answer(buffers, number)
-            found = team.score(i, tokens)
-            assert_same_scores(found, alone(layer, getattr(buffers, name)[:tokens]))
+            array, tokens = number % 3, 1 + number % MAX_TOKENS
+            team.announce(i, tokens, array, number)
+            team.answer(number)
+            assert_same_scores(team.score(), layer, getattr(buffers, ARRAYS[array])[:tokens])
 
 
-def test_what_was_not_announced_is_not_scored(
-    team: SignTeam, layers: list[SignLayer | None], buffers: SharedBuffers
+def test_without_the_announced_reply_the_driver_scores_alone(
+    team: Team, layers: list[AnyLayer | None], buffers: SharedBuffers
 ) -> None:
-    answer(buffers, 1)
-    assert team.score(0, 1) is None
-    team.announce(0, 1, "ffn_input", 2)
-    assert team.score(0, 1) is None  # no reply yet
-    answer(buffers, 3)  # the request was sent again
-    assert team.score(0, 1) is None
-    team.announce(0, 1, "ffn_input", 4)
-    answer(buffers, 4)  # but the request failed, so it is never scored
-    team.announce(2, 2, "ffn_input", 5)
-    answer(buffers, 5)
-    for layer, num_tokens in ((0, 1), (0, 2), (2, 1)):
-        assert team.score(layer, num_tokens) is None
-    announced = layers[2]
+    """No request by doorbell, no reply yet, a request sent again, one that failed before."""
+    team.answer(1)
+    for number, answered in ((0, 1), (2, 1), (2, 3)):
+        for i in (0, 3):
+            layer = layers[i]
+            assert layer is not None
+            team.announce(i, 2, FFN_INPUT, number)
+            team.answer(answered)
+            assert_same_scores(team.score(), layer, buffers.ffn_input[:2])
+    team.announce(0, 1, FFN_INPUT, 4)
+    team.answer(4)  # the request failed, so it is never scored
+    team.announce(4, 2, MIXED, 5)
+    team.answer(5)
+    announced = layers[4]
     assert announced is not None
-    assert_same_scores(team.score(2, 2), alone(announced, buffers.ffn_input[:2]))
+    assert_same_scores(team.score(), announced, buffers.mixed[:2])
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_helpers_score_all_where_the_driver_is_late(
+    layers: list[AnyLayer | None], buffers: SharedBuffers, at: int
+) -> None:
+    """They wait for each other between two matrices, and for nobody who has not begun."""
+    predictor, layer = predictor_of(layers), layers[at]
+    assert layer is not None
+    predictor.start_helpers(buffers, SERVICE, 3)
+    team = Team(predictor, buffers)
+    team.compiled.work.scores[:] = np.nan
+    team.announce(at, 2, FFN_INPUT, 1)
+    team.answer(1)
+    scores, until = team.compiled.work.scores[:2, : layer.num_neurons], threading.Event()
+    while np.isnan(scores).any():
+        assert not until.wait(0.001)
+    assert_same_scores(scores, layer, buffers.ffn_input[:2])
+    predictor.close()
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])
 def test_helpers_end_that_have_not_woken_for_the_last_answer(
-    layers: list[SignLayer | None], buffers: SharedBuffers, last: int
+    layers: list[AnyLayer | None], buffers: SharedBuffers, last: int
 ) -> None:
     """Whatever they saw last: another program may have had their core meanwhile."""
     done = cell(SERVICE, DONE) * INTS_A_CELL
     for before in {*range(last)}:
         buffers.cells[done] = before
-        team = SignTeam(layers, buffers, SERVICE, 3, MAX_TOKENS, NO_BOUNDS)
+        predictor = predictor_of(layers)
+        predictor.start_helpers(buffers, SERVICE, 3)
         threading.Event().wait(0.05)  # until they sleep
         buffers.cells[done] = last  # not rung, so they sleep on
-        team.close()
+        predictor.close()
         assert buffers.cells[done] == last
 
 
-def test_its_layers_are_the_given_ones(team: SignTeam, layers: list[SignLayer | None]) -> None:
-    for found, given in zip(team.layers, layers, strict=True):
-        assert (found is None) == (given is None)
-        if found is not None and given is not None:
-            for name, array in vars(given).items():
-                np.testing.assert_array_equal(getattr(found, name), array)
+def test_its_layers_are_the_given_ones(layers: list[AnyLayer | None]) -> None:
+    predictor = predictor_of(layers)
+    for i, given in enumerate(layers):
+        found = predictor.layer(i)
+        assert type(found) is type(given)
+        for name, array in {} if given is None else vars(given).items():
+            np.testing.assert_array_equal(getattr(found, name), array)

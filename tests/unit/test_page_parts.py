@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
@@ -87,6 +88,8 @@ def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> Non
 
     system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
     config = read_config(DEMO_DIRECTORY)
-    found = placement_of(system, config, neuron_owners(config, service_specs(system, config)))
+    found = placement_of(
+        system, config, neuron_owners(config, Topology(tuple(service_specs(system, config))))
+    )
     root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
     assert len(root.findall(".//polyline")) == len(root.findall(".//tbody/tr")) == 3

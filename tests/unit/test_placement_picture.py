@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
@@ -39,7 +40,7 @@ def test_a_device_may_hold_nothing() -> None:
 def test_the_demo_is_dealt_in_turn_without_a_plan() -> None:
     config = read_config(DEMO)
     system = SystemConfig(str(DEMO), num_cpu_actors=3, num_threads=3)
-    owners = neuron_owners(config, service_specs(system, config))
+    owners = neuron_owners(config, Topology(tuple(service_specs(system, config))))
     found = placement_of(system, config, owners)
     assert found.plan is None
     assert [device.name for device in found.devices] == ["cpu0", "cpu1", "cpu2"]

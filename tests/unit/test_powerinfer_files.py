@@ -23,6 +23,7 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models
 from tests.gguf_files import LlamaFile, quantized
+from tests.predictor_layers import scores_of
 from tests.reference import reference_logits
 from tests.tiny_models import Variant, make_tiny
 
@@ -185,10 +186,9 @@ def test_its_predictors_are_used(file: Path) -> None:
     down = rng.standard_normal((RANK, config.hidden_size), np.float32)
     up = rng.standard_normal((config.ffn_size, RANK), np.float32)
     x = rng.standard_normal((1, config.hidden_size)).astype(np.float32)
-    scores = np.empty((1, config.ffn_size), np.float32)
     layer = found.layers[0]
     assert layer is not None
-    layer.score(x, scores)
+    scores = scores_of(layer, x)
     expected = np.maximum(x @ down.T, 0) @ up.T - 0.25
     is_clear = np.abs(expected[0]) > 0.05 * np.abs(expected).max()
     np.testing.assert_array_equal((scores > 0)[0, is_clear], (expected > 0)[0, is_clear])

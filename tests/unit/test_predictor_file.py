@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -17,14 +18,15 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import (
-    AnyLayer,
     Predictors,
     Quality,
     read_predictors,
     write_predictors,
 )
 from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.stacked import AnyLayer
 from tests.kernels.reference import narrowed
+from tests.predictor_layers import chosen_by, scores_of
 from tests.tiny_models import make_tiny
 
 CONFIG_SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 70, "ffn_size": 37}
@@ -102,23 +104,19 @@ def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_token
     by_service = [[layer[s] for layer in shards] for s in range(num_services)]
     arranged = predictors.arranged(by_service)
     x = rng.standard_normal((num_tokens, 70), dtype=np.float32)
-    ids = np.full((num_services, 37), -1, np.int32)
-    tokens = np.zeros((num_services, 37), np.uint32)
+    layout = ArenaLayout(1 + num_services, num_tokens, 70, 37, 50, 1, 1, 1)
+    buffers = layout.buffers(layout.new_arena())
     for i, layer in enumerate(predictors.layers):
-        counts = arranged.choose(i, x, ids, tokens)
+        chosen = chosen_by(arranged, buffers, i, x)
         if layer is None:
-            assert counts is None
+            assert chosen is None
             continue
-        scores = np.empty((num_tokens, 37), np.float32)
-        layer.score(x, scores)
-        assert counts is not None and counts.shape == (num_services,)
+        assert chosen is not None and len(chosen) == num_services
         found = np.zeros((num_tokens, 37), bool)
-        for s, count in enumerate(counts):
-            neurons = shards[i][s][ids[s, :count]]
-            masks = tokens[s, :count] if num_tokens > 1 else np.ones(count, np.uint32)
+        for s, rows in enumerate(chosen):
             for t in range(num_tokens):
-                found[t, neurons] = (masks >> np.uint32(t)) & np.uint32(1)
-        np.testing.assert_array_equal(found, scores > 0)
+                found[t, shards[i][s][rows[t]]] = True
+        np.testing.assert_array_equal(found, scores_of(layer, x) > 0)
         assert 0 < found.mean() < 1
 
 
@@ -127,10 +125,8 @@ def test_arranged_as_services_deal() -> None:
     layer = lowrank_layer(5, np.uint16)
     order = np.concatenate(assign_neurons(37, [2] * 2))
     x = np.random.default_rng(0).standard_normal((3, 70), dtype=np.float32)
-    scores, arranged = np.empty((3, 37), np.float32), np.empty((3, 37), np.float32)
-    layer.score(x, scores)
-    layer.arranged(order).score(x, arranged)
-    np.testing.assert_allclose(arranged, scores[:, order], rtol=1e-5, atol=1e-5)
+    arranged = scores_of(layer.arranged(order), x)
+    np.testing.assert_allclose(arranged, scores_of(layer, x)[:, order], rtol=1e-5, atol=1e-5)
 
 
 def spoiled(tensors: dict[str, np.ndarray], facts: dict[str, Any], how: str) -> None:

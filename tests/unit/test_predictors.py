@@ -20,9 +20,11 @@ from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData, Split
 from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
 from hotcold.predictors.lowrank import LowRankLayer
-from hotcold.predictors.predictor_file import AnyLayer, Quality
+from hotcold.predictors.predictor_file import Quality
 from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.stacked import AnyLayer
 from tests.patched_models import load_model
+from tests.predictor_layers import scores_of
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -65,9 +67,7 @@ class SyntheticLayer:
 
 def computed_by(layer: AnyLayer, inputs: Tensor) -> Tensor:
     """Which neurons the compiled predictor chooses, (T, N)."""
-    scores = np.empty((inputs.shape[0], layer.num_neurons), np.float32)
-    layer.score(np.ascontiguousarray(inputs.numpy()), scores)
-    return torch.from_numpy(scores > 0)
+    return torch.from_numpy(scores_of(layer, np.ascontiguousarray(inputs.numpy())) > 0)
 
 
 @pytest.fixture(scope="module", params=["mean", "no mean"])

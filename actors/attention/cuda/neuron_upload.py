@@ -39,7 +39,7 @@ class NeuronUpload:
         has_up = ffn.up.dtype == ffn.gate.dtype and self._model.config.has_gate
         biased, size = self._model.config.ffn_bias, layout.bundle_bytes
         self._bundle = BundleLayout.of(ffn.gate, ffn.up, ffn.down, biased, size, has_up)
-        self._places, self._link = layout.bundles(arena)[1:], link
+        self._places, self._link = layout.bundles(arena), link
         if self._buffers.shape[1] < _round_bytes(layout):  # other services: a few pages more
             self._buffers = self._device.empty((2, _round_bytes(layout)), np.uint8)
         self._next = 0
@@ -78,7 +78,8 @@ class NeuronUpload:
         for service, places in enumerate(self._places):
             num_rows = read_count(places[side])
             if num_rows:
-                target = self._buffers[side, service * size : (service + 1) * size]
+                first = len(arrived) * size
+                target = self._buffers[side, first : first + size]
                 source = places[side, : self._bundle.end(num_rows)]
                 name = f"bundle {service} {side}"
                 device.copy_ahead(target[: source.size], self._link.readable(name, source))
@@ -116,4 +117,5 @@ class NeuronUpload:
 
 
 def _round_bytes(layout: ArenaLayout) -> int:
+    """Of the bundles of all other services."""
     return (layout.num_services - 1) * layout.bundle_bytes
