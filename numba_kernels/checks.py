@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import FLOATS, QUANTIZED, row_width
+from hotcold.numba_kernels.formats import FORMATS, row_width
 
 # Codes of an FFN's function in kernels. drelu is relu(gate . x) * relu(up . x); fatrelu has a
 # threshold.
@@ -33,9 +33,9 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(
-        array.dtype in (*FLOATS, *QUANTIZED),
-        f"{name} must be float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8, Q4 or "
-        f"Q4_1, not {array.dtype}",
+        array.dtype in FORMATS,
+        f"{name} must be {', '.join(f'{k.name} ({d})' for d, k in FORMATS.items())}, not "
+        f"{array.dtype}",
     )
     width = row_width(array.dtype, array.shape[1])
     if columns is not None:

@@ -25,7 +25,7 @@ _LARGEST_HALF = np.float32(65504)
 
 
 def _code(name):
-    return BLOCK_FORMATS[block_dtype(name)].code
+    return BLOCK_FORMATS[block_dtype(name)].ggml_type
 
 
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (
