@@ -86,6 +86,7 @@ class Factors(NamedTuple):
     """
 
     name: str
+    num_float16: int  # of a block, which end a row
     has_min: bool = False
     block_groups: int = 1  # a row has whole blocks
     group_bits: int = 0  # of a group's small integers
@@ -94,9 +95,9 @@ class Factors(NamedTuple):
 
 BYTES, NIBBLES = Codes("bytes", 8), Codes("nibbles", 4)
 FIFTHS, PAIRS = Codes("fifths", 5), Codes("pairs", 6)  # nibbles, and what stands above them
-SCALES, MINIMA = Factors("scales"), Factors("minima", has_min=True)
-SIX_BITS = Factors("six_bits", has_min=True, block_groups=8, group_bits=2 * 6)
-HALVES = Factors("halves", block_groups=8, group_bits=2 * 8, has_halves=True)
+SCALES, MINIMA = Factors("scales", 1), Factors("minima", 2, has_min=True)
+SIX_BITS = Factors("six_bits", 2, has_min=True, block_groups=8, group_bits=2 * 6)
+HALVES = Factors("halves", 1, block_groups=8, group_bits=2 * 8, has_halves=True)
 
 
 class RowFormat(NamedTuple):
@@ -137,7 +138,7 @@ class RowFormat(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether codes are bytes or nibbles, and factors float16: nothing takes long to unpack."""
-        return self.codes in (BYTES, NIBBLES) and not self.in_blocks
+        return self.codes in (BYTES, NIBBLES) and self.factors in (SCALES, MINIMA)
 
     @property
     def is_summed(self) -> bool:
@@ -167,7 +168,7 @@ class RowFormat(NamedTuple):
     @property
     def factor_bytes(self) -> int:
         """Bytes of the float16 numbers of a block, which end a row."""
-        return SCALE_BYTES * (1 + self.has_min)
+        return SCALE_BYTES * self.factors.num_float16
 
     @property
     def block_bytes(self) -> int:

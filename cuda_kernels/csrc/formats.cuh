@@ -107,9 +107,8 @@ DEVICE int chunk_size(int chunk, int groups) {
 // Bytes of a row's values before those of a chunk, and of all its values.
 template <int FORMAT>
 DEVICE i64 value_bytes(i64 weights) {
-    constexpr int BITS = bits_of(FORMAT);
-    if constexpr (8 % BITS == 0) return weights / (8 / BITS);
-    return weights / 8 * BITS;
+    constexpr int BITS = bits_of(FORMAT), PART = BITS % 4 ? BITS % 2 ? 8 : 4 : BITS % 8 ? 2 : 1;
+    return weights / PART * (BITS * PART / 8);
 }
 
 // A word of each of `valid` <= 4 adjacent groups, zeros for the others.

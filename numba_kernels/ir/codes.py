@@ -136,6 +136,7 @@ class Pairs(Fifths):
     fits_pairs = True
 
     def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
+        """Load and unpack step `number`, with bits of one of the last two."""
         loaded, pairs = (self._load(chunk, row, step) for step in (number, self.steps + number % 2))
         return self._joined(loaded, pairs, number // 2)
 

@@ -96,7 +96,7 @@ def _small(chunk: Chunk, row: Row) -> Ptr:
 
 def _of_blocks(chunk: Chunk, row: Row) -> list[Vec]:
     """The float16 of each lane's block, as float32, one or two; 0 in lanes without one."""
-    count = row.format.factor_bytes // SCALE_BYTES
+    count = row.format.factors.num_float16
     at = chunk.at(row.second, row.format.factor_bytes * _CHUNK_BLOCKS)
     if chunk.mask is None:
         found = at.load(HALF, count * _CHUNK_BLOCKS, align=1).astype(F32)
