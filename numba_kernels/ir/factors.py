@@ -28,7 +28,7 @@ class Factors:
 
 
 def factors_of(chunk: Chunk, row: Row) -> Factors:
-    """The factors of a row's groups."""
+    """The factors of a row's groups; finite in lanes without one, whose codes are zeros."""
     return _READERS[row.format.factors](chunk, row)
 
 
