@@ -17,6 +17,7 @@ ACTIVATION_CODES = {
     "drelu": DRELU,
 }
 ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
+_KNOWN = ", ".join(kind.name if dtype.names else f"{dtype}" for dtype, kind in FORMATS.items())
 
 
 def require(condition: bool, message: str) -> None:
@@ -32,11 +33,7 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
     alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
-    require(
-        array.dtype in FORMATS,
-        f"{name} must be {', '.join(f'{k.name} ({d})' for d, k in FORMATS.items())}, not "
-        f"{array.dtype}",
-    )
+    require(array.dtype in FORMATS, f"{name} must be of {_KNOWN}, not {array.dtype}")
     width = row_width(array.dtype, array.shape[1])
     if columns is not None:
         require(width == columns, f"{name} must have {columns} columns, not {width}")
