@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
-from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
+from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -25,6 +25,7 @@ from hotcold.cuda_kernels.sizes import (
     product_tiles,
 )
 from hotcold.cuda_kernels.source import Entry
+from hotcold.numba_kernels.formats import QUANT_GROUP
 
 RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
 # as in numba_kernels.checks

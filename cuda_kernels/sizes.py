@@ -5,19 +5,22 @@ Parts and splits determine the order of additions, so they do not depend on the 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP
+from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, row_bytes
+from hotcold.numba_kernels.formats import QUANT_GROUP, ROW_FORMATS
 
 THREADS = 128  # of a block
 WARP = 32
 SPLIT_POSITIONS = 128
 RUN_PARTS = 4
 _ALIGNED_WIDTH = 8 * QUANT_GROUP  # aligns quantized rows and their scales to 16 bytes
-_ALIGNED_WIDTH_Q6 = 8 * _ALIGNED_WIDTH
-_ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16, "q4_1": 16}
+_PIECE_BYTES = 16
+_QUANTIZED_COLUMNS = 16  # of a down row, that a thread sums
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
 _MIN_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
@@ -32,11 +35,17 @@ def ceil_div(a: int, b: int) -> int:
 
 def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
     """Whether rows, and vectors of that width, can be read in aligned pieces of 16 bytes."""
+    is_whole = width % _whole_width(weight_format) == 0
+    return is_whole and not any(address % _PIECE_BYTES for address in addresses)
+
+
+@functools.cache
+def _whole_width(weight_format: str) -> int:
+    """Rows of a multiple of so many weights have whole pieces, each part of them."""
     if weight_format in ITEM_BYTES:
-        whole = _ITEMS_A_PIECE[weight_format]
-    else:
-        whole = _ALIGNED_WIDTH_Q6 if weight_format == "q6" else _ALIGNED_WIDTH
-    return width % whole == 0 and not any(address % 16 for address in addresses)
+        return _PIECE_BYTES // ITEM_BYTES[weight_format]
+    num_bytes = row_bytes(weight_format, _ALIGNED_WIDTH)
+    return _ALIGNED_WIDTH * _PIECE_BYTES // math.gcd(_PIECE_BYTES, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,9 @@ def down_tiles(weight_format: str, num_tokens: int, is_vector: bool) -> Tiles:
 
 def down_columns_a_thread(weight_format: str, is_vector: bool) -> int:
     """Columns of a down row that a thread sums."""
-    if weight_format not in ITEM_BYTES and not is_vector:
-        return 4 if weight_format == "q8" else 8
-    return _ITEMS_A_PIECE[weight_format]
+    if weight_format in ITEM_BYTES:
+        return _PIECE_BYTES // ITEM_BYTES[weight_format]
+    return _QUANTIZED_COLUMNS if is_vector else 32 // ROW_FORMATS[FORMATS[weight_format]].bits
 
 
 @dataclass(frozen=True)

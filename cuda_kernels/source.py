@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotcold.cuda_kernels.format_header import NAME, format_header
+
 CSRC = Path(__file__).parent / "csrc"
 # Multiply-adds are fused only where the source says so: the same bits in every specialisation.
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -44,7 +46,8 @@ def plain_source(file: str) -> str:
 def _inlined(name: str, done: set[str]) -> str:
     done.add(name)
     lines = []
-    for line in (CSRC / name).read_text().splitlines():
+    text = format_header() if name == NAME else (CSRC / name).read_text()
+    for line in text.splitlines():
         found = _INCLUDE.fullmatch(line)
         if not found:
             lines.append(line.replace("#pragma once", ""))

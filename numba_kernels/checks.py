@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import FLOATS, QUANTIZED, row_width
+from hotcold.numba_kernels.formats import FORMATS, row_width
 
 # Codes of an FFN's function in kernels. drelu is relu(gate . x) * relu(up . x); fatrelu has a
 # threshold.
@@ -17,6 +17,7 @@ ACTIVATION_CODES = {
     "drelu": DRELU,
 }
 ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
+_KNOWN = ", ".join(kind.name if dtype.names else f"{dtype}" for dtype, kind in FORMATS.items())
 
 
 def require(condition: bool, message: str) -> None:
@@ -32,11 +33,7 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
     alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
-    require(
-        array.dtype in (*FLOATS, *QUANTIZED),
-        f"{name} must be float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8, Q4 or "
-        f"Q4_1, not {array.dtype}",
-    )
+    require(array.dtype in FORMATS, f"{name} must be of {_KNOWN}, not {array.dtype}")
     width = row_width(array.dtype, array.shape[1])
     if columns is not None:
         require(width == columns, f"{name} must have {columns} columns, not {width}")

@@ -40,49 +40,120 @@ So a chunk's integer products add up lane by lane, and its scales are one vector
 
 Rows of GGUF files are blocks of ggml's formats, `BLOCK_FORMATS`. They are converted to one of the
 formats above when they are loaded.
+
+`FORMATS` is the one table of all that is known of them: kernels, CUDA's header, readers of files,
+sizes and plans look there. What reads and writes the bytes is found by a row's `codes` and
+`factors`: `numba_kernels.ir.codes`, `numba_kernels.ir.factors`, `cuda_kernels/csrc/formats.cuh`.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+WeightDtype = Literal[
+    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
+]
 QUANT_GROUP = 32  # weights that share a scale
 CHUNK_GROUPS = 16
 CHUNK = QUANT_GROUP * CHUNK_GROUPS
 SCALE_BYTES = 2
 
-Q8 = np.dtype([("q8", np.uint8)])
-Q4 = np.dtype([("q4", np.uint8)])
-Q4_1 = np.dtype([("q4_1", np.uint8)])
-Q4_K = np.dtype([("q4_k", np.uint8)])
-Q5 = np.dtype([("q5", np.uint8)])
-Q5_K = np.dtype([("q5_k", np.uint8)])
-Q6 = np.dtype([("q6", np.uint8)])
-FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
+
+class FloatFormat(NamedTuple):
+    """A format of one item a weight, its bits."""
+
+    name: WeightDtype
+    short: str  # in --dtype, in CUDA's sources; in safetensors, in capitals
+    bits: int
+    exponent: int  # its bits, which infinity and NaN have all set
+    ggml_type: int
 
 
-class RowFormat(NamedTuple):
-    """How a quantized row stores its weights: values of `bits` bits, scales, maybe minima.
+class Codes(NamedTuple):
+    """How whole numbers of `bits` bits lie in a chunk."""
+
+    name: str
+    bits: int
+
+
+class Factors(NamedTuple):
+    """What codes are multiplied with, and what is added.
 
     A group's scale and minimum are float16; or, in blocks of several groups, small integers that
     are multiplied with the block's float16.
     """
 
-    bits: int
+    name: str
+    num_float16: int  # of a block, which end a row
     has_min: bool = False
     block_groups: int = 1  # a row has whole blocks
     group_bits: int = 0  # of a group's small integers
     has_halves: bool = False  # each half of a group has its own scale
 
+
+BYTES, NIBBLES = Codes("bytes", 8), Codes("nibbles", 4)
+FIFTHS, PAIRS = Codes("fifths", 5), Codes("pairs", 6)  # nibbles, and what stands above them
+SCALES, MINIMA = Factors("scales", 1), Factors("minima", 2, has_min=True)
+SIX_BITS = Factors("six_bits", 2, has_min=True, block_groups=8, group_bits=2 * 6)
+HALVES = Factors("halves", 1, block_groups=8, group_bits=2 * 8, has_halves=True)
+
+
+class RowFormat(NamedTuple):
+    """How a quantized row stores its weights: weight = scale * (code - offset), plus a minimum."""
+
+    name: WeightDtype
+    codes: Codes
+    factors: Factors
+    offset: int = 0
+    summed_as: WeightDtype | None = None  # of down rows, where kernels cannot add rows up
+    version: int = 0  # of what `hotcold quantize` writes; 0: only GGUF files have it
+
+    @property
+    def short(self) -> str:
+        """Its name in --dtype, and in CUDA's sources."""
+        return self.name
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.codes.bits
+
+    @property
+    def has_min(self) -> bool:
+        """Whether a minimum is added, for which dot products need sums of activations."""
+        return self.factors.has_min
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether each half of a group has its own scale."""
+        return self.factors.has_halves
+
     @property
     def in_blocks(self) -> bool:
         """Whether several groups share float16 numbers."""
-        return self.block_groups > 1
+        return self.factors.block_groups > 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether codes are bytes or nibbles, and factors float16: nothing takes long to unpack."""
+        return self.codes in (BYTES, NIBBLES) and self.factors in (SCALES, MINIMA)
 
     @property
     def is_summed(self) -> bool:
         """Whether kernels can add up rows, as down projections do."""
-        return self.bits in (4, 8) and not self.in_blocks
+        return self.summed_as is None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a whole chunk's codes."""
+        return CHUNK * self.bits // 8
+
+    @property
+    def block_groups(self) -> int:
+        """Groups of a block."""
+        return self.factors.block_groups
 
     @property
     def block_weights(self) -> int:
@@ -90,59 +161,100 @@ class RowFormat(NamedTuple):
         return QUANT_GROUP * self.block_groups
 
     @property
+    def group_factor_bytes(self) -> int:
+        """Bytes of a block's small integers."""
+        return self.block_groups * self.factors.group_bits // 8
+
+    @property
     def factor_bytes(self) -> int:
         """Bytes of the float16 numbers of a block, which end a row."""
-        return SCALE_BYTES * (1 + self.has_min)
+        return SCALE_BYTES * self.factors.num_float16
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        bits = self.block_groups * (QUANT_GROUP * self.bits + self.group_bits)
-        return bits // 8 + self.factor_bytes
+        codes = self.block_weights * self.bits // 8
+        return codes + self.group_factor_bytes + self.factor_bytes
 
 
-ROW_FORMATS: dict[np.dtype, RowFormat] = {
-    Q8: RowFormat(8),
-    Q4: RowFormat(4),
-    Q4_1: RowFormat(4, has_min=True),
-    Q4_K: RowFormat(4, has_min=True, block_groups=8, group_bits=2 * 6),
-    Q5: RowFormat(5),
-    Q5_K: RowFormat(5, has_min=True, block_groups=8, group_bits=2 * 6),
-    Q6: RowFormat(6, block_groups=8, group_bits=2 * 8, has_halves=True),
+FLOAT_FORMATS: dict[np.dtype, FloatFormat] = {
+    np.dtype(np.float32): FloatFormat("float32", "f32", 32, 0x7F800000, 0),
+    np.dtype(np.uint16): FloatFormat("float16", "f16", 16, 0x7C00, 1),
+    np.dtype(np.int16): FloatFormat("bfloat16", "bf16", 16, 0x7F80, 30),
 }
-QUANTIZED = tuple(ROW_FORMATS)
+ROW_FORMATS: dict[np.dtype, RowFormat] = {
+    np.dtype([(row.name, np.uint8)]): row
+    for row in (
+        RowFormat("q8", BYTES, SCALES, version=1),
+        RowFormat("q4", NIBBLES, SCALES, offset=8, version=1),
+        RowFormat("q4_1", NIBBLES, MINIMA, version=2),
+        RowFormat("q4_k", NIBBLES, SIX_BITS, summed_as="q4_1"),
+        RowFormat("q5", FIFTHS, SCALES, offset=16, summed_as="q8"),
+        RowFormat("q5_k", FIFTHS, SIX_BITS, summed_as="q8"),
+        RowFormat("q6", PAIRS, HALVES, offset=32, summed_as="q8"),
+    )
+}
+Q8, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6 = QUANTIZED = tuple(ROW_FORMATS)
+FLOATS = tuple(FLOAT_FORMATS)
+FORMATS: dict[np.dtype, FloatFormat | RowFormat] = {**FLOAT_FORMATS, **ROW_FORMATS}
+DTYPES: dict[WeightDtype, np.dtype] = {kind.name: dtype for dtype, kind in FORMATS.items()}
+# What weights are quantized to, the most precise first.
+QUANTIZED_TO = sorted(
+    (row for row in ROW_FORMATS.values() if row.version),
+    key=lambda row: -row.block_bytes / row.block_weights,
+)
 
 
 class BlockFormat(NamedTuple):
     """A block of one of ggml's formats: its weights and bytes (ggml-common.h)."""
 
-    code: int  # for kernels
+    name: str
+    ggml_type: int  # and kernels' code
     weights: int
     num_bytes: int
+    exact: tuple[np.dtype, ...] = ()  # formats of rows that hold its codes and factors to the bit
+    rounded: tuple[np.dtype, ...] = ()  # those that hold its codes, and factors as float16
 
+    @property
+    def kept_as(self) -> np.dtype:
+        """What rows become in memory. Columns, and other rows, are quantized again, to 8 bits."""
+        return self.exact[0] if self.exact else Q8
 
-def _blocks(name: str) -> np.dtype:
-    return np.dtype([(name, np.uint8)])
+    def is_as_stored(self, dtype: np.dtype) -> bool:
+        """Whether rows of `dtype` hold the block's codes, in no more bits."""
+        is_held = dtype in (*self.exact, *self.rounded)
+        return is_held and ROW_FORMATS[dtype].bits <= 8 * self.num_bytes // self.weights
 
 
 BLOCK_FORMATS: dict[np.dtype, BlockFormat] = {
-    _blocks("Q4_0"): BlockFormat(0, 32, 18),
-    _blocks("Q4_1"): BlockFormat(1, 32, 20),
-    _blocks("Q5_0"): BlockFormat(2, 32, 22),
-    _blocks("Q5_1"): BlockFormat(3, 32, 24),
-    _blocks("Q8_0"): BlockFormat(4, 32, 34),
-    _blocks("Q2_K"): BlockFormat(5, 256, 84),
-    _blocks("Q3_K"): BlockFormat(6, 256, 110),
-    _blocks("Q4_K"): BlockFormat(7, 256, 144),
-    _blocks("Q5_K"): BlockFormat(8, 256, 176),
-    _blocks("Q6_K"): BlockFormat(9, 256, 210),
-    _blocks("IQ4_NL"): BlockFormat(10, 32, 18),
+    np.dtype([(block.name, np.uint8)]): block
+    for block in (
+        BlockFormat("Q4_0", 2, 32, 18, (Q4, Q8)),
+        BlockFormat("Q4_1", 3, 32, 20, (Q4_1,)),
+        BlockFormat("Q5_0", 6, 32, 22, (Q5, Q8)),
+        BlockFormat("Q5_1", 7, 32, 24),
+        BlockFormat("Q8_0", 8, 32, 34, (Q8,)),
+        BlockFormat("Q2_K", 10, 256, 84),
+        BlockFormat("Q3_K", 11, 256, 110),
+        BlockFormat("Q4_K", 12, 256, 144, (Q4_K,), (Q4_1,)),
+        BlockFormat("Q5_K", 13, 256, 176, (Q5_K,)),
+        BlockFormat("Q6_K", 14, 256, 210, (Q6,)),
+        BlockFormat("IQ4_NL", 20, 32, 18, (Q8,)),
+    )
 }
+
+
+def summed_dtype(dtype: np.dtype) -> np.dtype:
+    """The format of down rows whose matrix would be in `dtype`: itself where rows are added up."""
+    row_format = ROW_FORMATS.get(dtype)
+    if row_format is None or row_format.summed_as is None:
+        return dtype
+    return DTYPES[row_format.summed_as]
 
 
 def block_dtype(name: str) -> np.dtype:
     """The dtype of arrays that hold bytes of ggml's blocks. Errors: KeyError for no such format."""
-    return {dtype.names[0]: dtype for dtype in BLOCK_FORMATS if dtype.names}[name]
+    return {block.name: dtype for dtype, block in BLOCK_FORMATS.items()}[name]
 
 
 def is_blocks(dtype: np.dtype) -> bool:

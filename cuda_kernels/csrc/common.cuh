@@ -9,10 +9,6 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
 
-enum Format {
-    F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, Q4_1 = 5, Q6 = 6, Q4_K = 7, Q5 = 8, Q5_K = 9
-};
-
 #define SHARED_CONSTANT [[maybe_unused]] constexpr
 
 SHARED_CONSTANT int WARP = 32;
@@ -62,6 +58,9 @@ DEVICE u16 float_to_half(float value) {
     return bits;
 }
 #endif
+
+// Written by cuda_kernels/format_header.py: it is in no file.
+#include "format_table.cuh"
 
 DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 

@@ -76,8 +76,8 @@ DEVICE void add_float_products(
     }
 }
 
-// Signed bytes of the low nibbles, and of the high ones: for Q4 16 * (nibble - 8); the nibbles
-// where there are minima. `unit_scale` converts them to values.
+// Signed bytes of the low nibbles, and of the high ones: 16 * (nibble - 8); the nibbles where there
+// are minima. `unit_scale` converts them to values.
 template <int FORMAT>
 DEVICE int low_nibbles(u32 word) {
     if constexpr (has_min(FORMAT)) return static_cast<int>(word & 0x0f0f0f0fu);
@@ -88,14 +88,16 @@ DEVICE int high_nibbles(u32 word) {
     if constexpr (has_min(FORMAT)) return static_cast<int>(word >> 4 & 0x0f0f0f0fu);
     return static_cast<int>((word ^ 0x88888888u) & 0xf0f0f0f0u);
 }
-DEVICE constexpr float unit_scale(int format) { return format == Q4 ? 0.0625f : 1.0f; }
+DEVICE constexpr float unit_scale(int format) {
+    return codes_of(format) == NIBBLES_CODES && !has_min(format) ? 0.0625f : 1.0f;
+}
 
 // The vectors' words that belong to four steps of a quarter's weights.
 template <int FORMAT, bool VECTOR>
 DEVICE void load_values(
-    const u8* from, int step_bytes, int valid, uint4 (&out)[FORMAT == Q8 ? 4 : 8]) {
+    const u8* from, int step_bytes, int valid, uint4 (&out)[values_of(FORMAT)]) {
 #pragma unroll
-    for (int s = 0; s < (FORMAT == Q8 ? 4 : 8); ++s) {
+    for (int s = 0; s < values_of(FORMAT); ++s) {
         out[s] = quarter_piece<VECTOR, false>(from + s * step_bytes, valid);
     }
 }
@@ -114,14 +116,14 @@ DEVICE constexpr int words_of(int format) { return has_fifths(format) ? 5 : 4; }
 // Integer products of four steps of weights with a vector's words, a sum for each group.
 template <int FORMAT>
 DEVICE void add_words(
-    const uint4 (&weights)[words_of(FORMAT)], const uint4 (&values)[FORMAT == Q8 ? 4 : 8],
+    const uint4 (&weights)[words_of(FORMAT)], const uint4 (&values)[values_of(FORMAT)],
     int (&sums)[QUARTER]) {
 #pragma unroll
     for (int q = 0; q < QUARTER; ++q) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             u32 word = word_of(weights[s], q);
-            if constexpr (FORMAT == Q8) {
+            if constexpr (has_bytes(FORMAT)) {
                 int x = static_cast<int>(word_of(values[s], q));
                 sums[q] = __dp4a(static_cast<int>(word), x, sums[q]);
             } else {
@@ -140,11 +142,11 @@ DEVICE void add_words(
     }
 }
 
-// A lane's unit is four groups of a chunk: all four steps of 4 bits, the first or last four of Q8.
+// A lane's unit is four groups of a chunk: all four steps of 4 bits, the first or last four of 8.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_quantized_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
-    constexpr int UNITS = FORMAT == Q8 ? 8 : 4;  // of a chunk
+    constexpr int UNITS = steps_of(FORMAT);  // of a chunk
     constexpr float UNIT_SCALE = unit_scale(FORMAT);
     int groups = in.width / GROUP;
     int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * UNITS;
@@ -181,7 +183,7 @@ DEVICE void add_quantized_products(
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             i64 token = in.token(first_token + t);
-            uint4 values[FORMAT == Q8 ? 4 : 8];
+            uint4 values[values_of(FORMAT)];
             float own[QUARTER] = {};
             const u8* from = in.values + token * in.width + static_cast<i64>(chunk) * CHUNK + place;
             load_values<FORMAT, VECTOR>(from, step_bytes, valid, values);
@@ -208,8 +210,8 @@ DEVICE void add_quantized_products(
     }
 }
 
-// `add_quantized_products` of Q6: a lane's unit is four groups of a chunk; each half has its sum.
-template <bool VECTOR, int ROWS, int TOKENS>
+// `add_quantized_products` of 6 bits: a lane's unit is four groups of a chunk; each half has its sum.
+template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_six_bit_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
     int groups = in.width / GROUP;
@@ -219,7 +221,7 @@ DEVICE void add_six_bit_products(
         int size = chunk_size(chunk, groups);
         if (QUARTER * quarter >= size) continue;
         int step_bytes = 4 * size, group = chunk * CHUNK_GROUPS + quarter * QUARTER;
-        i64 offset = value_bytes<Q6>(static_cast<i64>(chunk) * CHUNK) + 16 * quarter;
+        i64 offset = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + 16 * quarter;
         uint4 weights[ROWS][6];  // four steps of nibbles, two of what stands above them
         float scales[ROWS][2][QUARTER];
 #pragma unroll
@@ -236,7 +238,7 @@ DEVICE void add_six_bit_products(
                 float& scale = scales[r][q / QUARTER][q % QUARTER];
                 scale = 0.0f;
                 if (!rows.is_active(r)) continue;
-                scale = half_scale(rows.row(r), in.width, group + q % QUARTER, q / QUARTER);
+                scale = half_scale<FORMAT>(rows.row(r), in.width, group + q % QUARTER, q / QUARTER);
             }
         }
 #pragma unroll
@@ -286,7 +288,7 @@ DEVICE float dot_products(const Rows& rows, const Input& in, int first_token, in
         for (int t = 0; t < TOKENS; ++t) sums[r][t] = 0.0f;
     }
     if constexpr (has_halves(FORMAT)) {
-        add_six_bit_products<VECTOR>(rows, in, first_token, lane, sums);
+        add_six_bit_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
     } else if constexpr (is_quantized(FORMAT)) {
         add_quantized_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
     } else {

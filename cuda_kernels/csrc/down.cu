@@ -13,8 +13,8 @@ constexpr int MAX_STEP_TOKENS = 32;
 template <int FORMAT, bool VECTOR>
 struct Piece {
     // Words of the same step, of as many groups.
-    static constexpr int WORDS = !VECTOR ? 1 : FORMAT == Q8 ? 4 : 2;
-    static constexpr int WORD_ITEMS = FORMAT == Q8 ? 4 : 8;
+    static constexpr int WORD_ITEMS = values_of(FORMAT);
+    static constexpr int WORDS = VECTOR ? 16 / WORD_ITEMS : 1;
     static constexpr int ITEMS = is_quantized(FORMAT) ? WORDS * WORD_ITEMS : items_of(FORMAT);
 
     int width, number;  // of the piece within the row

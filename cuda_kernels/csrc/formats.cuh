@@ -7,19 +7,16 @@
 #pragma once
 #include "common.cuh"
 
-SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
-SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
-SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
-SHARED_CONSTANT int BLOCK_GROUPS = 8;   // that share float16 numbers, of Q6 and the K formats
-SHARED_CONSTANT int QUARTER = 4;        // groups with a word each in a 16-byte piece
+SHARED_CONSTANT int QUARTER = 4;  // groups with a word each in a 16-byte piece
 
-DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
-DEVICE constexpr bool is_k(int format) { return format == Q4_K || format == Q5_K; }
-DEVICE constexpr bool has_min(int format) { return format == Q4_1 || is_k(format); }
-DEVICE constexpr bool has_fifths(int format) { return format == Q5 || format == Q5_K; }
-DEVICE constexpr bool has_halves(int format) { return format == Q6; }
-DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
-DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
+DEVICE constexpr bool is_quantized(int format) { return codes_of(format) != FLOAT_CODES; }
+DEVICE constexpr bool has_bytes(int format) { return codes_of(format) == BYTES_CODES; }
+DEVICE constexpr bool has_fifths(int format) { return codes_of(format) == FIFTHS_CODES; }
+DEVICE constexpr bool has_six_bits(int format) { return factors_of(format) == SIX_BITS_FACTORS; }
+DEVICE constexpr int items_of(int format) { return 128 / bits_of(format); }  // of a float piece
+// Words of a group, but for what stands above nibbles, and the values of each.
+DEVICE constexpr int steps_of(int format) { return has_bytes(format) ? 8 : 4; }
+DEVICE constexpr int values_of(int format) { return GROUP / steps_of(format); }
 
 template <bool ONCE, typename T>
 DEVICE T load_weights(const T* from) {
@@ -110,8 +107,8 @@ DEVICE int chunk_size(int chunk, int groups) {
 // Bytes of a row's values before those of a chunk, and of all its values.
 template <int FORMAT>
 DEVICE i64 value_bytes(i64 weights) {
-    if constexpr (has_fifths(FORMAT)) return weights / 8 * 5;
-    return FORMAT == Q8 ? weights : FORMAT == Q6 ? weights / 4 * 3 : weights / 2;
+    constexpr int BITS = bits_of(FORMAT), PART = BITS % 4 ? BITS % 2 ? 8 : 4 : BITS % 8 ? 2 : 1;
+    return weights / PART * (BITS * PART / 8);
 }
 
 // A word of each of `valid` <= 4 adjacent groups, zeros for the others.
@@ -139,8 +136,7 @@ DEVICE const u16* minima_of(const u8* row, int width) {
     return scales_of<FORMAT>(row, width) + width / GROUP;
 }
 
-// The scale (KIND 0) or the minimum (1) of a group of Q4_K or Q5_K: six bits that a block's float16
-// scales.
+// The scale (KIND 0) or the minimum (1) of a group: six bits that a block's float16 scales.
 template <int FORMAT, int KIND>
 DEVICE float six_bit_factor(const u8* row, int width, int group) {
     int groups = width / GROUP, chunk = group / CHUNK_GROUPS, lane = group % CHUNK_GROUPS;
@@ -150,20 +146,20 @@ DEVICE float six_bit_factor(const u8* row, int width, int group) {
     const u8* own = factors + chunk * (CHUNK_GROUPS / 2 * 3);
     u32 low = load(own + lane), top = load(own + size + lane % half);
     u32 number = (low >> 4 * KIND & 15) | (top >> (4 * (lane / half) + 2 * KIND) & 3) << 4;
-    float block = half_to_float(load(blocks + 2 * (group / BLOCK_GROUPS) + KIND));
+    float block = half_to_float(load(blocks + 2 * (group / block_groups_of(FORMAT)) + KIND));
     return block * static_cast<float>(number);
 }
 
 // The scale of a group of a row, and its minimum: 0 where the format has none.
 template <int FORMAT>
 DEVICE float group_scale(const u8* row, int width, int group) {
-    if constexpr (is_k(FORMAT)) return six_bit_factor<FORMAT, 0>(row, width, group);
+    if constexpr (has_six_bits(FORMAT)) return six_bit_factor<FORMAT, 0>(row, width, group);
     return half_to_float(load(scales_of<FORMAT>(row, width) + group));
 }
 template <int FORMAT>
 DEVICE float group_min(const u8* row, int width, int group) {
     if constexpr (!has_min(FORMAT)) return 0.0f;
-    if constexpr (is_k(FORMAT)) return six_bit_factor<FORMAT, 1>(row, width, group);
+    if constexpr (has_six_bits(FORMAT)) return six_bit_factor<FORMAT, 1>(row, width, group);
     return half_to_float(load(minima_of<FORMAT>(row, width) + group));
 }
 
@@ -173,7 +169,7 @@ template <int FORMAT, bool VECTOR, int KIND>
 DEVICE void quarter_factors(
     const u8* row, int width, int group, int valid, float (&out)[QUARTER]) {
     const u16* factors = KIND ? minima_of<FORMAT>(row, width) : scales_of<FORMAT>(row, width);
-    if constexpr (is_k(FORMAT)) {
+    if constexpr (has_six_bits(FORMAT)) {
 #pragma unroll
         for (int q = 0; q < QUARTER; ++q) {
             out[q] = q < valid ? six_bit_factor<FORMAT, KIND>(row, width, group + q) : 0.0f;
@@ -197,16 +193,13 @@ DEVICE u32 upper_bits(u32 fifths, int step, int half) {
     return (fifths >> (2 * step + half) & 0x01010101u) << 4;
 }
 
-// The zero point of a value of 4 or 5 bits.
-DEVICE constexpr int offset_of(int format) { return has_min(format) ? 0 : format == Q5 ? 16 : 8; }
-
-// A word's weights without scale and minimum: four of Q8; else the four low nibbles, then the high
+// A word's weights without scale and minimum: four bytes; else the four low nibbles, then the high
 // ones.
 template <int FORMAT>
-DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
+DEVICE void word_values(u32 word, float (&out)[values_of(FORMAT)]) {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-        if constexpr (FORMAT == Q8) {
+        if constexpr (has_bytes(FORMAT)) {
             out[b] = unsigned_byte(word ^ 0x80808080u, b) - 128.0f;
         } else {
             constexpr float OFFSET = offset_of(FORMAT);
@@ -216,7 +209,7 @@ DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
     }
 }
 
-// Values of Q6 as signed bytes: four low nibbles or the high ones (half 1), and above them two bits
+// Values of 6 bits as signed bytes: four low nibbles or the high ones (half 1), and above them two bits
 // of each byte of `pairs`: of its low half for steps 0 and 1, of its high half for 2 and 3.
 DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
     u32 low = nibbles >> 4 * half & 0x0f0f0f0fu;
@@ -224,12 +217,13 @@ DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
     return ((values | 0x80808080u) - 0x20202020u) ^ 0x80808080u;
 }
 
-// The scale of the first or the second half of a group of Q6.
+// The scale of the first or the second half of a group.
+template <int FORMAT>
 DEVICE float half_scale(const u8* row, int width, int group, int half) {
     int groups = width / GROUP, chunk = group / CHUNK_GROUPS;
-    const u8* scales = row + value_bytes<Q6>(width);
+    const u8* scales = row + value_bytes<FORMAT>(width);
     const u16* blocks = reinterpret_cast<const u16*>(scales + 2 * groups);
     int place = chunk * 2 * CHUNK_GROUPS + half * chunk_size(chunk, groups) + group % CHUNK_GROUPS;
     float scale = static_cast<float>(static_cast<signed char>(load(scales + place)));
-    return half_to_float(load(blocks + group / BLOCK_GROUPS)) * scale;
+    return half_to_float(load(blocks + group / block_groups_of(FORMAT))) * scale;
 }

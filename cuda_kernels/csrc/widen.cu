@@ -6,10 +6,10 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
     int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
     i64 place = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + 4 * (group % CHUNK_GROUPS);
-    int step = FORMAT == Q8 ? item / 4 : item / 8;
+    int step = item / values_of(FORMAT);
     u32 byte = load(row + place + step * 4 * size + item % 4);
     float scale = group_scale<FORMAT>(row, width, group);
-    if constexpr (FORMAT == Q8) {
+    if constexpr (has_bytes(FORMAT)) {
         return scale * static_cast<float>(static_cast<signed char>(byte));
     } else {
         u32 number = item % 8 < 4 ? byte & 15 : byte >> 4;
@@ -23,17 +23,18 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     }
 }
 
-// `quantized_weight` of Q6.
+// `quantized_weight` of 6 bits, a scale for each half.
+template <int FORMAT>
 DEVICE float six_bit_weight(const u8* row, int width, int column) {
     int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
     int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
     int half = item / 16, step = item % 16 / 4;
-    const u8* from = row + value_bytes<Q6>(static_cast<i64>(chunk) * CHUNK) +
+    const u8* from = row + value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) +
                      4 * (group % CHUNK_GROUPS) + item % 4;
     u32 pairs = load(from + (4 + step % 2) * 4 * size);
     u32 value = six_bit_values(load(from + step * 4 * size), pairs, step, half);
     float whole = static_cast<float>(static_cast<signed char>(value & 0xff));
-    return half_scale(row, width, group, half) * whole;
+    return half_scale<FORMAT>(row, width, group, half) * whole;
 }
 
 // Eight weights from `column` on, of a quantized row within one group.
@@ -41,15 +42,15 @@ template <int FORMAT, bool VECTOR>
 DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8]) {
     if constexpr (has_halves(FORMAT)) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) out[i] = six_bit_weight(row, width, column + i);
+        for (int i = 0; i < 8; ++i) out[i] = six_bit_weight<FORMAT>(row, width, column + i);
     } else if constexpr (is_quantized(FORMAT) && VECTOR && !has_fifths(FORMAT)) {
         int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
         int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
-        int step = FORMAT == Q8 ? item / 4 : item / 8;
+        int step = item / values_of(FORMAT);
         i64 place = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK);
         const u8* from = row + place + 4 * (step * size + group % CHUNK_GROUPS);
         float scale = group_scale<FORMAT>(row, width, group);
-        if constexpr (FORMAT == Q8) {
+        if constexpr (has_bytes(FORMAT)) {
             float low[4], high[4];
             word_values<FORMAT>(load(reinterpret_cast<const u32*>(from)), low);
             word_values<FORMAT>(load(reinterpret_cast<const u32*>(from + 4 * size)), high);

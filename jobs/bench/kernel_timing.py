@@ -14,18 +14,13 @@ from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
+from hotcold.numba_kernels.formats import FORMATS, ROW_FORMATS, row_items
 from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
-DTYPES: dict[str, np.dtype] = {
-    "f32": np.dtype(np.float32),
-    "f16": np.dtype(np.uint16),
-    "bf16": np.dtype(np.int16),
-    **{str(dtype.names[0]): dtype for dtype in ROW_FORMATS if dtype.names},
-}
+DTYPES: dict[str, np.dtype] = {kind.short: dtype for dtype, kind in FORMATS.items()}
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01
 _ROW_BYTE = 0x11  # of quantized rows: all values and scales are small and positive
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import row_bytes
+from hotcold.numba_kernels.formats import WeightDtype
 from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
 VERSION = 2

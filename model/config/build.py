@@ -10,16 +10,13 @@ from hotcold.model.config.families import FAMILIES
 from hotcold.model.config.families.family import Family, max_positions, num_layers
 from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
-from hotcold.model.config.model_config import ModelConfig, RopeConfig, WeightDtype
+from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.config.quantization import quantized_dtype
 from hotcold.model.errors import shown
 from hotcold.model.gguf.file_names import is_gguf
+from hotcold.numba_kernels.formats import FLOAT_FORMATS, WeightDtype
 
-DTYPES: dict[str, WeightDtype] = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-}
+DTYPES: dict[str, WeightDtype] = {kind.name: kind.name for kind in FLOAT_FORMATS.values()}
 MAX_VOCAB = 1 << 24
 
 # Models with a vision part: model_type -> that of the language model in `text_config`.

@@ -16,10 +16,8 @@ from hotcold.model.config.layer_order import (
     LayerOrder,
 )
 from hotcold.model.config.rope import RopeConfig
+from hotcold.numba_kernels.formats import WeightDtype
 
-WeightDtype = Literal[
-    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
-]
 # Kinds of matrices, each with one format in all layers; up has gate's.
 MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import shown
+from hotcold.numba_kernels.formats import QUANT_GROUP, QUANTIZED_TO, WeightDtype
 
 KEY = "quantization_config"
 METHOD = "hotcold"
-GROUP_SIZE = 32
 _MINIMUM = "minimum"  # whether groups have a minimum; absent for no
 
 
@@ -22,10 +21,11 @@ class _Form(NamedTuple):
     has_min: bool
 
 
-_FORMS: dict[WeightDtype, _Form] = {
-    "q8": _Form(8, 1, False),
-    "q4": _Form(4, 1, False),
-    "q4_1": _Form(4, 2, True),
+_FORMS = {row.name: _Form(row.bits, row.version, row.has_min) for row in QUANTIZED_TO}
+_KNOWN = {
+    "version": sorted({form.version for form in _FORMS.values()}),
+    "group_size": [QUANT_GROUP],
+    "bits": sorted({form.bits for form in _FORMS.values()}, reverse=True),
 }
 
 
@@ -35,7 +35,7 @@ def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "bits": form.bits,
-        "group_size": GROUP_SIZE,
+        "group_size": QUANT_GROUP,
         "version": form.version,
         **({_MINIMUM: True} if form.has_min else {}),
     }
@@ -53,12 +53,13 @@ def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
         raise reader.fail(KEY, f"is {shown(values, 60)}, not an object; download it again")
     method = values.get("quant_method")
     if method != METHOD:
+        *others, last = _FORMS
         raise reader.fail(
             KEY,
             f"names the method {shown(method, 60)}, which is not supported; use the model that is "
-            "not quantized, with --dtype q8, q4_1 or q4",
+            f"not quantized, with --dtype {', '.join(others)} or {last}",
         )
-    for name, known in (("version", (1, 2)), ("group_size", (GROUP_SIZE,)), ("bits", (8, 4))):
+    for name, known in _KNOWN.items():
         value = values.get(name)
         if type(value) is not int or value not in known:
             raise reader.fail(

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
-from hotcold.model.config.model_config import MatrixKind, ModelConfig, WeightDtype
+from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import UsageError, shown
-from hotcold.numba_kernels.formats import QUANT_GROUP, QUANTIZED, is_quantized, row_items
+from hotcold.numba_kernels.formats import (
+    DTYPES,
+    FLOAT_FORMATS,
+    FORMATS,
+    QUANT_GROUP,
+    QUANTIZED_TO,
+    WeightDtype,
+    is_quantized,
+    row_items,
+)
 
-QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4_1", "q4")  # the most precise first
-CAST_NAMES: dict[str, WeightDtype] = {"f16": "float16", "bf16": "bfloat16"}  # by --dtype's names
-_DTYPES: dict[WeightDtype, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.uint16),
-    "bfloat16": np.dtype(np.int16),
-    **{cast(WeightDtype, name): dtype for dtype in QUANTIZED for name in dtype.names or ()},
-}
+QUANTIZED_NAMES: tuple[WeightDtype, ...] = tuple(row.name for row in QUANTIZED_TO)
+# Those that weights are cast to, by --dtype's names.
+CAST_NAMES = {kind.short: kind.name for kind in FLOAT_FORMATS.values() if kind.bits == 16}
 
 
 def numpy_dtype(name: WeightDtype) -> np.dtype:
     """Return the dtype of arrays that hold the format."""
-    return _DTYPES[name]
+    return DTYPES[name]
 
 
 def dtype_name(dtype: np.dtype) -> WeightDtype:
     """Return the name of the format that arrays of `dtype` hold. Errors: KeyError for no format."""
-    return {known: name for name, known in _DTYPES.items()}[dtype]
+    return FORMATS[dtype].name
 
 
 def requested_dtype(name: str) -> np.dtype | None:
@@ -42,13 +45,12 @@ def requested_dtype(name: str) -> np.dtype | None:
     if name not in known:
         *others, last = known
         raise UsageError(f"--dtype is {shown(name)}; give {', '.join(others)} or {last}")
-    return _DTYPES[known[name]]
+    return DTYPES[known[name]]
 
 
 def option_name(dtype: np.dtype) -> str:
     """Return the format's name as --dtype spells it. Errors: KeyError for no format."""
-    name = dtype_name(dtype)
-    return {full: short for short, full in CAST_NAMES.items()}.get(name, name)
+    return FORMATS[dtype].short
 
 
 def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
@@ -56,7 +58,7 @@ def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
 
     Errors:  ValueError for a quantized row whose width is no multiple of 32
     """
-    dtype = _DTYPES[config.dtype_of(kind)]
+    dtype = DTYPES[config.dtype_of(kind)]
     return row_items(dtype, width) * dtype.itemsize
 
 

@@ -24,32 +24,17 @@ from hotcold.model.gguf.header import TensorInfo
 from hotcold.model.gguf.tensor_types import TensorType
 from hotcold.model.mapped_file import MappedFile
 from hotcold.numba_kernels.formats import (
-    Q4,
-    Q4_1,
-    Q4_K,
-    Q5,
-    Q5_K,
-    Q6,
+    BLOCK_FORMATS,
     Q8,
     ROW_FORMATS,
     is_blocks,
     is_quantized,
+    summed_dtype,
 )
 
 # In memory these roles have one format: their matrices are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
 _DOWN_T = "ffn_down_t"
-# The types that each format of rows holds without quantizing again, and in no more bits.
-_AS_STORED = {
-    Q8: ("Q8_0",),
-    Q4: ("Q4_0",),
-    Q4_1: ("Q4_1", "Q4_K"),
-    Q4_K: ("Q4_K",),
-    Q5: ("Q5_0",),
-    Q5_K: ("Q5_K",),
-    Q6: ("Q6_K",),
-}
-_SUMMED = {Q4_K: Q4_1, Q5: Q8, Q5_K: Q8, Q6: Q8}  # formats of rows that are added up
 # They are read into the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -133,7 +118,7 @@ class GgufWeights(WeightFile):
             into = kind.loaded if place.role in by_layer else self._loaded.get(place.role)
             if into is None or kind.dtype is None or not is_blocks(kind.dtype):
                 continue
-            if is_quantized(into) and kind.name not in _AS_STORED[into]:
+            if is_quantized(into) and not BLOCK_FORMATS[kind.dtype].is_as_stored(into):
                 key = (kind.name, f"{ROW_FORMATS[into].bits} bits")
                 changes[key] = changes.get(key, 0) + 1
         if not changes:
@@ -179,20 +164,22 @@ class GgufWeights(WeightFile):
             for role, types in kinds.items()
         }
         if "down" in common:
-            common["down"] = _SUMMED.get(common["down"], common["down"])
+            common["down"] = summed_dtype(common["down"])
         if config.tied_embeddings and "tokens" in common:
             common.setdefault("head", common["tokens"])
         return common | {role: common[of] for role, of in _TOGETHER.items() if of in common}
 
 
 def _common(types: set[TensorType], is_transposed: bool) -> np.dtype:
-    """The dtype of matrices of these types in memory: their own where they agree, else Q8."""
+    """The dtype of matrices of these types in memory: their own where they agree, else Q8.
+
+    They agree also where down rows would.
+    """
     found = {(kind.transposed if is_transposed else kind.loaded) for kind in types}
     dtypes = {dtype for dtype in found if dtype is not None}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    if dtypes == {Q4_1, Q4_K}:
-        return Q4_1
+    for agreed in (dtypes, set(map(summed_dtype, dtypes))):
+        if len(agreed) == 1:
+            return agreed.pop()
     return Q8 if any(is_quantized(dtype) for dtype in dtypes) else np.dtype(np.float32)
 
 

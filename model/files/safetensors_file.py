@@ -17,16 +17,13 @@ import numpy as np
 from hotcold.model.config.json_reader import parse_json
 from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
 from hotcold.model.mapped_file import MappedFile
+from hotcold.numba_kernels.formats import FLOAT_FORMATS
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 # The project's weight bits: uint16 is float16, int16 is bfloat16. Other formats are known only by
 # their size, for the file's layout to be checked.
-BIT_DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.uint16),
-    "BF16": np.dtype(np.int16),
-}
+BIT_DTYPES = {kind.short.upper(): dtype for dtype, kind in FLOAT_FORMATS.items()}
 _ARRAY_DTYPES = BIT_DTYPES | {"U8": np.dtype(np.uint8)}  # U8 is bytes of quantized rows
 _ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F64": 64, "C64": 64, "BOOL": 8, "U8": 8, "I8": 8}
 _ITEM_BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}

@@ -18,11 +18,11 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import HotcoldError
+from hotcold.numba_kernels.formats import DTYPES, FLOAT_FORMATS, FORMATS, WeightDtype
 
-_FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ITEM_BYTES = {kind.short.upper(): dtype.itemsize for dtype, kind in FLOAT_FORMATS.items()}
+_ITEM_BYTES["U8"] = 1
 _BLOCK_ITEMS = 1 << 23
 _HEADER_ALIGNMENT = 8
 _SPARE_DISK_BYTES = 64 << 20
@@ -71,7 +71,7 @@ class SafetensorsWriter:
     ) -> None:
         self._directory = directory
         self._dtype: torch.dtype = getattr(torch, dtype)
-        given = _FORMAT_NAMES[dtype]
+        given = FORMATS[DTYPES[dtype]].short.upper()
         specs = [replace(spec, format_name=spec.format_name or given) for spec in specs]
         self._shards = _split(specs, max_shard_bytes)
         self._file_names = _file_names(len(self._shards))

@@ -9,8 +9,9 @@ import numpy as np
 
 from hotcold.model.errors import CheckpointError, first_line, refuse_pointer_file
 from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
+from hotcold.numba_kernels.formats import FLOAT_FORMATS
 
-_FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+_FORMAT_NAMES = {f"torch.{kind.name}": kind.short.upper() for kind in FLOAT_FORMATS.values()}
 
 
 class TorchFile(WeightFile):

@@ -10,19 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import (
-    BLOCK_FORMATS,
-    Q4,
-    Q4_1,
-    Q4_K,
-    Q5,
-    Q5_K,
-    Q6,
-    Q8,
-    block_dtype,
-)
-
-_F32, _F16, _BF16 = (np.dtype(kind) for kind in (np.float32, np.uint16, np.int16))
+from hotcold.numba_kernels.formats import BLOCK_FORMATS, FLOAT_FORMATS, Q8
 
 
 @dataclass(frozen=True)
@@ -42,33 +30,19 @@ class TensorType:
         return num_bytes if self.dtype is None else num_bytes // self.dtype.itemsize
 
 
-def _floats(name: str, dtype: np.dtype) -> TensorType:
-    return TensorType(name, 1, dtype.itemsize, dtype, dtype, dtype)
-
-
-def _blocks(name: str, loaded: np.dtype) -> TensorType:
-    """Blocks lie along rows: transposed weights are quantized again, to 8 bits."""
-    dtype = block_dtype(name)
-    block = BLOCK_FORMATS[dtype]
-    return TensorType(name, block.weights, block.num_bytes, dtype, loaded, Q8)
-
-
 TENSOR_TYPES: dict[int, TensorType] = {
-    0: _floats("F32", _F32),
-    1: _floats("F16", _F16),
-    30: _floats("BF16", _BF16),
-    2: _blocks("Q4_0", Q4),
-    3: _blocks("Q4_1", Q4_1),
-    6: _blocks("Q5_0", Q5),
-    7: _blocks("Q5_1", Q8),
-    8: _blocks("Q8_0", Q8),
-    10: _blocks("Q2_K", Q8),
-    11: _blocks("Q3_K", Q8),
-    12: _blocks("Q4_K", Q4_K),
-    13: _blocks("Q5_K", Q5_K),
-    14: _blocks("Q6_K", Q6),
-    20: _blocks("IQ4_NL", Q8),
-    # Unsupported.
+    kind.ggml_type: TensorType(kind.short.upper(), 1, dtype.itemsize, dtype, dtype, dtype)
+    for dtype, kind in FLOAT_FORMATS.items()
+}
+# Blocks lie along rows: transposed weights are quantized again, to 8 bits.
+TENSOR_TYPES |= {
+    block.ggml_type: TensorType(
+        block.name, block.weights, block.num_bytes, dtype, block.kept_as, Q8
+    )
+    for dtype, block in BLOCK_FORMATS.items()
+}
+# Unsupported.
+TENSOR_TYPES |= {
     9: TensorType("Q8_1", 32, 36),
     15: TensorType("Q8_K", 256, 292),
     16: TensorType("IQ2_XXS", 256, 66),

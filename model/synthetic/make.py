@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hotcold.model.config.build import build_config
 from hotcold.model.config.families.tensor_names import TensorNames
-from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, require_disk_space
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
@@ -24,6 +24,7 @@ from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
+from hotcold.numba_kernels.formats import WeightDtype
 
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's

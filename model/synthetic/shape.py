@@ -8,10 +8,10 @@ from typing import Any
 
 from hotcold.model.config.activations import ActivationFn
 from hotcold.model.config.families import FAMILIES
-from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import UsageError
+from hotcold.numba_kernels.formats import FLOAT_FORMATS, WeightDtype
 
-DTYPES: dict[str, WeightDtype] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+DTYPES = {kind.short: kind.name for kind in FLOAT_FORMATS.values()}
 _NORM_EPS = 1e-5
 _ROPE_THETA = 10000.0
 

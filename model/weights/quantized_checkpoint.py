@@ -19,7 +19,7 @@ import numpy as np
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.json_reader import read_json_object
-from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.quantization import KEY, quantization_config
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import HotcoldError, UsageError
@@ -34,7 +34,7 @@ from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.formats import row_items
+from hotcold.numba_kernels.formats import WeightDtype, row_items
 
 _MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (

@@ -8,7 +8,8 @@ from functools import partial
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import RowFormat
-from hotcold.numba_kernels.ir.quantized_ir import INTS, signed_byte, value_offset
+from hotcold.numba_kernels.ir.codes import codes_of
+from hotcold.numba_kernels.ir.quantized_ir import INTS, signed_byte
 from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
@@ -16,23 +17,25 @@ from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 class ByteDot:
     """sum[lane] += product of four bytes of weights with four of a vector, exactly.
 
-    VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a
-    group's sum of values is what that, or the offset of Q4 and Q5, adds too much. Values beside a
+    VNNI multiplies unsigned with signed bytes, so signed codes get 128 added, and `offset` times a
+    group's sum of values is what that, or the format's offset, adds too much. Values beside a
     minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
     products fit in them, all that a lane has of a chunk: they are added up before they become 32
     bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int) -> None:
-        self.bits = row_format.bits
+        codes, offset = codes_of(row_format), row_format.offset
+        self.is_signed = codes.is_signed
         self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
         self.avx2 = has_feature("avx2") and not self.vnni
-        self.in_pairs = self.avx2 and self.bits in (4, 6)
-        stored = value_offset(row_format)
-        self.high_in_place = self.vnni and self.bits == 4 and num_chains == 2
-        self.offset = {8: 128 if self.vnni else 0, 6: 0, 5: stored, 4: stored}[self.bits]
-        self.half_offset = stored if self.bits == 6 and self.vnni else 0
-        self.subtracted = stored if self.bits == 6 and not self.vnni else 0
+        self.in_pairs = self.avx2 and codes.fits_pairs
+        self.high_in_place = self.vnni and codes.high_can_stay and num_chains == 2
+        of_groups = 0 if row_format.has_halves else offset
+        self.offset = 128 if self.is_signed and self.vnni else of_groups
+        # There are no sums of halves of a group.
+        self.half_offset = offset if row_format.has_halves and self.vnni else 0
+        self.subtracted = offset if row_format.has_halves and not self.vnni else 0
 
     def empty(self, builder: ir.IRBuilder) -> Vec:
         """Sums of nothing."""
@@ -47,7 +50,8 @@ class ByteDot:
         if self.vnni:
             return self._vnni(total, weights, values)
         if self.avx2:
-            pairs = _by_halves(partial(avx2_pairs, self.bits), weights.view(I8), values.view(I8))
+            is_signed = self.is_signed or self.subtracted > 0
+            pairs = _by_halves(partial(avx2_pairs, is_signed), weights.view(I8), values.view(I8))
             return total + (pairs if self.in_pairs else _by_halves(avx2_fours, pairs))
         for byte in range(4):
             total = total + signed_byte(weights, byte) * signed_byte(values, byte)
@@ -67,7 +71,7 @@ class ByteDot:
         return _by_halves(avx2_fours, total) if self.in_pairs else total
 
     def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        if self.bits == 8:
+        if self.is_signed:
             weights = weights ^ 0x80808080 - (1 << 32)
         return self._dot(total, weights.view(I8), values.view(I8))
 
@@ -75,13 +79,13 @@ class ByteDot:
         return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, unsigned, signed)
 
 
-def avx2_pairs(bits: int, weights: Vec, values: Vec) -> Vec:
+def avx2_pairs(is_signed: bool, weights: Vec, values: Vec) -> Vec:
     """Products of the bytes of one register, two added up in 16 bits.
 
     |weight| <= 127 and |value| <= 127, so no pair overflows.
     """
     kind = weights.value.type
-    if bits > 5:
+    if is_signed:
         values = values.call("llvm.x86.avx2.psign.b", kind, values, weights)
         weights = (weights < 0).where(-weights, weights)
     pairs = shaped(I16, weights.lanes // 2)

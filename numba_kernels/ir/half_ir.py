@@ -9,14 +9,8 @@ from __future__ import annotations
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
 from hotcold.numba_kernels.ir.byte_dot import avx2_fours, avx2_pairs
-from hotcold.numba_kernels.ir.quantized_ir import (
-    CHUNK_BYTES,
-    PACKED_STEPS,
-    Row,
-    Vector,
-    unpacked,
-    value_offset,
-)
+from hotcold.numba_kernels.ir.codes import codes_of
+from hotcold.numba_kernels.ir.quantized_ir import Row, Vector
 from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
 
@@ -28,7 +22,7 @@ _FLOATS = shaped(F32, _LANES)
 def takes_halves(row_format: RowFormat) -> bool:
     """Whether last chunks of a format are read so."""
     is_avx2 = has_feature("avx2") and not has_feature("avx512f")
-    return is_avx2 and row_format.bits in (4, 8) and not row_format.in_blocks
+    return is_avx2 and row_format.is_plain
 
 
 class Halves:
@@ -41,19 +35,19 @@ class Halves:
         self, row_format: RowFormat, row: Row, vectors: list[Vector], groups: Vec, index: Vec
     ) -> None:
         """groups: of the whole row; index: the last chunk's number."""
-        self.format, self.bits = row_format, row_format.bits
+        self.format, self.codes = row_format, codes_of(row_format)
         self.row, self.vectors, self.all_groups, self.index = row, vectors, groups, index
         self.builder = groups.builder
         self.groups = groups - index * CHUNK_GROUPS
         self.has_second = groups.like(_LANES).below(self.groups)
         self.halvings = groups.like(0)
-        self.steps = PACKED_STEPS[self.bits]
+        self.steps = self.codes.steps
         for doublings in range(1, self.steps.bit_length()):
             fits = self.groups.below((_LANES >> doublings) + 1)
             self.halvings = self.halvings + fits.astype(I64, signed=False)
         self.num_turns = groups.like(self.steps) >> self.halvings
         self.num_lanes = self.groups << self.halvings
-        self.in_pairs = self.bits == 4
+        self.in_pairs = self.codes.fits_pairs
         ints = Vec.full(self.builder, 0, I32, _LANES)
         self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
 
@@ -93,12 +87,12 @@ class Halves:
     def _add(self, sums: list[Var], turn: Vec, offset: int) -> None:
         """Add the products of one vector of the row, `offset` bytes into its steps."""
         at = turn * self.num_lanes * 4 + offset
-        loaded = _load(self.row.values + self.index * CHUNK_BYTES[self.bits] + at, I32)
-        for part, weights in enumerate(unpacked(self.bits, loaded)):
+        loaded = _load(self.row.values + self.index * self.format.chunk_bytes + at, I32)
+        for part, weights in enumerate(self.codes.unpacked(loaded)):
             place = self.index * CHUNK + self.groups * (part * CHUNK // 2 // CHUNK_GROUPS) + at
             for total, vector in zip(sums, self.vectors, strict=True):
                 values = _load(vector.values + place, I32)
-                pairs = avx2_pairs(self.bits, weights.view(I8), values.view(I8))
+                pairs = avx2_pairs(self.codes.is_signed, weights.view(I8), values.view(I8))
                 total.set(total.get() + (pairs if self.in_pairs else avx2_fours(pairs)))
 
     def _end(self, total: Vec) -> Vec:
@@ -124,7 +118,7 @@ class Halves:
         factors, minima = self._halves(self.row.first, first), None
         if self.format.has_min:
             minima = self._halves(self.row.second, first)
-        offset = value_offset(self.format) if self.bits == 4 else 0
+        offset = self.format.offset
         for total, vector, cell in zip(totals, self.vectors, self.counts[half], strict=True):
             scales, count = (vector.scales + first * 4).load_masked(F32, mask), cell.get()
             sums = None

@@ -16,21 +16,17 @@ from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
 from hotcold.numba_kernels.ir.byte_dot import ByteDot
+from hotcold.numba_kernels.ir.codes import codes_of
+from hotcold.numba_kernels.ir.factors import factors_of
 from hotcold.numba_kernels.ir.half_ir import Halves, takes_halves
 from hotcold.numba_kernels.ir.quantized_ir import (
-    CHUNK_BYTES,
     INTS,
-    PACKED_STEPS,
     Chunk,
     Rest,
     Row,
     Vector,
-    joined,
-    packed_steps,
     row_bytes,
-    unpacked,
     with_chunks,
-    with_tops,
 )
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
 from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, stack_space
@@ -70,7 +66,7 @@ class _Products:
         bytes_ahead: int,
     ) -> None:
         self.format = row_format
-        self.bits = row_format.bits
+        self.codes = codes_of(row_format)
         self.rows = rows
         self.vectors = vectors
         self.groups = groups
@@ -88,7 +84,7 @@ class _Products:
     def emit(self, ahead: Sequence[Row]) -> list[Vec]:
         """The products; rows in `ahead` are prefetched in step."""
         if len(self.rows) > 1:
-            with_chunks(self.groups, self.bits, self._by_chunks, self._add_rest)
+            with_chunks(self.groups, self.codes.steps, self._by_chunks, self._add_rest)
         else:
             self._in_order(ahead)
         return [total.get().sum() for total in self.totals]
@@ -96,7 +92,7 @@ class _Products:
     def _in_order(self, ahead: Sequence[Row]) -> None:
         """One row: its values, then its scales; of a long row stretch by stretch."""
         number = self.groups // CHUNK_GROUPS
-        rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.bits)
+        rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.codes.steps)
         few, many = _FewChunks(self, number), _Stretches(self, number)
         is_short, has_rest = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
         last = self._last_chunk(number, rest)
@@ -129,7 +125,7 @@ class _Products:
             for row in rows:
                 (row.values + at + self.bytes_ahead).prefetch(2)
 
-        begin = number * CHUNK_BYTES[self.bits]
+        begin = number * self.format.chunk_bytes
         for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, line)
 
     def zero_counts(self) -> list[Var]:
@@ -142,7 +138,7 @@ class _Products:
 
     def prefetch(self, rows: Sequence[Row], index: Vec) -> None:
         """Ask for the values of a chunk of each row."""
-        num_bytes = CHUNK_BYTES[self.bits]
+        num_bytes = self.format.chunk_bytes
         for row in rows:
             for line in range(self.bytes_ahead, self.bytes_ahead + num_bytes, LINE_BYTES):
                 (row.values + index * num_bytes + line).prefetch(2)
@@ -160,9 +156,9 @@ class _Products:
         empty = self.multiply.empty(self.builder)
         chains = [[empty] * self.num_chains for _ in range(self.num_counts)]
         added = [empty] * (len(self.vectors) * self.num_halves)
-        for number in range(PACKED_STEPS[self.bits]):
+        for number in range(self.codes.steps):
             weights = [
-                packed_steps(chunk, self.bits, row, number, self.multiply.high_in_place)
+                self.codes.packed_step(chunk, row, number, self.multiply.high_in_place)
                 for row in self.rows
             ]
             for part in range(len(weights[0])):
@@ -200,7 +196,7 @@ class _Products:
 
     def add_scaled(self, chunk: Chunk, counts: list[Vec]) -> None:
         """Add a chunk's integer sums to the totals, with its scales and minima."""
-        factors = [chunk.factors(row) for row in self.rows]
+        factors = [factors_of(chunk, row) for row in self.rows]
         scales = [
             chunk.load(chunk.at(vector.scales, 4 * CHUNK_GROUPS), F32) for vector in self.vectors
         ]
@@ -232,7 +228,7 @@ class _Products:
         empty, chunk = self.multiply.empty(self.builder), rest.chunk
         chains = [[Var(empty) for _ in range(self.num_chains)] for _ in range(self.num_counts)]
         added = [Var(empty) for _ in range(len(self.vectors) * self.num_halves)]
-        starts = [chunk.at(row.values, CHUNK_BYTES[self.bits]) for row in self.rows]
+        starts = [chunk.at(row.values, self.format.chunk_bytes) for row in self.rows]
 
         def add(index: Vec, weights: list[list[Vec]]) -> None:
             for part in range(len(weights[0])):
@@ -248,30 +244,8 @@ class _Products:
                     total = added[vector * self.num_halves + half]
                     total.set(self.multiply.add_offset(total.get(), values))
 
-        def turn(index: Vec) -> None:
-            loaded = [rest.load(start, index) for start in starts]
-            if self.bits == 5:
-                tops = [rest.upper_bits(start, index) for start in starts]
-                add(index, [with_tops(*row) for row in zip(loaded, tops, strict=True)])
-                return
-            in_place = self.multiply.high_in_place
-            add(index, [unpacked(self.bits, values, in_place) for values in loaded])
-
-        if self.bits == 6:  # half a chunk: two steps in each of three vectors
-            last = self.groups.like(2)
-            for number in range(2):
-                index = self.groups.like(number)
-                add(
-                    index,
-                    [
-                        joined(rest.load(start, index), rest.load(start, last), number)
-                        for start in starts
-                    ],
-                )
-        elif self.num_chains > 1:
-            rest.each_turn_in_line(turn)
-        else:
-            rest.each_turn(turn)
+        in_place, in_line = self.multiply.high_in_place, self.num_chains > 1
+        self.codes.each_rest(rest, starts, in_place, in_line, add)
         ends = [self.multiply.end([var.get() for var in sums]) for sums in chains]
         counts = [Var(count) for count in self._without([var.get() for var in added], ends)]
         rest.fold(counts)

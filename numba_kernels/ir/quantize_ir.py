@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
+from hotcold.numba_kernels.ir.codes import codes_of, summed_codes
+from hotcold.numba_kernels.ir.factors import factors_of
 from hotcold.numba_kernels.ir.float_ir import round_to_bfloat16
 from hotcold.numba_kernels.ir.quantized_ir import (
-    BYTE_LANES,
-    CHUNK_BYTES,
-    PACKED_STEPS,
     Chunk,
     Rest,
     Row,
     Vector,
     each_chunk,
-    packed_steps,
     row_bytes,
-    value_offset,
     with_chunks,
 )
-from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
 from hotcold.numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
 
 _FLOATS = ir.VectorType(F32, LANES)
 _QUARTER = 4  # lanes whose bytes fill a vector of 16
 
 
-def emit_quantize(x: Ptr, into: Vector, groups: Vec, bits: int) -> None:
-    """Quantize a float32 vector of so many groups, for rows of so many bits.
+def emit_quantize(x: Ptr, into: Vector, groups: Vec, row_format: RowFormat) -> None:
+    """Quantize a float32 vector of so many groups, for rows of a format.
 
     scale = max |x| / 127 of the group, value = x / scale rounded to the nearest, ties to even. A
     NaN makes its group's scale NaN. The steps of a chunk that meet low nibbles stand before those
     that meet high ones.
     """
-    nibbles = 2 if bits in (4, 5) else 1
+    nibbles = codes_of(row_format).each // 4
     step_places = [step // nibbles + step % nibbles * (8 // nibbles) for step in range(8)]
     last_chunk = groups // CHUNK_GROUPS
     rest = groups - last_chunk * CHUNK_GROUPS
@@ -76,17 +70,15 @@ def _scale(halves: list[Vec]) -> tuple[Vec, Vec]:
 
 def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) -> None:
     """out = the row's weights in their own order, as float32 or bfloat16 bits."""
-    bits, item_bytes = row_format.bits, 2 if to_bfloat16 else 4
-    # Values from one step to the next, and to what its high nibbles hold.
-    each, high = {8: (4, 0), 6: (4, 16), 5: (8, 4), 4: (8, 4)}[bits]
+    codes, item_bytes = codes_of(row_format), 2 if to_bfloat16 else 4
 
     def body(chunk: Chunk) -> None:
-        found = chunk.factors(row)
+        found = factors_of(chunk, row)
         scales, minima = found.scales, [] if found.minima is None else [found.minima]
         target = chunk.at(out, CHUNK * item_bytes)
-        for number in range(PACKED_STEPS[bits]):
-            for part, packed in enumerate(packed_steps(chunk, bits, row, number)):
-                place = each * number + high * part
+        for number in range(codes.steps):
+            for part, packed in enumerate(codes.packed_step(chunk, row, number)):
+                place = codes.each * number + codes.high * part
                 factors = [scales[part % len(scales)], *minima]
                 for quarter in range(LANES // _QUARTER):
                     values = _quarter(row_format, packed, factors, quarter)
@@ -107,7 +99,7 @@ def _quarter(row_format: RowFormat, packed: Vec, factors: list[Vec], quarter: in
     scale, *minimum = (factor.take(lanes) for factor in factors)
     if minimum:
         return sixteen.astype(F32) * scale + minimum[0]
-    return (sixteen - value_offset(row_format)).astype(F32) * scale
+    return (sixteen - row_format.offset).astype(F32) * scale
 
 
 def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_bytes: int) -> None:
@@ -135,11 +127,10 @@ class ScaledSum:
         self, row_format: RowFormat, rows: list[Row], factors: list[Vec], out: Ptr
     ) -> None:
         self.format = row_format
-        self.bits = row_format.bits
+        self.codes = summed_codes(row_format)
         self.rows = rows
         self.out = out
-        unit = 2.0**-24 if row_format.bits == 8 else 1.0  # of what `_byte_weights` gives
-        self.factors = [(factor * unit).spread(LANES) for factor in factors]
+        self.factors = [(factor * self.codes.unit).spread(LANES) for factor in factors]
 
     def emit(self, groups: Vec, ahead: list[Row]) -> None:
         """All columns; rows in `ahead` are prefetched in step."""
@@ -153,16 +144,16 @@ class ScaledSum:
 
         def body(index: Vec) -> None:
             if ahead:
-                begin = index * CHUNK_BYTES[self.bits]
-                prefetch(begin, begin + CHUNK_BYTES[self.bits])
+                begin = index * self.format.chunk_bytes
+                prefetch(begin, begin + self.format.chunk_bytes)
             self._add(Chunk(index, groups.like(LANES), None))
 
         def whole(number: Vec) -> None:
             for_range(0, number, 1, body)
             if ahead:
-                prefetch(number * CHUNK_BYTES[self.bits], row_bytes(self.format, groups))
+                prefetch(number * self.format.chunk_bytes, row_bytes(self.format, groups))
 
-        with_chunks(groups, self.bits, whole, self._add_rest)
+        with_chunks(groups, self.codes.steps, whole, self._add_rest)
 
     def emit_chunk(self, groups: Vec, index: Vec) -> None:
         """The columns of one chunk."""
@@ -172,14 +163,14 @@ class ScaledSum:
             with whole:
                 self._add(Chunk(index, groups.like(LANES), None))
             with rest:
-                self._add_rest(Rest(index, left, self.bits))
+                self._add_rest(Rest(index, left, self.codes.steps))
 
     def _add(self, chunk: Chunk) -> None:
         scales, minima = self._factors(chunk)
         target = chunk.at(self.out, 4 * CHUNK)
-        for number in range(self.bits):
+        for number in range(self.codes.steps):
             at = [
-                chunk.step(chunk.at(row.values, CHUNK_BYTES[self.bits]), number)
+                chunk.step(chunk.at(row.values, self.format.chunk_bytes), number)
                 for row in self.rows
             ]
             steps = [chunk.load(place, I32) for place in at]
@@ -193,17 +184,17 @@ class ScaledSum:
 
         def turn(index: Vec) -> None:
             steps = [
-                rest.load(rest.chunk.at(row.values, CHUNK_BYTES[self.bits]), index)
+                rest.load(rest.chunk.at(row.values, self.format.chunk_bytes), index)
                 for row in self.rows
             ]
-            at = target + index * (4 * CHUNK // self.bits)
+            at = target + index * (4 * CHUNK // self.codes.steps)
             self._add_steps(at, 0, steps, scales, minima)
 
         rest.each_turn(turn)
 
     def _factors(self, chunk: Chunk) -> tuple[list[Vec], list[Vec]]:
         """The rows' scales, times their factors where there are no minima, and minima."""
-        found = [chunk.factors(row) for row in self.rows]
+        found = [factors_of(chunk, row) for row in self.rows]
         scales = [factors.scales[0] for factors in found]
         minima = [factors.minima for factors in found if factors.minima is not None]
         if not minima:
@@ -214,7 +205,7 @@ class ScaledSum:
         self, target: Ptr, number: int, steps: list[Vec], scales: list[Vec], minima: list[Vec]
     ) -> None:
         """Add step `number` of each row; `target` is where the sums of step 0 are."""
-        for place, weights in _step_weights(self.format, number):
+        for place, weights in self.codes.weights_of_step(number):
             cell = target + 4 * LANES * place
             total = cell.load(F32, LANES)
             for row, (step, scale) in enumerate(zip(steps, scales, strict=True)):
@@ -224,33 +215,3 @@ class ScaledSum:
                 else:
                     total = weights(step).fma(scale, total)
             cell.store(total)
-
-
-def _step_weights(row_format: RowFormat, number: int) -> list[tuple[int, Callable[[Vec], Vec]]]:
-    """The places in a group of what step `number` holds, each with what takes it out of a lane."""
-    if row_format.bits == 8:
-        return [(4 * number + byte, partial(_byte_weights, byte)) for byte in range(4)]
-    offset = value_offset(row_format)
-    return [
-        (8 * number + 4 * half + byte, partial(_nibble_weights, offset, 2 * byte + half))
-        for byte in range(4)
-        for half in range(2)
-    ]
-
-
-def _byte_weights(byte: int, step: Vec) -> Vec:
-    """Byte `byte` of every lane, times 2^24: moved to the lane's top by one shuffle."""
-    zero = BYTE_LANES  # a place in the second operand, all zeros
-    places = [place for lane in range(LANES) for place in (zero, zero, zero, 4 * lane + byte)]
-    zeros = Vec.full(step.builder, 0, I8, BYTE_LANES)
-    return step.view(I8).take(places, zeros).view(I32).astype(F32)
-
-
-def _nibble_weights(offset: int, number: int, step: Vec) -> Vec:
-    """Nibble `number` of every lane, less `offset`; AVX-512 looks it up in a register."""
-    shifted = step >> 4 * number if number else step
-    if has_feature("avx512f"):
-        table = Vec.of(step.builder, [value - offset for value in range(16)], F32)
-        name = "llvm.x86.avx512.permvar.sf.512"  # which reads four bits of a lane
-        return table.call(name, table.value.type, table, shifted)
-    return ((shifted & 0xF) - offset).astype(F32)

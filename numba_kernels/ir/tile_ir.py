@@ -71,7 +71,7 @@ def tiles_of(weights: Any) -> Tiles:
 
 def is_slow_to_unpack(row_format: RowFormat) -> bool:
     """Whether values or factors of a row take clearly longer than plain bytes and nibbles."""
-    return row_format.in_blocks or row_format.bits not in (4, 8)
+    return not row_format.is_plain
 
 
 @intrinsic

@@ -266,7 +266,7 @@ def quantize_vector(typingctx, weights, x, token, into):
         target = Vectors(given.arrays(3)).vector(token)
         assert isinstance(target, Vector)
         groups = source.shape[1] // QUANT_GROUP
-        emit_quantize(source.at(token), target, groups, row_format.bits)
+        emit_quantize(source.at(token), target, groups, row_format)
 
     return types.void(weights, x, _INDEX, into), codegen_of(emit)
 

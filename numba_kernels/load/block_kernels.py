@@ -12,11 +12,10 @@ from hotcold.numba_kernels.ir.bit_ir import float32_of
 from hotcold.numba_kernels.load.quantize_kernels import (
     DONE,
     NOT_FINITE,
+    store_codes,
     store_half,
     store_q4,
-    store_q5,
     store_q6,
-    store_q8,
 )
 
 # What `repack_kernel` returns for codes that no row of Q8 has: -128.
@@ -25,7 +24,7 @@ _LARGEST_HALF = np.float32(65504)
 
 
 def _code(name):
-    return BLOCK_FORMATS[block_dtype(name)].code
+    return BLOCK_FORMATS[block_dtype(name)].ggml_type
 
 
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (
@@ -214,15 +213,11 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
             if bits < 8:
                 for k in range(_GROUP):
                     codes[k] += uint8(1 << (bits - 1))
-                if bits == 4:
-                    store_q4(codes, target, group, num_groups)
-                else:
-                    store_q5(codes, target, group, num_groups)
-                continue
-            for k in range(_GROUP):
-                if codes[k] == 0x80:
-                    worst = max(worst, DOES_NOT_FIT)
-            store_q8(codes, target, group, num_groups)
+            else:
+                for k in range(_GROUP):
+                    if codes[k] == 0x80:
+                        worst = max(worst, DOES_NOT_FIT)
+            store_codes(bits, codes, target, group, num_groups)
     return worst
 
 
@@ -277,12 +272,10 @@ def repack_k_kernel(bits, num_bytes, src, src_step, row_ids, dst, dst_step, widt
             nibbles, shift = (16 if bits == 4 else 48) + part // 2 * 32, part % 2 * 4
             for k in range(_GROUP):
                 codes[k] = (block[nibbles + k] >> shift) & 15
-            if bits == 4:
-                store_q4(codes, target, group, num_groups)
-            else:
+            if bits == 5:
                 for k in range(_GROUP):
                     codes[k] |= uint8(((block[16 + k] >> part) & 1) << 4)
-                store_q5(codes, target, group, num_groups)
+            store_codes(bits, codes, target, group, num_groups)
             first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
             lanes = min(_CHUNK_GROUPS, num_groups - first)
             of_chunk, lane = factors[first // 2 * 3 :], group - first

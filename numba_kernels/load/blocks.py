@@ -1,27 +1,27 @@
 """Rows of ggml's blocks, as GGUF files have them, into rows that kernels compute with.
 
-Q4_0 becomes Q4, Q4_1 Q4_1, Q4_K Q4_K, Q5_0 Q5, Q5_K Q5_K, Q6_K Q6, and Q4_0, Q5_0, Q8_0 and IQ4_NL
-become Q8, to the bit: values and scales stay. Q4_K also becomes Q4_1 with its scales and
-minima, which are products of two numbers, rounded to float16. All other blocks become floats, which
-are quantized again.
+`BLOCK_FORMATS` says which rows take a block's values and scales to the bit, and which with scales
+and minima, products of two numbers, rounded to float16. All other blocks become floats, which are
+quantized again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
-    Q4,
-    Q4_1,
-    Q4_K,
-    Q5,
-    Q5_K,
-    Q6,
-    Q8,
+    HALVES,
+    MINIMA,
     QUANTIZED,
     ROW_FORMATS,
-    block_dtype,
+    SCALES,
+    SIX_BITS,
+    BlockFormat,
+    Factors,
     row_items,
     row_width,
 )
@@ -36,24 +36,25 @@ from hotcold.numba_kernels.load.block_kernels import (
 from hotcold.numba_kernels.load.loading import flat_rows
 from hotcold.numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
 
-_EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
-    block_dtype("Q4_0"): (Q4, Q8),
-    block_dtype("Q5_0"): (Q5, Q8),
-    block_dtype("Q8_0"): (Q8,),
-    block_dtype("IQ4_NL"): (Q8,),
-    block_dtype("Q4_1"): (Q4_1,),
-    block_dtype("Q4_K"): (Q4_K,),
-    block_dtype("Q5_K"): (Q5_K,),
-    block_dtype("Q6_K"): (Q6,),
+# What packs blocks whose numbers rows take as they are, by the rows' factors.
+_Repack = Callable[[BlockFormat, np.int64, tuple[Any, ...]], int]
+_REPACK: dict[Factors, _Repack] = {
+    SCALES: lambda block, bits, places: repack_kernel(
+        block.ggml_type, block.num_bytes, *places, bits
+    ),
+    MINIMA: lambda block, bits, places: repack_with_min_kernel(
+        block.ggml_type, block.num_bytes, *places
+    ),
+    SIX_BITS: lambda block, bits, places: repack_k_kernel(bits, block.num_bytes, *places),
+    HALVES: lambda block, bits, places: repack_q6_kernel(block.num_bytes, *places),
 }
-_ROUNDED = (block_dtype("Q4_K"), Q4_1)  # repacked with rounded scales and minima
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
 
 def stays_exact(blocks: np.dtype, dtype: np.dtype) -> bool:
     """Whether rows of these blocks become rows of `dtype` to the bit."""
-    return dtype in _EXACT.get(blocks, ())
+    return blocks in BLOCK_FORMATS and dtype in BLOCK_FORMATS[blocks].exact
 
 
 def dequantize_rows(
@@ -72,7 +73,8 @@ def dequantize_rows(
         num_blocks = rows.shape[1] // block.num_bytes - first_block
     out = np.empty((row_ids.size, num_blocks * block.weights), np.float32)
     source, step = flat_rows(rows.view(np.uint8))
-    dequantize_kernel(*block, source, step, row_ids, np.int64(first_block), out)
+    sizes = block.ggml_type, block.weights, block.num_bytes
+    dequantize_kernel(*sizes, source, step, row_ids, np.int64(first_block), out)
     return out
 
 
@@ -87,7 +89,8 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
     if out.dtype not in QUANTIZED or out.shape != (row_ids.size, row_items(out.dtype, width)):
         raise ValueError(f"{row_ids.size} rows of {rows.dtype} {rows.shape} to {out.shape}")
     ids = np.ascontiguousarray(row_ids, np.int64)
-    if stays_exact(rows.dtype, out.dtype) or (rows.dtype, out.dtype) == _ROUNDED:
+    block = BLOCK_FORMATS[rows.dtype]
+    if out.dtype in (*block.exact, *block.rounded):
         status = _repacked(rows, ids, out, np.int64(width))
         if status != DOES_NOT_FIT:
             return status
@@ -99,16 +102,10 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
 
 
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
-    block = BLOCK_FORMATS[rows.dtype]
+    block, row_format = BLOCK_FORMATS[rows.dtype], ROW_FORMATS[out.dtype]
     source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
-    places, row_format = (*source, ids, *target, width), ROW_FORMATS[out.dtype]
-    if row_format.has_halves:
-        return int(repack_q6_kernel(block.num_bytes, *places))
-    if row_format.in_blocks:
-        return int(repack_k_kernel(np.int64(row_format.bits), block.num_bytes, *places))
-    if row_format.has_min:
-        return int(repack_with_min_kernel(block.code, block.num_bytes, *places))
-    return int(repack_kernel(block.code, block.num_bytes, *places, np.int64(row_format.bits)))
+    places = (*source, ids, *target, width)
+    return int(_REPACK[row_format.factors](block, np.int64(row_format.bits), places))
 
 
 def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray) -> int:

@@ -11,13 +11,12 @@ import numpy as np
 from numba import uint32, uint64
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import FLOAT_FORMATS
 
-WEIGHT_DTYPES = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 # All exponent bits of a format: a value with all of them set is infinite or not a number.
 _EXPONENT: dict[np.dtype, np.unsignedinteger] = {
-    WEIGHT_DTYPES[0]: np.uint32(0x7F800000),
-    WEIGHT_DTYPES[1]: np.uint16(0x7C00),
-    WEIGHT_DTYPES[2]: np.uint16(0x7F80),
+    dtype: np.dtype(f"u{dtype.itemsize}").type(kind.exponent)
+    for dtype, kind in FLOAT_FORMATS.items()
 }
 _TILE_ROWS = 256
 _TILE_COLUMNS = 64

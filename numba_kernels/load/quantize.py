@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotcold.numba_kernels.formats import (
+    BYTES,
     FLOATS,
     Q4,
     Q4_1,
@@ -91,7 +92,7 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
 def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
     """Copy the rows `row_ids` of `src` into `dst`; return whether they are what rows can be.
 
-    They are unless a scale or minimum is not finite, or a value of Q8 is -128.
+    They are unless a scale or minimum is not finite, or a value of 8 bits is -128.
     Shapes:  src (R, B), row_ids (N,), dst (N, B); contiguous rows at any distance
     Dtypes:  src, dst of ROW_FORMATS, alike; row_ids int
     Errors:  ValueError on any mismatch or an id outside [0, R)
@@ -107,7 +108,7 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
     value_bytes = np.int64(src.shape[1] - factor_bytes)
     nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(factor_bytes))
-    return bool(is_good and (nearest > 0 or src.dtype != Q8))
+    return bool(is_good and (nearest > 0 or row_format.codes != BYTES))
 
 
 def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:

@@ -158,6 +158,19 @@ def store_q6(codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True)
+def store_codes(bits, codes, target, group, num_groups):
+    """Lay a group's codes of so many bits into the row `target`."""
+    if bits == 8:
+        store_q8(codes, target, group, num_groups)
+    elif bits == 4:
+        store_q4(codes, target, group, num_groups)
+    elif bits == 5:
+        store_q5(codes, target, group, num_groups)
+    else:
+        store_q6(codes, target, group, num_groups)
+
+
+@njit(nogil=True, cache=True)
 def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
     """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
 

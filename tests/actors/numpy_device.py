@@ -18,15 +18,13 @@ import numpy as np
 import torch
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
-from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.model.config import activations
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
-from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
 GARBAGE = 255  # what new memory holds: a NaN in every float format
-_DTYPES = {name: dtype for dtype in QUANTIZED for name in dtype.names or ()}
 
 
 class LaunchError(RuntimeError):
@@ -36,8 +34,8 @@ class LaunchError(RuntimeError):
 def as_floats(matrix: DeviceMatrix) -> np.ndarray:
     """A matrix's weights as float32."""
     data = matrix.data
-    if matrix.format in _DTYPES:
-        data = np.ascontiguousarray(data).view(_DTYPES[matrix.format])
+    if matrix.format not in ITEM_BYTES:
+        data = np.ascontiguousarray(data).view(FORMATS[matrix.format])
     return to_float32(data) if data.shape[0] else np.zeros((0, matrix.width), np.float32)
 
 

@@ -22,11 +22,8 @@ from hotcold.numba_kernels.decode.activations import (
     activation,
     not_zero,
 )
-from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from tests.kernels.numba_calls import floats
-from tests.kernels.quantized_rows import KINDS
-
-_FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -172,9 +169,8 @@ class DeviceCalls:
 def device_matrix(rows: np.ndarray, to_device: Callable[[np.ndarray], Any]) -> DeviceMatrix:
     """Rows of a format of numba_kernels, copied to a device."""
     width = row_width(rows.dtype, rows.shape[1])
+    name = FORMATS[rows.dtype].short
     if not is_quantized(rows.dtype):
-        name = _FORMATS[str(rows.dtype)]
         return DeviceMatrix(to_device(np.ascontiguousarray(rows)), name, width)
-    name = {dtype: kind for kind, dtype in KINDS.items()}[rows.dtype]
     data = to_device(np.ascontiguousarray(rows).view(np.uint8))
     return DeviceMatrix(data, name, width)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, ROW_FORMATS
+from hotcold.numba_kernels.formats import ROW_FORMATS
 
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
-KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q4_k": Q4_K, "q5": Q5, "q5_k": Q5_K, "q6": Q6}
+KINDS: dict[str, np.dtype] = {row.name: dtype for dtype, row in ROW_FORMATS.items()}
 IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].in_blocks]
 # The K formats differ from others in their factors alone, which products of rows show.
 IN_LAYERS = [kind for kind in KINDS if not kind.endswith("_k")]
@@ -74,7 +74,7 @@ def _random_q6(rng: np.random.Generator, values: np.ndarray) -> Quantized:
     )
     scales = blocks.astype(np.float64).repeat(8, axis=1)[:, :, None] * halves.repeat(16, axis=2)
     minima = np.full((num_rows, groups, 1), -0.0)  # which leaves zeros their sign
-    return Quantized(packed.view(Q6), values, scales, minima)
+    return Quantized(packed.view(KINDS["q6"]), values, scales, minima)
 
 
 def _random_k(kind: str, rng: np.random.Generator, values: np.ndarray) -> Quantized:

@@ -58,10 +58,9 @@ def blocks(name: str, seed: int = 0, height: int = HEIGHT) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_ggmls(name: str) -> None:
-    block = BLOCK_FORMATS[block_dtype(name)]
-    assert (block.weights, block.num_bytes) == gguf.GGML_QUANT_SIZES[
-        gguf.GGMLQuantizationType[name]
-    ]
+    block, ggmls = BLOCK_FORMATS[block_dtype(name)], gguf.GGMLQuantizationType[name]
+    assert block.ggml_type == ggmls
+    assert (block.weights, block.num_bytes) == gguf.GGML_QUANT_SIZES[ggmls]
     assert row_width(block_dtype(name), row_items(block_dtype(name), WIDTH)) == WIDTH
     with pytest.raises(ValueError, match="no whole blocks"):
         row_items(block_dtype(name), block.weights + 1)

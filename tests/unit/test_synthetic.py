@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hotcold.model.config.model_config import WeightDtype
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from hotcold.model.sparsity import power_law_rates
 from hotcold.model.synthetic.make import SyntheticReport, make_model
 from hotcold.model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
+from hotcold.numba_kernels.formats import WeightDtype
 from tests.full_disk import files_of_at_most
 from tests.patched_models import load_model
 

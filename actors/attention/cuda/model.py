@@ -14,9 +14,9 @@ import numpy as np
 from hotcold.actors.attention.arrays import attention_shape, position_arrays
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
-from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
+from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import dtype_name, requested_dtype
+from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, attention_layers
 from hotcold.model.weights.check import weight_shapes
@@ -25,12 +25,8 @@ from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from hotcold.numba_kernels.load.convert import row_lengths
-
-_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
-    name: name for name in QUANT_BLOCKS
-}
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ class CudaModel:
 
 def format_of(dtype: np.dtype) -> str:
     """The kernels' name of a format of `numba_kernels.formats`."""
-    return _FORMATS[dtype_name(dtype)]
+    return FORMATS[dtype].short
 
 
 def _bits(rows: np.ndarray) -> np.ndarray:

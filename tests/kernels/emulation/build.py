@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hotcold.cuda_kernels.source import Entry, plain_source
+from hotcold.numba_kernels.formats import FORMATS, is_quantized, summed_dtype
 
 FOLDER = Path(__file__).parent
-_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1", "Q6", "Q4_K", "Q5", "Q5_K")
-_NO_DOWN = ("Q6", "Q4_K", "Q5", "Q5_K")  # no model's down rows are in it
+_FORMATS = {kind.short.upper(): dtype for dtype, kind in FORMATS.items()}
 _FLAGS = [
     "-std=c++17",
     "-O1",
@@ -53,8 +53,10 @@ def _products() -> Iterator[Entry]:
 
 
 def _downs() -> Iterator[Entry]:
-    for weight_format in (name for name in _FORMATS if name not in _NO_DOWN):
-        whole = (1, 2, 4) if weight_format in ("Q8", "Q4", "Q4_1") else (1, 2, 4, 8)
+    for weight_format, dtype in _FORMATS.items():
+        if summed_dtype(dtype) != dtype:
+            continue
+        whole = (1, 2, 4) if is_quantized(dtype) else (1, 2, 4, 8)
         for is_vector, tiles in (("true", whole), ("false", (1, 4))):
             for tokens in tiles:
                 yield Entry("down", "DOWN_PARTS", (weight_format, is_vector, tokens))

@@ -1,0 +1,204 @@
+"""Vector IR that takes codes out of a row's chunks: a class for each of `formats.Codes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hotcold.numba_kernels import formats
+from hotcold.numba_kernels.formats import RowFormat
+from hotcold.numba_kernels.ir.quantized_ir import BYTE_LANES, Chunk, Rest, Row
+from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec
+
+# The weights of one step: each one's place in a group, and what takes it out of a lane.
+StepWeights = list[tuple[int, Callable[[Vec], Vec]]]
+AddTurn = Callable[[Vec, list[list[Vec]]], None]
+
+
+class Codes:
+    """Codes of rows of one format. A step is a word of each group; its parts hold one code a byte.
+
+    A chunk's packed steps, each of one or two parts, hold all of its codes; what stands above
+    nibbles follows them.
+    """
+
+    steps = 4  # packed ones
+    # Codes from a step to the next, and to those of its high nibbles.
+    each, high = 8, 4
+    is_signed = False
+    fits_pairs = False  # whether 8 pairs of products fit 16 bits
+    high_can_stay = False  # whether high nibbles may stay in place, as 16 times their value
+
+    def __init__(self, row_format: RowFormat) -> None:
+        self.format = row_format
+
+    def unpacked(self, loaded: Vec, in_place: bool = False) -> list[Vec]:
+        """The parts of a step, without what stands above nibbles.
+
+        High nibbles that stay in place are 16 times their value.
+        """
+        high = loaded & 0xF0F0F0F0 - (1 << 32) if in_place else loaded >> 4 & 0x0F0F0F0F
+        return [loaded & 0x0F0F0F0F, high]
+
+    def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
+        """Load and unpack step `number` of a row."""
+        return self.unpacked(self._load(chunk, row, number), in_place)
+
+    def each_rest(
+        self, rest: Rest, starts: list[Ptr], in_place: bool, in_line: bool, add: AddTurn
+    ) -> None:
+        """add(turn, parts of each row) for each vector of steps of a last chunk at `starts`."""
+
+        def turn(index: Vec) -> None:
+            add(index, self._turn(rest, starts, index, in_place))
+
+        if in_line:
+            rest.each_turn_in_line(turn)
+        else:
+            rest.each_turn(turn)
+
+    def _turn(self, rest: Rest, starts: list[Ptr], index: Vec, in_place: bool) -> list[list[Vec]]:
+        loaded = [rest.load(start, index) for start in starts]
+        return [self.unpacked(values, in_place) for values in loaded]
+
+    def _load(self, chunk: Chunk, row: Row, number: int) -> Vec:
+        start = chunk.at(row.values, self.format.chunk_bytes)
+        return chunk.load(chunk.step(start, number), I32)
+
+
+class Bytes(Codes):
+    """8 bits, signed."""
+
+    steps = 8
+    each, high = 4, 0
+    is_signed = True
+    unit = 2.0**-24  # of what `weights_of_step` takes out
+
+    def unpacked(self, loaded: Vec, in_place: bool = False) -> list[Vec]:
+        """One part: the bytes."""
+        return [loaded]
+
+    def weights_of_step(self, number: int) -> StepWeights:
+        """Step `number`'s weights without factors, for sums of rows."""
+        return [(4 * number + byte, partial(_byte_weights, byte)) for byte in range(4)]
+
+
+class Nibbles(Codes):
+    """4 bits."""
+
+    fits_pairs = True
+    high_can_stay = True
+    unit = 1.0
+
+    def weights_of_step(self, number: int) -> StepWeights:
+        """Step `number`'s weights without factors, for sums of rows."""
+        return [
+            (
+                8 * number + 4 * half + byte,
+                partial(_nibble_weights, self.format.offset, 2 * byte + half),
+            )
+            for byte in range(4)
+            for half in range(2)
+        ]
+
+
+class Fifths(Codes):
+    """5 bits: nibbles, and a fifth step of the bits above them."""
+
+    def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
+        """Load and unpack step `number`, with the bits of the fifth."""
+        loaded, fifths = (self._load(chunk, row, step) for step in (number, self.steps))
+        tops = [_upper_bits(fifths, 2 * number + half) for half in range(2)]
+        return self._with_tops(loaded, tops)
+
+    def _turn(self, rest: Rest, starts: list[Ptr], index: Vec, in_place: bool) -> list[list[Vec]]:
+        loaded = [rest.load(start, index) for start in starts]
+        tops = [self._upper_bits_of_turn(rest, start, index) for start in starts]
+        return [self._with_tops(*row) for row in zip(loaded, tops, strict=True)]
+
+    def _upper_bits_of_turn(self, rest: Rest, start: Ptr, turn: Vec) -> list[Vec]:
+        """The fifth bits of a turn's low and of its high nibbles, as bit 4 of bytes."""
+        of_groups = rest.chunk.load(rest.chunk.step(start, self.steps), I32)
+        words = rest.repeated(of_groups.view(F32)).view(I32)
+        bit = ((turn << rest.halvings).astype(I32) + rest.step_of_lanes()) << 1
+        return [(words >> bit + half & 0x01010101) << 4 for half in range(2)]
+
+    def _with_tops(self, nibbles: Vec, tops: list[Vec]) -> list[Vec]:
+        """The low and the high nibbles, with the bits above them."""
+        return [part | top for part, top in zip(self.unpacked(nibbles), tops, strict=True)]
+
+
+class Pairs(Fifths):
+    """6 bits: nibbles, and two steps of two bits above them. Rows have whole blocks of 8 groups."""
+
+    each, high = 4, 16
+    fits_pairs = True
+
+    def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
+        """Load and unpack step `number`, with bits of one of the last two."""
+        loaded, pairs = (self._load(chunk, row, step) for step in (number, self.steps + number % 2))
+        return self._joined(loaded, pairs, number // 2)
+
+    def each_rest(
+        self, rest: Rest, starts: list[Ptr], in_place: bool, in_line: bool, add: AddTurn
+    ) -> None:
+        """Half a chunk: two steps in each of three vectors."""
+        last = rest.halvings.like(2)
+        for number in range(2):
+            index = rest.halvings.like(number)
+            add(
+                index,
+                [
+                    self._joined(rest.load(start, index), rest.load(start, last), number)
+                    for start in starts
+                ],
+            )
+
+    def _joined(self, nibbles: Vec, pairs: Vec, turn: int) -> list[Vec]:
+        """Of each byte of `pairs` the first turn takes the low half, the second the high one."""
+        low, high = (pairs << 4, pairs << 2) if turn == 0 else (pairs, pairs >> 2)
+        return self._with_tops(nibbles, [low & 0x30303030, high & 0x30303030])
+
+
+_CLASSES: dict[formats.Codes, type[Codes]] = {
+    formats.BYTES: Bytes,
+    formats.NIBBLES: Nibbles,
+    formats.FIFTHS: Fifths,
+    formats.PAIRS: Pairs,
+}
+
+
+def codes_of(row_format: RowFormat) -> Codes:
+    """What takes out the codes of a format's rows."""
+    return _CLASSES[row_format.codes](row_format)
+
+
+def summed_codes(row_format: RowFormat) -> Bytes | Nibbles:
+    """`codes_of` a format whose rows are summed."""
+    codes = codes_of(row_format)
+    assert isinstance(codes, Bytes | Nibbles)
+    return codes
+
+
+def _upper_bits(fifths: Vec, bit: int) -> Vec:
+    """Bit `bit` of every byte, as its bit 4."""
+    return (fifths << 4 - bit if bit <= 4 else fifths >> bit - 4) & 0x10101010
+
+
+def _byte_weights(byte: int, step: Vec) -> Vec:
+    """Byte `byte` of every lane, times 2^24: moved to the lane's top by one shuffle."""
+    zero = BYTE_LANES  # a place in the second operand, all zeros
+    places = [place for lane in range(LANES) for place in (zero, zero, zero, 4 * lane + byte)]
+    zeros = Vec.full(step.builder, 0, I8, BYTE_LANES)
+    return step.view(I8).take(places, zeros).view(I32).astype(F32)
+
+
+def _nibble_weights(offset: int, number: int, step: Vec) -> Vec:
+    """Nibble `number` of every lane, less `offset`; AVX-512 looks it up in a register."""
+    shifted = step >> 4 * number if number else step
+    if has_feature("avx512f"):
+        table = Vec.of(step.builder, [value - offset for value in range(16)], F32)
+        name = "llvm.x86.avx512.permvar.sf.512"  # which reads four bits of a lane
+        return table.call(name, table.value.type, table, shifted)
+    return ((shifted & 0xF) - offset).astype(F32)
