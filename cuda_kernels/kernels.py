@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
+from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
@@ -152,7 +152,7 @@ class CudaKernels:
                  none: 2 * half items of a head are rotated
         """
         numbers, table = layer.numbers, layer.rope_table
-        arguments = (
+        arguments: tuple[Argument, ...] = (
             layer.struct, self._at(qkv), self._at(table), np.int32(table.shape[2]),
             *self._places(cache), self._at(cache.keys), self._at(cache.values),
         )  # fmt: skip
@@ -186,7 +186,7 @@ class CudaKernels:
             "ATTEND_SPLITS",
             (_cache_format(cache.keys), _flag(is_vector), attention_lanes(head_dim), queries),
         )
-        arguments = (
+        arguments: tuple[Argument, ...] = (
             layer.struct, *at, *self._places(cache), np.int32(num_splits), self._at(scratch),
         )  # fmt: skip
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
@@ -197,7 +197,7 @@ class CudaKernels:
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
-    def _places(self, cache: PagedCache) -> tuple[np.generic, ...]:
+    def _places(self, cache: PagedCache) -> tuple[Argument, ...]:
         """positions, slots, page_tables, pages_a_slot, page_positions."""
         return (
             self._at(cache.positions), self._at(cache.slots), self._at(cache.page_tables),

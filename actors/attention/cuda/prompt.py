@@ -82,10 +82,11 @@ class PromptWork:
         x = self._layer_input(self._model.config.num_layers, hidden)
         no_bias = part.norm_bias[:0]
         if part.norm_weight.shape[0]:
-            x = self._norm(x, part.norm_weight, part.norm_bias)
+            x = self._norm(self._model.layers[-1], x, part.norm_weight, part.norm_bias)
         if part.project_out is not None:
             x = self.linear(x, part.project_out, no_bias)
-        logits, cap = self.linear(x, part.head, no_bias), self._shape.logit_softcap
+        cap = np.float32(self._model.config.logit_softcap)
+        logits = self.linear(x, part.head, no_bias)
         return cap * self._device.xp.tanh(logits / cap) if cap else logits
 
     def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
