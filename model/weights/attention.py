@@ -131,18 +131,16 @@ def _load_vectors(
     weights: AttentionWeights,
     layer: int,
 ) -> None:
-    """Load all vectors but the biases of q, k and v, which come with their rows."""
+    """Load all vectors but the projections' biases, which come with their rows."""
     for name, stack in weights.vectors._asdict().items():
-        role, _, part = name.rpartition("_")
-        module, size = getattr(names, role), stack.shape[1]
-        if role == "qkv":
+        role, _, part = name.rpartition("_")  # without a role: a tensor of its own
+        module, size = getattr(names, role or part), stack.shape[1]
+        if role in ("qkv", "out"):
             continue
         if size and part == "weight":
             stack[layer] = norm_weight(reader, config, module, size)
         elif size:
-            stack[layer] = reader.vector(f"{module}.{part}", (size,))
-        elif role == "out":
-            reader.refuse(f"{module}.{part}")
+            stack[layer] = reader.vector(f"{module}.{part}" if role else module, (size,))
     if not config.qk_norm:
         reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
 
@@ -179,6 +177,10 @@ def _load_projections(
         else:
             reader.refuse(f"{name}.bias")
     reader.rows(f"{names.out}.weight", hidden, weights.out[layer])
+    if config.out_bias:
+        weights.vectors.out_bias[layer] = reader.vector(f"{names.out}.bias", (hidden,))
+    else:
+        reader.refuse(f"{names.out}.bias")
 
 
 def _fused_row_ids(config: ModelConfig) -> np.ndarray:

@@ -18,7 +18,7 @@ from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
-from tests.kernels.layer_numbers import layer_numbers
+from tests.kernels.layer_numbers import device_layer
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
@@ -47,8 +47,8 @@ class Step:
     def layer(self, put: Callable[[np.ndarray], Any], table: np.ndarray) -> Layer:
         """With `table` as its rope."""
         dim = self.cache.shape[-1]
-        facts = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return Layer(layer_numbers(head_dim=dim, scale=dim**-0.5, **facts), None, put(table))
+        facts: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return device_layer(put, table, head_dim=dim, scale=dim**-0.5, **facts)
 
     def token(self, t: int) -> Step:
         """The step of one token alone."""
