@@ -74,7 +74,7 @@ class LayerFacts(NamedTuple):
     num_hot: np.ndarray
     ffn_size: int
     output_norm: np.ndarray
-    norm_kind: int
+    norm_kind: np.int32
     norm_epsilon: np.float32
     residual_scale: np.float32
     services: np.ndarray

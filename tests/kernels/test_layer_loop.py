@@ -79,8 +79,8 @@ class Model:
         self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
         self.layer_state = new_layer_state()
         self.facts = LayerFacts(
-            threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
-            np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
+            threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, np.int32(0),
+            np.float32(1e-5), np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
         )  # fmt: skip
 
     def begin(self, predicts: int = layer_loop.NOBODY, own_ffn: bool = False) -> None:
