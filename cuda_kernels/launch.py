@@ -11,6 +11,7 @@ from hotcold.cuda_kernels.compiled import compiled_file
 from hotcold.cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
+Argument = np.generic | np.ndarray
 NULL = np.uint64(0)
 
 
@@ -24,9 +25,11 @@ class Launcher(Protocol):
         """The address of an array, for the next launch."""
 
     def launch(
-        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
-        """Run a kernel; arguments are uint64 (addresses), int32, int64 and float32."""
+        """Run a kernel; arguments are uint64 (addresses), int32, int64, float32, and structures:
+        arrays () of a structured dtype, passed by value.
+        """
 
 
 class CupyLauncher:
@@ -45,7 +48,7 @@ class CupyLauncher:
         return np.uint64(array.data.ptr)
 
     def launch(
-        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
         """`Launcher.launch`; the first launch of a kernel compiles and loads it."""
         kernel = self._kernels.get(entry)

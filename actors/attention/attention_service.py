@@ -6,7 +6,7 @@ If a plan puts hot neurons here, a CPU service computes them in this service's t
 
 import numpy as np
 
-from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+from hotcold.actors.attention.arrays import attention_arrays
 from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
@@ -35,7 +35,6 @@ from hotcold.numba_kernels.serve.serve_attention import (
     NUM_COUNTERS,
     AttentionArrays,
     AttentionScratch,
-    AttentionShape,
     serve_attention,
 )
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
@@ -49,7 +48,6 @@ class AttentionService(Service):
         name: str,
         index: int,
         num_threads: int,
-        shape: AttentionShape,
         arrays: AttentionArrays,
         hot: CpuService | None = None,
     ) -> None:
@@ -58,7 +56,6 @@ class AttentionService(Service):
         `hot` holds the hot neurons, with this service's index and number of threads.
         """
         super().__init__(name, index, num_threads)
-        self.shape = shape
         self.arrays = arrays
         self._hot = hot
 
@@ -77,9 +74,9 @@ class AttentionService(Service):
             self._hot.prepare(layout)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
-        shape = self.shape
-        attention_size = shape.num_heads * shape.head_dim
-        kv_size = shape.num_kv_heads * shape.head_dim
+        numbers = self.arrays.numbers
+        attention_size = int((numbers["num_heads"] * numbers["head_dim"]).max())
+        kv_size = int((numbers["num_kv_heads"] * numbers["head_dim"]).max())
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
@@ -135,7 +132,6 @@ class AttentionService(Service):
                 self.index,
                 np.int32(seen),
                 self.buffers,
-                self.shape,
                 self.arrays,
                 self._scratch,
             )
@@ -147,9 +143,9 @@ class AttentionService(Service):
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            prompt_attention(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_attention(self._matmul.get(), self.index, self.buffers, self.arrays)
         elif operation == HEAD:
-            prompt_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_head(self._matmul.get(), self.index, self.buffers, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
@@ -171,5 +167,4 @@ def load_attention_service(
     head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
     arrays = attention_arrays(config, spec.cache, attention, head)
     hot = None if spec.neuron_ids is None else load_cpu_service(spec, config, on_bytes, touch)
-    shape = attention_shape(config)
-    return AttentionService(spec.name, spec.index, spec.num_threads, shape, arrays, hot)
+    return AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot)

@@ -94,7 +94,7 @@ class Engine:
             norm_kind=norm_kind(config.norm_kind),
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
-            residual=HIDDEN if config.layer_order.is_parallel else MIXED,
+            residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
         )
 
     def step(

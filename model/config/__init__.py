@@ -1,6 +1,7 @@
 """A model's config.json, or a GGUF file's metadata, read into `ModelConfig`.
 
-build.py: config.json -> ModelConfig; families/: one file a family, with its tensor names;
-gguf_config.py: GGUF metadata -> config.json, BOS and EOS among it; gguf_architectures.py: GGUF's
-tensor names; activations.py: activation functions.
+build.py: config.json -> ModelConfig; layer_spec.py: ModelConfig -> what each layer computes;
+families/: one file a family, with its tensor names; gguf_config.py: GGUF metadata -> config.json,
+BOS and EOS among it; gguf_architectures.py: GGUF's tensor names; activations.py: activation
+functions.
 """

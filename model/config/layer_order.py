@@ -12,7 +12,8 @@
 
 The norm at the end of a layer is computed at the start of the next layer, or of the head: the
 attention service has the norms. FFN outputs with `norms_added` the driver norms: only it has their
-sum and `mixed`. Compiled loops read the same flags.
+sum and `mixed`. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS), which may
+stand for a `LayerOrder` below.
 """
 
 from __future__ import annotations

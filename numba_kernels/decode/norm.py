@@ -10,9 +10,9 @@ _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which br
 RMS_NORM, LAYER_NORM = 0, 1
 
 
-def norm_kind(name: str) -> int:
-    """The number of "rmsnorm" or "layernorm"."""
-    return {"rmsnorm": RMS_NORM, "layernorm": LAYER_NORM}[name]
+def norm_kind(name: str) -> np.int32:
+    """The number of "rmsnorm" or "layernorm", of the type in a layer's record."""
+    return np.int32({"rmsnorm": RMS_NORM, "layernorm": LAYER_NORM}[name])
 
 
 @njit(nogil=True, cache=True, fastmath=_REORDER)

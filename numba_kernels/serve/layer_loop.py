@@ -74,7 +74,7 @@ class LayerFacts(NamedTuple):
     num_neurons: np.ndarray
     cpu_services: np.ndarray
     output_norm: np.ndarray
-    norm_kind: int
+    norm_kind: np.int32
     norm_epsilon: np.float32
     residual_scale: np.float32
     residual: int

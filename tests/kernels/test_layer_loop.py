@@ -86,7 +86,7 @@ class Model:
         ffn_of = np.array([[*row, *[0] * (SERVICES - len(row))] for row in FFN_OF])
         self.facts = LayerFacts(
             np.array(ATTENTION_OF), ffn_of, np.array([len(row) for row in FFN_OF]), NUM_NEURONS,
-            np.array(CPUS), self.norm_weight, 0, np.float32(1e-5),
+            np.array(CPUS), self.norm_weight, np.int32(0), np.float32(1e-5),
             np.float32(0.5 if self.norm else 1), MIXED,
         )  # fmt: skip
 

@@ -226,7 +226,7 @@ inline bool run_block(bool is_reversed) {
 }
 
 struct Launch {
-    const char* kinds;  // of the arguments: p(ointer), i(nt32), l(ong), f(loat)
+    const char* kinds;  // of the arguments: p(ointer), i(nt32), l(ong), f(loat), s(tructure)
     void** arguments;
     const void** buffers;
     const size_t* buffer_bytes;
@@ -263,6 +263,7 @@ inline const char* run(void (*kernel)(void**), const Launch& launch) {
 template <typename T>
 constexpr char kind_of() {
     if constexpr (std::is_pointer_v<T>) return 'p';
+    if constexpr (std::is_class_v<T>) return 's';
     if constexpr (std::is_same_v<T, float>) return 'f';
     return sizeof(T) == 8 ? 'l' : 'i';
 }
