@@ -49,7 +49,8 @@ class EmbeddingWeights:
         if self.release is not None:
             self.release()
         if self.project_in.size:
-            hidden_states = hidden_states @ self.project_in.T
+            # One product a token: a product of several sums in another order.
+            hidden_states = np.stack([self.project_in @ row for row in hidden_states])
         if self.scale != 1:
             hidden_states = hidden_states * np.float32(self.scale)
         if self.positions.size:

@@ -60,6 +60,14 @@ def test_logits_equal_transformers(system: InProcessSystem, way: str, mode: str)
     assert bool(system.python_answers) == any(size > KERNEL_TOKENS for size in WAYS[way])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_do_not_depend_on_the_size_of_a_step(system: InProcessSystem, mode: str) -> None:
+    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
+    alone = system.logits(mode, checkpoint.ids[:24], [1])
+    for way in ([2, 8, 3, 7], [24]):
+        assert np.array_equal(system.logits(mode, checkpoint.ids[:24], way), alone)
+
+
 @pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
 def test_any_number_of_services_and_threads(
