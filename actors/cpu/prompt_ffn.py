@@ -23,8 +23,8 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 
 # Up to this share of neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).
@@ -33,7 +33,7 @@ _FEW = 0.18
 
 def prompt_ffn(
     matmul: Matmul,
-    arrays: FfnArrays | DenseFfnArrays,
+    arrays: FfnArrays | TransposedArrays,
     layer: int,
     x: np.ndarray,
     function: Activation,
@@ -52,7 +52,7 @@ def prompt_ffn(
     where gate and up need not be multiplied together.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
-    first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
+    first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
 
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
@@ -79,7 +79,7 @@ def prompt_ffn(
             scale(begin, end)
 
     def add_bias(begin: int, end: int) -> None:
-        out[begin:end] += arrays.down_bias[layer]
+        out[begin:end] += arrays.down_bias[layer].sum(axis=0)
 
     with matmul.at_once():
         if scales_at_once or not waits:
@@ -97,14 +97,14 @@ def prompt_ffn(
         if scales_later and not few:
             matmul.linears(tokens, [up_product])
             matmul.then_rows(len(x), scale)
-        if isinstance(arrays, DenseFfnArrays):
+        if isinstance(arrays, TransposedArrays):
             matmul.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
         elif few:
             own_up, own_down = up if scales_later else up[:0], part(arrays.down)
             _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
         else:
             matmul.combine(h, part(arrays.down), torch.from_numpy(out))
-        if arrays.down_bias.shape[1]:
+        if arrays.down_bias.shape[2]:
             matmul.then_rows(len(x), add_bias)
 
 

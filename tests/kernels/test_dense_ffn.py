@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, dense_layer_ffn, new_dense_scratch
 
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, dense_layer_ffn, new_dense_scratch
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 from tests.kernels.arrays import random_floats
