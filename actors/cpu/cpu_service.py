@@ -37,6 +37,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     ROUND,
     SEND,
+    WEIGHS_BLOCKS,
     decode_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
@@ -163,6 +164,7 @@ class CpuService(Service):
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
+            block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 

@@ -32,11 +32,16 @@ UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows ca
 _ROWS_AT_ONCE = 64
 
 
+def block_sizes(config: ModelConfig, layer: int) -> tuple[int, ...]:
+    """Neurons of each of a layer's blocks, whose ids follow each other."""
+    return (config.ffn_size,)
+
+
 @dataclass
 class FfnWeights:
-    """N neurons of L layers, a layer's in B blocks; block b of layer l has rows
-    starts[l, b]:starts[l, b + 1] of each array.
+    """N neurons of L layers, each layer's in B blocks.
 
+    Block b of layer l has rows starts[l, b]:starts[l, b + 1] of each array.
     In the two-matrix FFN of OPT and Falcon the first matrix is `gate`: its row decides whether the
     neuron fires; `up` is then empty.
     """
@@ -168,7 +173,25 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
             raise ValueError(f"neuron ids of layer {layer} are no row of int32")
         if ids.size and (ids.min() < 0 or ids.max() >= config.ffn_size):
             raise ValueError(f"neuron ids of layer {layer} do not lie in [0, {config.ffn_size})")
+        if (np.diff(_blocks_of(config, layer, ids)) < 0).any():
+            raise ValueError(f"neuron ids of layer {layer} do not come block after block")
     return list(neuron_ids)
+
+
+def _blocks_of(config: ModelConfig, layer: int, ids: np.ndarray) -> np.ndarray:
+    """The block of each of these neurons."""
+    ends = np.cumsum(block_sizes(config, layer))
+    return np.searchsorted(ends, ids, side="right")
+
+
+def _starts(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
+    """`FfnWeights.starts`; where a layer has fewer blocks than others, empty ones follow."""
+    num_blocks = max(len(block_sizes(config, layer)) for layer in range(config.num_layers))
+    sizes = [
+        np.bincount(_blocks_of(config, layer, ids), minlength=num_blocks)
+        for layer, ids in enumerate(neuron_ids)
+    ]
+    return starts_of(np.array(sizes))
 
 
 def _empty_ffn(
@@ -180,7 +203,7 @@ def _empty_ffn(
     has_down: bool = True,
 ) -> FfnWeights:
     names = tensor_names(config).of_layer(0)
-    starts = starts_of(np.array([[layer_ids.size] for layer_ids in ids]))
+    starts = _starts(config, ids)
     total, hidden, num_blocks = int(starts[-1, -1]), config.hidden_size, starts.shape[1] - 1
     num_rows = total if has_rows else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,8 +80,8 @@ def weights_of(source: str, num_blocks: int) -> FfnArrays:
 
 
 @pytest.fixture
-def offloaded(tiny: Tiny) -> Iterator[Callable[[FfnArrays], tuple[FfnArrays, Source]]]:
-    """A model's neurons in blocks like those given, in memory and offloaded, of few slots."""
+def offloaded(tiny: Tiny) -> Iterator[Callable[..., tuple[FfnArrays, Source]]]:
+    """make(num_blocks): a model's neurons in memory and offloaded, with few slots."""
     path: Path = tiny("opt-postnorm").path
     config, checkpoint = read_config(path), Checkpoint(path)
     geometry, stores = BundleGeometry.of(config), []
@@ -110,7 +111,9 @@ def offloaded(tiny: Tiny) -> Iterator[Callable[[FfnArrays], tuple[FfnArrays, Sou
 
 
 @pytest.fixture
-def make(offloaded: Callable[..., tuple[FfnArrays, Source]]) -> Callable[..., tuple]:
+def make(
+    offloaded: Callable[..., tuple[FfnArrays, Source]],
+) -> Callable[..., tuple[FfnArrays, Source]]:
     """make(source, num_blocks): a source by name, and its neurons by rows in memory."""
 
     def made(source: str, num_blocks: int) -> tuple[FfnArrays, Source]:
@@ -123,7 +126,7 @@ def make(offloaded: Callable[..., tuple[FfnArrays, Source]]) -> Callable[..., tu
     return made
 
 
-def layer_of(arrays: FfnArrays, layer: int) -> tuple[dict[str, np.ndarray | None], np.ndarray]:
+def layer_of(arrays: FfnArrays, layer: int) -> tuple[dict[str, Any], np.ndarray]:
     """A layer's weights as `selected_ffn` names them, and its blocks' starts from 0."""
     part = slice(arrays.starts[layer, 0], arrays.starts[layer, -1])
 
@@ -142,7 +145,7 @@ def layer_of(arrays: FfnArrays, layer: int) -> tuple[dict[str, np.ndarray | None
     return named, arrays.starts[layer] - arrays.starts[layer, 0]
 
 
-def sizes_of(x: np.ndarray, named: dict[str, np.ndarray | None], chosen: np.ndarray) -> np.ndarray:
+def sizes_of(x: np.ndarray, named: dict[str, Any], chosen: np.ndarray) -> np.ndarray:
     """What rounding is relative to: sums of absolute values of all that is added up."""
 
     def size(matrix: str, bias: str) -> np.ndarray | float:
