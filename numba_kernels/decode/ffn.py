@@ -71,7 +71,7 @@ def keep_fired_kernel(
     return num_fired
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def by_neuron(gates, num_tokens):
     """The flat `gates` as (N, T)."""
     height = gates.shape[0] // num_tokens

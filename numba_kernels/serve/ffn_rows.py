@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import BORROWS, njit
 from hotcold.numba_kernels.decode.activations import Activation, Thresholds
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
@@ -179,7 +179,7 @@ def layer_rows(arrays, layer):
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def work_stealing_products(counters, share, weights, bias, places, activates, values):
     """values of the candidates in the blocks that this thread takes.
 
@@ -218,19 +218,19 @@ def work_stealing_products(counters, share, weights, bias, places, activates, va
 # The steps of `numba_kernels.serve.layer_ffn`, in order.
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def begin(source, share, scratch):
     """Nothing has to be read."""
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def clear(source, share, scratch):
     """The thread's sums are zero."""
     scratch.sums[share.thread, : share.x.shape[0]] = 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products too where all of them are kept."""
     rows, selection = share.rows, share.selection
@@ -246,7 +246,7 @@ def compute_gates(source, share, scratch):
     return has_ups
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def is_well(source, share, scratch):
     """Nothing was read that could have failed."""
     return True
@@ -258,7 +258,7 @@ def find_fired(source, share, scratch):
     return share.fired_ids
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def scale(source, share, scratch, places):
     """Multiply the gates of what fired by up . x + bias."""
     rows, ids, num_fired = share.rows, share.fired_ids, scratch.counts[share.thread]
@@ -277,7 +277,7 @@ def scale(source, share, scratch, places):
         )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def add(source, share, scratch, places):
     """Add down rows to the thread's sums, in order."""
     thread, num_tokens = share.thread, share.x.shape[0]
@@ -291,7 +291,7 @@ def add(source, share, scratch, places):
         )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def set_bias(block_weights, biases, out, begin, end):
     """out[t, begin:end] = the sum of the blocks' `biases` (B, d or 0), each with its factor."""
     out[:, begin:end] = 0
@@ -304,7 +304,7 @@ def set_bias(block_weights, biases, out, begin, end):
                 out[t, i] += factor * biases[block, i]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def add_up(source, share, scratch):
     """out = all threads' sums and the biases, in this thread's range of columns."""
     out, sums = share.out, scratch.sums
@@ -319,6 +319,6 @@ def add_up(source, share, scratch):
         add_in_order(share.rows.down, sums[0, t], out[t], begin, end)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def note_reads(source, reply):
     """Nothing was read."""

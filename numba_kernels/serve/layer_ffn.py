@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import BORROWS, njit
 from hotcold.numba_kernels.decode.batch_ffn import (
     keep_some_kernel,
     scale_by_products,
@@ -48,13 +48,13 @@ from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 _SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons
 
 
-def _step(*choices: Any) -> Any:
+def _step(*choices: Any, returns_arrays: bool = False) -> Any:
     """A call in compiled code that is the one of `choices` for its source's type."""
 
     def step(source, *others):  # type: ignore[no-untyped-def]
         raise NotImplementedError("a step of layer_ffn is for compiled code")
 
-    @overload(step)
+    @overload(step, jit_options={} if returns_arrays else BORROWS)
     def choose(source, *others):  # type: ignore[no-untyped-def]
         kind = getattr(source, "instance_class", None)
         if kind not in _SOURCES:
@@ -65,12 +65,14 @@ def _step(*choices: Any) -> Any:
     return step
 
 
-_layer_rows = _step(rows.layer_rows, transposed.layer_rows, offloaded.layer_rows)
+_layer_rows = _step(
+    rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, returns_arrays=True
+)
 _begin = _step(rows.begin, rows.begin, offloaded.begin)
 _clear = _step(rows.clear, transposed.clear, rows.clear)
 _compute_gates = _step(rows.compute_gates, rows.compute_gates, offloaded.compute_gates)
 _is_well = _step(rows.is_well, rows.is_well, offloaded.is_well)
-_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired)
+_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, returns_arrays=True)
 _scale = _step(rows.scale, rows.scale, offloaded.scale)
 _add = _step(rows.add, transposed.add, rows.add)
 _add_up = _step(rows.add_up, transposed.add_up, rows.add_up)
@@ -136,7 +138,7 @@ def layer_ffn(
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def _keep_fired(share, has_ups, scratch):
     """Gather the thread's candidates that fire, span after span; returns their number.
 

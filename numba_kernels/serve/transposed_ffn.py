@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import BORROWS, njit
 from hotcold.numba_kernels.decode.ffn import by_neuron
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.layer_rows import LayerRows
@@ -69,14 +69,14 @@ def layer_rows(arrays, layer):
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def clear(source, share, scratch):
     """The thread's part of what down rows are multiplied with is zero."""
     begin, end = split_range(scratch.sums.shape[2], share.thread, share.num_threads, _GROUP)
     scratch.sums[0, : share.x.shape[0], begin:end] = 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **BORROWS)
 def add(source, share, scratch, places):
     """Bring the products of what fired into the order of down's columns."""
     num_tokens = share.x.shape[0]
