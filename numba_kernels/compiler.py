@@ -9,10 +9,6 @@ from numba import njit as njit
 
 from hotcold.numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
 
-# Of a kernel that takes many arrays and returns none: it counts no references to them, which takes
-# longer than a short row. What it calls may return no arrays either, unless it is inlined.
-BORROWS = {"_nrt": False, "forceinline": True}
-
 if has_compiling_parts():
     from hotcold.numba_kernels.called_kernels import compile_called_kernels
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.compiler import BORROWS, njit
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import Activation, Thresholds
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
@@ -21,11 +21,10 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     scale_some_kernel,
 )
 from hotcold.numba_kernels.decode.candidates import (
-    FIRST,
     NUM_SPAN_NUMBERS,
-    ROW,
     TOKENS,
     own_part,
+    shift_of,
 )
 from hotcold.numba_kernels.decode.ffn import (
     add_one,
@@ -133,7 +132,8 @@ class Share(NamedTuple):
     cells of `SharedBuffers`; x (T, d) float32, `vectors` the same as gate rows take them
     spans: the candidates, of `decode.candidates`
     rows: `FfnArrays` of this layer alone; of offloaded neurons with matrices by slot
-    fired_ids, fired_masks, gates: the thread's part of `FfnScratch`; lists: work space
+    fired_ids, fired_masks, flat_gates: the thread's part of `FfnScratch`; gates (N, T) the same
+    places: of up and down rows, once `find_fired` has found them; lists: work space
     out (T, d) float32: the layer's output
     """
 
@@ -150,7 +150,9 @@ class Share(NamedTuple):
     vectors: Any
     rows: Any
     fired_ids: np.ndarray
+    places: np.ndarray
     fired_masks: np.ndarray
+    flat_gates: np.ndarray
     gates: np.ndarray
     lists: TokenLists
     out: np.ndarray
@@ -162,136 +164,149 @@ def part_of(array, first, last):
     return array[first:last] if array.shape[0] else array
 
 
-@njit(nogil=True, cache=True)
-def layer_rows(arrays, layer):
+@njit(nogil=True, cache=True, inline="always")
+def layer_rows(source, layer):
     """`FfnArrays` whose rows and biases are one layer's."""
-    starts = arrays.starts[layer]
+    starts = source.starts[layer]
     first, last = starts[0], starts[starts.shape[0] - 1]
     return FfnArrays(
-        arrays.starts,
-        arrays.gate[first:last],
-        part_of(arrays.up, first, last),
-        arrays.down[first:last],
-        part_of(arrays.gate_bias, first, last),
-        part_of(arrays.up_bias, first, last),
-        arrays.down_bias,
-        part_of(arrays.down_norms, first, last),
+        source.starts,
+        source.gate[first:last],
+        part_of(source.up, first, last),
+        source.down[first:last],
+        part_of(source.gate_bias, first, last),
+        part_of(source.up_bias, first, last),
+        source.down_bias,
+        part_of(source.down_norms, first, last),
     )
 
 
-@njit(nogil=True, cache=True, **BORROWS)
-def work_stealing_products(counters, share, weights, bias, places, activates, values):
-    """values of the candidates in the blocks that this thread takes.
-
-    weights . x, (N, T); one token's fn(weights . x + bias) with `activates`. Candidate i's row is
-    places[i], or row i of the chosen blocks where `places` is empty.
-    """
-    num_threads, num_tokens, selection = share.num_threads, share.x.shape[0], share.selection
-    products, x, activates_one = by_neuron(values, num_tokens), share.vectors, False
+@njit(nogil=True, cache=True)
+def _take_products(
+    counters, thread, num_threads, num_tokens, selection, spans, weights, bias, places, x, function,
+    activates, values, lists,
+):  # fmt: skip
+    """`share_products` without a `Share`: to pass one takes longer than a short row."""
+    products, activates_one = by_neuron(values, num_tokens), False
     size = block_size(weights, num_tokens)
     if num_tokens == 1:
         size, activates_one = block_rows(weights), activates
     for turn in range(num_threads):
-        part = (share.thread + turn) % num_threads
+        part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
-        for span in share.spans:
+        for span in spans:
             first, last = own_part(span, selection, part, num_threads)
-            shift, tokens = span[ROW] - span[FIRST], np.uint32(span[TOKENS])
+            shift, tokens = shift_of(span), np.uint32(span[TOKENS])
             count = (last - first + size - 1) // size
             while taken < passed + count:
                 begin = first + (taken - passed) * size
                 end = min(begin + size, last)
                 if activates_one:
                     gate_values_kernel(
-                        weights, bias, places, shift, x, share.function, begin, end, last,
+                        weights, bias, places, shift, x, function, begin, end, last,
                         values[begin:end],
                     )  # fmt: skip
                 else:
                     products_kernel(
                         weights, places, selection.token_masks, tokens, shift, x, begin, end,
-                        products[begin:end], share.lists,
+                        products[begin:end], lists,
                     )  # fmt: skip
                 taken = next_block(counters, part)
             passed += count
 
 
+@njit(nogil=True, cache=True, inline="always")
+def share_products(counters, share, weights, bias, places, activates, values):
+    """values of the candidates in the blocks that this thread takes, by work stealing.
+
+    weights . x, (N, T); one token's fn(weights . x + bias) with `activates`. Candidate i's row is
+    places[i], or row i of the chosen blocks where `places` is empty.
+    """
+    _take_products(
+        counters, share.thread, share.num_threads, share.x.shape[0], share.selection, share.spans,
+        weights, bias, places, share.vectors, share.function, activates, values, share.lists,
+    )  # fmt: skip
+
+
 # The steps of `numba_kernels.serve.layer_ffn`, in order.
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def begin(source, share, scratch):
     """Nothing has to be read."""
     return True
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def clear(source, share, scratch):
     """The thread's sums are zero."""
     scratch.sums[share.thread, : share.x.shape[0]] = 0
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products too where all of them are kept."""
     rows, selection = share.rows, share.selection
-    work_stealing_products(
+    share_products(
         scratch.counters[GATES], share, rows.gate, rows.gate_bias, selection.ids, True,
         scratch.values,
     )  # fmt: skip
     has_ups = share.thresholds.gate < 0 and not selection.is_listed and rows.up.shape[0] > 0
     if has_ups:
-        work_stealing_products(
+        share_products(
             scratch.counters[UPS], share, rows.up, rows.up_bias, selection.ids, False, scratch.ups
         )
     return has_ups
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def is_well(source, share, scratch):
     """Nothing was read that could have failed."""
     return True
 
 
-@njit(nogil=True, cache=True)
-def find_fired(source, share, scratch):
+@njit(nogil=True, cache=True, inline="always")
+def places(source, fired_ids, first):
     """Where up and down rows of the thread's neurons that fired are: their numbers in the layer."""
-    return share.fired_ids
+    return fired_ids
 
 
-@njit(nogil=True, cache=True, **BORROWS)
-def scale(source, share, scratch, places):
+@njit(nogil=True, cache=True, inline="always")
+def find_fired(source, share, scratch):
+    """Nothing has to be looked up."""
+
+
+@njit(nogil=True, cache=True, inline="always")
+def scale(source, share, scratch):
     """Multiply the gates of what fired by up . x + bias."""
-    rows, ids, num_fired = share.rows, share.fired_ids, scratch.counts[share.thread]
-    if rows.up.shape[0] == 0:
-        return
-    if share.x.shape[0] == 1:
-        scale_by_up(
-            rows.up, rows.up_bias, ids, places, num_fired, share.vectors, share.function,
-            share.gates,
-        )  # fmt: skip
-    else:
-        gates = by_neuron(share.gates, share.x.shape[0])
-        scale_some_kernel(
-            rows.up, rows.up_bias, ids, places, share.fired_masks, num_fired, gates, share.vectors,
-            share.function, share.lists,
-        )  # fmt: skip
+    rows, num_fired = share.rows, scratch.counts[share.thread]
+    if rows.up.shape[0]:
+        if share.x.shape[0] == 1:
+            scale_by_up(
+                rows.up, rows.up_bias, share.fired_ids, share.places, num_fired, share.vectors,
+                share.function, share.flat_gates,
+            )  # fmt: skip
+        else:
+            scale_some_kernel(
+                rows.up, rows.up_bias, share.fired_ids, share.places, share.fired_masks, num_fired,
+                share.gates, share.vectors, share.function, share.lists,
+            )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, **BORROWS)
-def add(source, share, scratch, places):
+@njit(nogil=True, cache=True, inline="always")
+def add(source, share, scratch):
     """Add down rows to the thread's sums, in order."""
-    thread, num_tokens = share.thread, share.x.shape[0]
-    down, num_fired = share.rows.down, scratch.counts[thread]
-    if num_tokens == 1:
-        add_one(down, places, num_fired, share.gates, scratch.sums[thread, 0])
+    down, num_fired = share.rows.down, scratch.counts[share.thread]
+    sums = scratch.sums[share.thread, : share.x.shape[0]]
+    if share.x.shape[0] == 1:
+        add_one(down, share.places, num_fired, share.flat_gates, sums[0])
     else:
         add_some_kernel(
-            down, places, share.fired_masks, num_fired, by_neuron(share.gates, num_tokens),
-            scratch.sums[thread, :num_tokens], share.lists,
+            down, share.places, share.fired_masks, num_fired, share.gates, sums, share.lists
         )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True)
 def set_bias(block_weights, biases, out, begin, end):
     """out[t, begin:end] = the sum of the blocks' `biases` (B, d or 0), each with its factor."""
     out[:, begin:end] = 0
@@ -304,7 +319,7 @@ def set_bias(block_weights, biases, out, begin, end):
                 out[t, i] += factor * biases[block, i]
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
     """out = all threads' sums and the biases, in this thread's range of columns."""
     out, sums = share.out, scratch.sums
@@ -319,6 +334,6 @@ def add_up(source, share, scratch):
         add_in_order(share.rows.down, sums[0, t], out[t], begin, end)
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def note_reads(source, reply):
     """Nothing was read."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import BORROWS, njit
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.batch_ffn import (
     keep_some_kernel,
     scale_by_products,
@@ -48,35 +48,66 @@ from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 _SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons
 
 
-def _step(*choices: Any, returns_arrays: bool = False) -> Any:
-    """A call in compiled code that is the one of `choices` for its source's type."""
+def _choice(source: Any, *choices: Any) -> Any:
+    """The one of `choices` for the type of a source; None for another type.
 
-    def step(source, *others):  # type: ignore[no-untyped-def]
+    Its code becomes the caller's: to pass so many arrays would take longer than a short row.
+    """
+    kind = getattr(source, "instance_class", None)
+    return choices[_SOURCES.index(kind)].py_func if kind in _SOURCES else None
+
+
+def _step(*choices: Any) -> Any:
+    """A step in compiled code: the one of `choices` for its source's type."""
+
+    def step(source, share, scratch):  # type: ignore[no-untyped-def]
         raise NotImplementedError("a step of layer_ffn is for compiled code")
 
-    @overload(step, jit_options={} if returns_arrays else BORROWS)
-    def choose(source, *others):  # type: ignore[no-untyped-def]
-        kind = getattr(source, "instance_class", None)
-        if kind not in _SOURCES:
-            return None
-        chosen = choices[_SOURCES.index(kind)]
-        return lambda source, *others: chosen(source, *others)
+    @overload(step, inline="always")
+    def choose(source, share, scratch):  # type: ignore[no-untyped-def]
+        return _choice(source, *choices)
 
     return step
 
 
-_layer_rows = _step(
-    rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, returns_arrays=True
-)
 _begin = _step(rows.begin, rows.begin, offloaded.begin)
 _clear = _step(rows.clear, transposed.clear, rows.clear)
 _compute_gates = _step(rows.compute_gates, rows.compute_gates, offloaded.compute_gates)
 _is_well = _step(rows.is_well, rows.is_well, offloaded.is_well)
-_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, returns_arrays=True)
+_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired)
 _scale = _step(rows.scale, rows.scale, offloaded.scale)
 _add = _step(rows.add, transposed.add, rows.add)
 _add_up = _step(rows.add_up, transposed.add_up, rows.add_up)
-note_reads = _step(rows.note_reads, rows.note_reads, offloaded.note_reads)
+
+
+def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
+    """`FfnArrays` of a layer; for compiled code."""
+    raise NotImplementedError("_layer_rows() is for compiled code")
+
+
+@overload(_layer_rows, inline="always")
+def _choose_rows(source, layer):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows)
+
+
+def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
+    """Places of up and down rows of `fired_ids`, a thread's; for compiled code."""
+    raise NotImplementedError("_places() is for compiled code")
+
+
+@overload(_places, inline="always")
+def _choose_places(source, fired_ids, first):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.places, rows.places, offloaded.places)
+
+
+def note_reads(source, reply):  # type: ignore[no-untyped-def]
+    """The reply says what was read so far; for compiled code."""
+    raise NotImplementedError("note_reads() is for compiled code")
+
+
+@overload(note_reads, inline="always")
+def _choose_note(source, reply):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.note_reads, rows.note_reads, offloaded.note_reads)
 
 
 @njit(nogil=True, cache=True)
@@ -102,11 +133,13 @@ def layer_ffn(
     num_tokens, rows = x.shape[0], _layer_rows(source, layer)
     spans = list_spans(selection, rows.starts[layer], num_tokens, scratch.spans[thread])
     first = first_place(spans, selection, thread, num_threads)
-    scratch.firsts[thread] = first
+    scratch.firsts[thread], fired_ids = first, scratch.fired_ids[first:]
+    flat_gates = scratch.gates[first * num_tokens :]
     share = Share(
         thread, num_threads, cells, service, layer, selection, spans, thresholds, function, x,
         quantize_activations(rows.gate, x, scratch.inputs, thread), rows,
-        scratch.fired_ids[first:], scratch.fired_masks[first:], scratch.gates[first * num_tokens :],
+        fired_ids, _places(source, fired_ids, first), scratch.fired_masks[first:],
+        flat_gates, by_neuron(flat_gates, num_tokens),
         thread_lists(scratch.lists, thread, num_tokens), out,
     )  # fmt: skip
     if not _begin(source, share, scratch):
@@ -120,17 +153,16 @@ def layer_ffn(
         scratch.counters[:] = 0
     num_fired = _keep_fired(share, has_ups, scratch)
     scratch.counts[thread] = scratch.up_counts[thread] = num_fired
-    places = _find_fired(source, share, scratch)
+    _find_fired(source, share, scratch)
     if not has_ups:
-        _scale(source, share, scratch, places)
-    num_fired, gates = scratch.counts[thread], by_neuron(share.gates, num_tokens)
-    weigh(selection.block_weights, spans, gates)
+        _scale(source, share, scratch)
+    weigh(selection.block_weights, spans, share.gates)
     if rows.up.shape[0] and thresholds.product >= 0:
         scratch.counts[thread] = drop_small(
-            share.fired_ids, places, share.fired_masks, num_fired, gates, rows.down_norms,
-            thresholds.product,
+            fired_ids, share.places, share.fired_masks, scratch.counts[thread], share.gates,
+            rows.down_norms, thresholds.product,
         )  # fmt: skip
-    _add(source, share, scratch, places)
+    _add(source, share, scratch)
     barrier_wait(cells, service, num_threads)
     if not _is_well(source, share, scratch):
         return False
@@ -138,14 +170,14 @@ def layer_ffn(
     return True
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def _keep_fired(share, has_ups, scratch):
     """Gather the thread's candidates that fire, span after span; returns their number.
 
     With `has_ups`, where all are kept, their gates are multiplied by up products.
     """
     num_tokens, num_fired, selection, rows = share.x.shape[0], 0, share.selection, share.rows
-    products, gates = by_neuron(scratch.values, num_tokens), by_neuron(share.gates, num_tokens)
+    products, gates = by_neuron(scratch.values, num_tokens), share.gates
     for span in share.spans:
         begin, end = own_part(span, selection, share.thread, share.num_threads)
         before, shift = num_fired, shift_of(span)
@@ -153,7 +185,7 @@ def _keep_fired(share, has_ups, scratch):
         if num_tokens == 1:
             num_fired += keep_fired_kernel(
                 selection.ids, selection.token_masks, shift, share.thresholds.gate, begin, end,
-                scratch.values[begin:end], ids, masks, share.gates[before:],
+                scratch.values[begin:end], ids, masks, share.flat_gates[before:],
             )  # fmt: skip
         else:
             num_fired += keep_some_kernel(

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.compiler import BORROWS, njit
-from hotcold.numba_kernels.decode.ffn import by_neuron
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.ffn_rows import (
@@ -52,41 +51,40 @@ def new_transposed_scratch(
     return scratch_of(sums, num_threads, num_neurons, num_blocks, max(num_neurons, width))
 
 
-@njit(nogil=True, cache=True)
-def layer_rows(arrays, layer):
+@njit(nogil=True, cache=True, inline="always")
+def layer_rows(source, layer):
     """`FfnArrays` of one layer, but for down rows."""
-    starts = arrays.starts[layer]
+    starts = source.starts[layer]
     first, last = starts[0], starts[starts.shape[0] - 1]
     return FfnArrays(
-        arrays.starts,
-        arrays.gate[first:last],
-        part_of(arrays.up, first, last),
-        arrays.down,
-        part_of(arrays.gate_bias, first, last),
-        part_of(arrays.up_bias, first, last),
-        arrays.down_bias,
-        part_of(arrays.down_norms, first, last),
+        source.starts,
+        source.gate[first:last],
+        part_of(source.up, first, last),
+        source.down,
+        part_of(source.gate_bias, first, last),
+        part_of(source.up_bias, first, last),
+        source.down_bias,
+        part_of(source.down_norms, first, last),
     )
 
 
-@njit(nogil=True, cache=True, **BORROWS)
+@njit(nogil=True, cache=True, inline="always")
 def clear(source, share, scratch):
     """The thread's part of what down rows are multiplied with is zero."""
     begin, end = split_range(scratch.sums.shape[2], share.thread, share.num_threads, _GROUP)
     scratch.sums[0, : share.x.shape[0], begin:end] = 0
 
 
-@njit(nogil=True, cache=True, **BORROWS)
-def add(source, share, scratch, places):
+@njit(nogil=True, cache=True, inline="always")
+def add(source, share, scratch):
     """Bring the products of what fired into the order of down's columns."""
-    num_tokens = share.x.shape[0]
-    gates, h = by_neuron(share.gates, num_tokens), scratch.sums[0]
+    gates, fired_ids, h = share.gates, share.fired_ids, scratch.sums[0]
     for i in range(scratch.counts[share.thread]):
-        for t in range(num_tokens):
-            h[t, places[i]] = gates[i, t]
+        for t in range(gates.shape[1]):
+            h[t, fired_ids[i]] = gates[i, t]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
     """out = down . h and the biases, in rows that threads share by work stealing."""
     out, rows, layer = share.out, share.rows, share.layer

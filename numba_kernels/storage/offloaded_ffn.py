@@ -19,7 +19,7 @@ from hotcold.numba_kernels.serve.ffn_rows import (
     GATES,
     FfnArrays,
     part_of,
-    work_stealing_products,
+    share_products,
 )
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
@@ -71,11 +71,11 @@ def _layer_span(shard, layer):
     return starts[0], starts[starts.shape[0] - 1]
 
 
-@njit(nogil=True, cache=True)
-def layer_rows(shard, layer):
+@njit(nogil=True, cache=True, inline="always")
+def layer_rows(source, layer):
     """`FfnArrays` of one layer's biases and norms, and all slots' rows."""
-    arrays = shard.arrays
-    first, last = _layer_span(shard, layer)
+    arrays = source.arrays
+    first, last = _layer_span(source, layer)
     return FfnArrays(
         arrays.starts,
         arrays.gate,
@@ -121,30 +121,30 @@ def _await_gates(shard, spans):
     return True
 
 
-@njit(nogil=True, cache=True)
-def begin(shard, share, scratch):
+@njit(nogil=True, cache=True, inline="always")
+def begin(source, share, scratch):
     """Request the gates that are missing; several tokens wait for all of them.
 
-    Returns False where a read failed; then `shard.queue.failure` says why.
+    Returns False where a read failed; then `source.queue.failure` says why.
     """
-    first, last = _layer_span(shard, share.layer)
-    gates_stay, thread = has_all(shard.gates), share.thread
-    awaits_gates = share.x.shape[0] > 1 or shard.options[WAITS_FIRST] != 0
-    shard.failed[thread] = 0
+    first, last = _layer_span(source, share.layer)
+    gates_stay, thread = has_all(source.gates), share.thread
+    awaits_gates = share.x.shape[0] > 1 or source.options[WAITS_FIRST] != 0
+    source.failed[thread] = 0
     if thread == 0:
-        _begin_request(shard, first, last)
+        _begin_request(source, first, last)
         if not gates_stay:
-            _cancel_ahead(shard)
+            _cancel_ahead(source)
             submit_gates(
-                shard, first, share.selection, share.spans, share.thresholds.gate < 0
+                source, first, share.selection, share.spans, share.thresholds.gate < 0
             )  # fmt: skip
             if awaits_gates:
-                shard.failed[0] = not _await_gates(shard, share.spans)
+                source.failed[0] = not _await_gates(source, share.spans)
     if gates_stay:
         return True
     barrier_wait(share.cells, share.service, share.num_threads)
     # Without `awaits_gates` thread 0 may have set its flag already, for a pending gate.
-    return not (awaits_gates and shard.failed[0])
+    return not (awaits_gates and source.failed[0])
 
 
 @njit(nogil=True, cache=True)
@@ -153,38 +153,36 @@ def _layer_ahead(shard, share):
     return next_layer_ahead(shard.ahead, share.layer, share.x.shape[0])
 
 
-@njit(nogil=True, cache=True)
-def compute_gates(shard, share, scratch):
+@njit(nogil=True, cache=True, inline="always")
+def compute_gates(source, share, scratch):
     """Gates of all candidates, and the next layer's scores while reads are pending.
 
     No up products: they wait for reads.
     """
     thread, x, rows, num_tokens = share.thread, share.vectors, share.rows, share.x.shape[0]
-    gates_stay, following = has_all(shard.gates), _layer_ahead(shard, share)
+    gates_stay, following = has_all(source.gates), _layer_ahead(source, share)
     counters, values = scratch.counters[GATES], scratch.values
     if gates_stay:
-        first, last = _layer_span(shard, share.layer)
-        work_stealing_products(
+        first, last = _layer_span(source, share.layer)
+        share_products(
             counters, share, rows.gate[first:last], rows.gate_bias, share.selection.ids, True,
             values,
         )  # fmt: skip
     elif num_tokens > 1:
-        work_stealing_products(
-            counters, share, rows.gate, rows.gate_bias, shard.gate_slots, False, values
-        )
+        share_products(counters, share, rows.gate, rows.gate_bias, source.gate_slots, False, values)
     else:
-        loaded_values(shard, x, share.function, values)
+        loaded_values(source, x, share.function, values)
     if following >= 0:
-        score_ahead(shard.ahead, following, thread, share.num_threads, share.x)
+        score_ahead(source.ahead, following, thread, share.num_threads, share.x)
     if not gates_stay and num_tokens == 1:
-        shard.failed[thread] = not pending_values(shard, thread, x, share.function, values)
+        source.failed[thread] = not pending_values(source, thread, x, share.function, values)
     return False
 
 
-@njit(nogil=True, cache=True)
-def is_well(shard, share, scratch):
+@njit(nogil=True, cache=True, inline="always")
+def is_well(source, share, scratch):
     """Whether no thread's read has failed."""
-    return not shard.failed.any()
+    return not source.failed.any()
 
 
 @njit(nogil=True, cache=True)
@@ -199,34 +197,39 @@ def _submit_up_downs(shard, first, scratch, num_threads):
     submit_marked(shard, shard.options[MAX_BYTES], shard.options[MAX_GAP])
 
 
-@njit(nogil=True, cache=True)
-def find_fired(shard, share, scratch):
+@njit(nogil=True, cache=True, inline="always")
+def places(source, fired_ids, first):
+    """Slots of up and down rows of the thread's neurons that fired."""
+    return source.up_down_slots[first:]
+
+
+@njit(nogil=True, cache=True, inline="always")
+def find_fired(source, share, scratch):
     """Request up and down rows of all that fired; then what the next layer will probably need."""
-    thread, num_threads, following = share.thread, share.num_threads, _layer_ahead(shard, share)
+    thread, num_threads, following = share.thread, share.num_threads, _layer_ahead(source, share)
     barrier_wait(share.cells, share.service, num_threads)
     if thread == 0:
-        first, _ = _layer_span(shard, share.layer)
-        _submit_up_downs(shard, first, scratch, num_threads)
-        adapt(shard.ahead, share.layer, shard.gates, shard.up_downs)
+        first, _ = _layer_span(source, share.layer)
+        _submit_up_downs(source, first, scratch, num_threads)
+        adapt(source.ahead, share.layer, source.gates, source.up_downs)
     if following >= 0:
         rescore_ahead(
-            shard, following, thread, num_threads, share.vectors, share.function, share.x.shape[0]
+            source, following, thread, num_threads, share.vectors, share.function, share.x.shape[0]
         )
     barrier_wait(share.cells, share.service, num_threads)
     if thread == 0 and following >= 0:
-        submit_ahead(shard, following)
-    return shard.up_down_slots[scratch.firsts[thread] :]
+        submit_ahead(source, following)
 
 
 @njit(nogil=True, cache=True)
-def _scale_pending(shard, share, first, pending, places, num_fired):
+def _scale_pending(
+    shard, rows, thread, first, ids, places, pending, num_fired, x, function, h
+):  # fmt: skip
     """`ffn_rows.scale` of one token, neuron by neuron as up and down rows are loaded.
 
     Returns True when all are loaded, False where a read failed.
     """
-    loaded, ids, h, x = shard.up_downs.loaded, share.fired_ids, share.gates, share.vectors
-    up, bias, function = share.rows.up, share.rows.up_bias, share.function
-    num_pending = num_fired
+    loaded, up, bias, num_pending = shard.up_downs.loaded, rows.up, rows.up_bias, num_fired
     for i in range(num_fired):
         pending[i] = i
     while num_pending:
@@ -246,33 +249,36 @@ def _scale_pending(shard, share, first, pending, places, num_fired):
                     factor += bias[ids[i]]
                 h[i] *= activate_up(function, factor)
         if left == num_pending:
-            await_some(shard, share.thread, seen)
+            await_some(shard, thread, seen)
         num_pending = left
     return True
 
 
-@njit(nogil=True, cache=True)
-def scale(shard, share, scratch, places):
+@njit(nogil=True, cache=True, inline="always")
+def scale(source, share, scratch):
     """`ffn_rows.scale` once rows are loaded: all for several tokens, one by one for one."""
     thread, num_fired, is_one = share.thread, scratch.counts[share.thread], share.x.shape[0] == 1
-    first, _ = _layer_span(shard, share.layer)
+    first, _ = _layer_span(source, share.layer)
     is_loaded = True
-    if not is_one or shard.options[WAITS_FIRST]:
-        is_loaded = await_rows(shard, thread, shard.up_downs, first, share.fired_ids, num_fired)
+    if not is_one or source.options[WAITS_FIRST]:
+        is_loaded = await_rows(source, thread, source.up_downs, first, share.fired_ids, num_fired)
     if is_loaded and is_one:
-        pending = shard.pending[scratch.firsts[thread] :]
-        is_loaded = _scale_pending(shard, share, first, pending, places, num_fired)
+        pending = source.pending[scratch.firsts[thread] :]
+        is_loaded = _scale_pending(
+            source, share.rows, thread, first, share.fired_ids, share.places, pending, num_fired,
+            share.vectors, share.function, share.flat_gates,
+        )  # fmt: skip
     elif is_loaded:
-        ffn_rows.scale(shard, share, scratch, places)
+        ffn_rows.scale(source, share, scratch)
     if not is_loaded:
-        shard.failed[thread], scratch.counts[thread] = 1, 0
+        source.failed[thread], scratch.counts[thread] = 1, 0
 
 
-@njit(nogil=True, cache=True)
-def note_reads(shard, reply):
+@njit(nogil=True, cache=True, inline="always")
+def note_reads(source, reply):
     """The reply says what was read and awaited so far."""
-    gates, up_downs = shard.gates.state, shard.up_downs.state
-    reply[BYTES_READ] = shard.queue.counts[:, 0].sum()
-    reply[READ_WAIT_NS] = shard.waited_ns.max()
+    gates, up_downs = source.gates.state, source.up_downs.state
+    reply[BYTES_READ] = source.queue.counts[:, 0].sum()
+    reply[READ_WAIT_NS] = source.waited_ns.max()
     reply[PARTS_LOOKED_UP] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
     reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]
