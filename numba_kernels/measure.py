@@ -17,9 +17,9 @@ from hotcold.numba_kernels.decode.predict import (
 from hotcold.numba_kernels.decode.rows import rows_kernel
 from hotcold.numba_kernels.decode.selection import NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS, quantize_activations
+from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.doorbell import atomic_add, barrier, now_ns
-from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
     OPERATION,

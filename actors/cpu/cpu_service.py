@@ -18,14 +18,10 @@ from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.tensor_reader import Touch
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
+from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays, most_rows
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.ffn_rows import (
-    NO_NORMS,
-    FfnArrays,
-    FfnScratch,
-    most_rows,
-    new_scratch,
-)
 from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
@@ -40,8 +36,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     WEIGHS_BLOCKS,
     decode_thresholds,
 )
-from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 
 
 class CpuService(Service):

@@ -11,8 +11,8 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import down_lengths, read_down_outputs, read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays, new_transposed_scratch
+from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays
 
 
 class DenseCpuService(CpuService):

@@ -14,8 +14,8 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS, FfnArrays, most_rows
 from hotcold.numba_kernels.serve.predict_team import SignPredictors
 from hotcold.numba_kernels.storage.layer_slots import (
     await_layer,

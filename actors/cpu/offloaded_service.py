@@ -19,7 +19,7 @@ from hotcold.model.mapped_file import forget_pages
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.numba_kernels.decode.activations import Activation, activation
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors

@@ -15,6 +15,7 @@ from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     empty_fired,
@@ -24,8 +25,6 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 
 # Up to this share of neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).

@@ -13,12 +13,12 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.selection import starts_of
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.ffn.in_memory import new_scratch
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, starts_of
 from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
 from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 DTYPES: dict[str, np.dtype] = {

@@ -23,7 +23,7 @@ from hotcold.model.weights.tensor_reader import (
     empty_rows,
     tensor_places,
 )
-from hotcold.numba_kernels.decode.selection import starts_of
+from hotcold.numba_kernels.ffn_arrays import starts_of
 from hotcold.numba_kernels.formats import is_blocks
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32

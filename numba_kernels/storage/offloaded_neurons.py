@@ -6,9 +6,9 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
 from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
 from hotcold.numba_kernels.storage.neuron_slots import (
     EPOCH,

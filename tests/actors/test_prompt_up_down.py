@@ -11,7 +11,7 @@ import pytest
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.prompt_ffn import prompt_ffn
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS, FfnArrays
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, WIDTH, NEURONS = 40, 32, 64

@@ -15,10 +15,11 @@ from hotcold.numba_kernels.decode.attention import attend_kernel, rope_kernel
 from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS
+from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
+from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, FfnScratch, new_scratch
-from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.activations import Thresholds, activation
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
+from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
+from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
+from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays, most_rows
 from hotcold.numba_kernels.layer_rows import one_format
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, FfnScratch, most_rows, new_scratch
-from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays, new_transposed_scratch
 
 
 @dataclass(frozen=True)

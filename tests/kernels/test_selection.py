@@ -20,9 +20,9 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
-from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection, starts_of
+from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, most_rows, starts_of
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, most_rows
 from tests.conftest import TinyCheckpoint
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats

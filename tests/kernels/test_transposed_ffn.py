@@ -7,9 +7,9 @@ import pytest
 
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from hotcold.numba_kernels.decode.selection import EVERYTHING
+from hotcold.numba_kernels.ffn_arrays import TransposedArrays
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import random_rows
 from tests.kernels.sources import Source

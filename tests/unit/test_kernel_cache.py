@@ -19,10 +19,10 @@ from numba.core.dispatcher import Dispatcher
 
 from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.decode import ffn
+from hotcold.numba_kernels.ffn import serve_ffn
 from hotcold.numba_kernels.load import convert
 from hotcold.numba_kernels.one_compiler import _field_names
 from hotcold.numba_kernels.prompt import prompt_ffn
-from hotcold.numba_kernels.serve import serve_ffn
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -37,12 +37,11 @@ from hotcold.numba_kernels.decode.candidates import (
 )
 from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_kernel, weigh
 from hotcold.numba_kernels.decode.vectors import quantize_activations
-from hotcold.numba_kernels.serve import ffn_rows as rows
-from hotcold.numba_kernels.serve import transposed_ffn as transposed
-from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, Share
+from hotcold.numba_kernels.ffn import in_memory as rows
+from hotcold.numba_kernels.ffn import offloaded, transposed
+from hotcold.numba_kernels.ffn.in_memory import Share
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import barrier_wait
-from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
-from hotcold.numba_kernels.storage import offloaded_ffn as offloaded
 from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 
 _SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons

@@ -6,8 +6,8 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, list_spans, shift_of
+from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn, note_reads
 from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.serve.layer_ffn import layer_ffn, note_reads
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
     ALL_GATES,

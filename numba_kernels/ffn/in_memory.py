@@ -35,38 +35,14 @@ from hotcold.numba_kernels.decode.ffn import (
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 MAX_TOKENS = 32  # of a request: bits of a mask
-NO_NORMS = np.empty(0, np.float32)
 # kinds of work that threads share in a request; down rows only where they are transposed
 GATES, UPS, DOWN, DOWN_SECOND = range(4)
 _NUM_KINDS = 4
-
-
-class FfnArrays(NamedTuple):
-    """A shard of cold neurons, all layers stacked, each layer in B blocks.
-
-    starts (L, B + 1) int64: block b of layer l has rows starts[l, b]:starts[l, b + 1], and layers
-    follow each other; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
-    gate_bias, up_bias (N,) or (0,), down_bias (L, B, d) or (L, B, 0) float32;
-    down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
-    """
-
-    starts: np.ndarray
-    gate: np.ndarray
-    up: np.ndarray
-    down: np.ndarray
-    gate_bias: np.ndarray
-    up_bias: np.ndarray
-    down_bias: np.ndarray
-    down_norms: np.ndarray = NO_NORMS
-
-
-def most_rows(starts: np.ndarray) -> int:
-    """Rows of the largest layer."""
-    return int((starts[:, -1] - starts[:, 0]).max(initial=0))
 
 
 class FfnScratch(NamedTuple):
@@ -228,7 +204,7 @@ def share_products(counters, share, weights, bias, places, activates, values):
     )  # fmt: skip
 
 
-# The steps of `numba_kernels.serve.layer_ffn`, in order.
+# The steps of `numba_kernels.ffn.layer_ffn`, in order.
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -12,15 +12,11 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate_up
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST
+from hotcold.numba_kernels.ffn import in_memory
+from hotcold.numba_kernels.ffn.in_memory import GATES, part_of, share_products
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
-from hotcold.numba_kernels.serve import ffn_rows
 from hotcold.numba_kernels.serve.doorbell import atomic_load
-from hotcold.numba_kernels.serve.ffn_rows import (
-    GATES,
-    FfnArrays,
-    part_of,
-    share_products,
-)
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
     PARTS_LOOKED_UP,
@@ -225,7 +221,7 @@ def find_fired(source, share, scratch):
 def _scale_pending(
     shard, rows, thread, first, ids, places, pending, num_fired, x, function, h
 ):  # fmt: skip
-    """`ffn_rows.scale` of one token, neuron by neuron as up and down rows are loaded.
+    """`in_memory.scale` of one token, neuron by neuron as up and down rows are loaded.
 
     Returns True when all are loaded, False where a read failed.
     """
@@ -256,7 +252,7 @@ def _scale_pending(
 
 @njit(nogil=True, cache=True, inline="always")
 def scale(source, share, scratch):
-    """`ffn_rows.scale` once rows are loaded: all for several tokens, one by one for one."""
+    """`in_memory.scale` once rows are loaded: all for several tokens, one by one for one."""
     thread, num_fired, is_one = share.thread, scratch.counts[share.thread], share.x.shape[0] == 1
     first, _ = _layer_span(source, share.layer)
     is_loaded = True
@@ -269,7 +265,7 @@ def scale(source, share, scratch):
             share.vectors, share.function, share.flat_gates,
         )  # fmt: skip
     elif is_loaded:
-        ffn_rows.scale(source, share, scratch)
+        in_memory.scale(source, share, scratch)
     if not is_loaded:
         source.failed[thread], scratch.counts[thread] = 1, 0
 

@@ -5,42 +5,22 @@ format; a row per neuron would have to be quantized again. These rows are read w
 multiplied with zeros where neurons do not fire.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.serve.ffn_rows import (
+from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     DOWN_SECOND,
-    NO_NORMS,
-    FfnArrays,
     FfnScratch,
     part_of,
     scratch_of,
     set_bias,
 )
+from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.serve.work_stealing import work_stealing_layer
 
 _GROUP = 16  # neurons of a cache line
-
-
-class TransposedArrays(NamedTuple):
-    """`FfnArrays` with N neurons in each layer; down: d rows a layer, of N weights each.
-
-    down_norms: norms of down's columns
-    """
-
-    starts: np.ndarray
-    gate: np.ndarray
-    up: np.ndarray
-    down: LayerRows
-    gate_bias: np.ndarray
-    up_bias: np.ndarray
-    down_bias: np.ndarray
-    down_norms: np.ndarray = NO_NORMS
 
 
 def new_transposed_scratch(
