@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.neuron_store import NeuronStore
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -19,10 +20,29 @@ from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
-from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
+from hotcold.numba_kernels.ffn.in_memory import new_scratch
+from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, most_rows, starts_of
 from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    FFN,
+    GATE_THRESHOLD,
+    LAST_FIRED,
+    LAST_GATES,
+    LAYER,
+    NUM_BUCKETS,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    PRODUCT_THRESHOLD,
+    WATCHED,
+    WEIGHS_BLOCKS,
+    threshold_words,
+)
 from tests.conftest import TinyCheckpoint
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
@@ -289,3 +309,37 @@ def test_everything_is_the_same_in_blocks_of_any_number() -> None:
     expected, _ = in_memory(one, WIDTH).ffn(1, x, EVERYTHING, ALL_FIRE, "silu")
     np.testing.assert_array_equal(found, expected)
     assert most_rows(one.starts) == NEURONS
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("kind", ["blocks", "masked ids of blocks"])
+def test_neurons_of_chosen_blocks_are_counted(kind: str, num_tokens: int) -> None:
+    arrays = weights_of("f32", 8)
+    starts = arrays.starts[1] - arrays.starts[1, 0]
+    selection = random_selection(np.random.default_rng(6), kind, starts, num_tokens)
+    layout = ArenaLayout(2, num_tokens, WIDTH, NEURONS, 8, 1, 1, 1, LAYERS, num_blocks=8)
+    buffers = layout.buffers(layout.new_arena())
+    buffers.ffn_input[:] = random_floats(2, num_tokens, WIDTH)
+    buffers.block_weights[:] = selection.block_weights
+    request = buffers.requests[1]
+    request[[OPERATION, LAYER, NUM_TOKENS, WEIGHS_BLOCKS, WATCHED]] = FFN, 1, num_tokens, 1, 1
+    request[[GATE_THRESHOLD, PRODUCT_THRESHOLD]] = threshold_words([not_zero("relu")])[0]
+    request[NUM_IDS] = selection.ids.size if selection.is_listed else ALL_NEURONS
+    buffers.active_ids[1, : selection.ids.size] = selection.ids
+    buffers.active_masks[1, : selection.token_masks.size] = selection.token_masks
+    draw = np.random.default_rng(7)
+    bucket = draw.integers(0, NUM_BUCKETS, LAYERS * NEURONS).astype(np.uint8)
+    buckets = NeuronBuckets(arrays.starts, bucket, np.zeros((LAYERS, NUM_BUCKETS), np.uint32))
+    scratch = new_scratch(1, num_tokens, NEURONS, WIDTH, 8)
+    ffn_request(0, 1, 1, buffers, arrays, scratch, buckets, activation("relu"))
+    rows = np.arange(NEURONS) if not selection.is_listed else selection.ids
+    chosen = (selection.block_weights != 0).any(axis=0)
+    gates = rows[np.repeat(chosen, np.diff(starts))[rows]]
+    found, own = buffers.neuron_counts[1, 1], bucket[NEURONS:]
+    for ids, word in ((gates, LAST_GATES), (fired_ids(scratch), LAST_FIRED)):
+        assert found[:, word].tolist() == np.bincount(own[ids], minlength=NUM_BUCKETS).tolist()
+    assert buffers.replies[1, NUM_COMPUTED] == scratch.counts.sum() > 0
+    out, _ = in_memory(arrays, WIDTH).ffn(
+        1, buffers.ffn_input.copy(), selection, not_zero("relu"), "relu"
+    )
+    np.testing.assert_array_equal(buffers.partials[1], out)
