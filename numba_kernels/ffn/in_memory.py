@@ -140,21 +140,35 @@ def part_of(array, first, last):
     return array[first:last] if array.shape[0] else array
 
 
+@njit(nogil=True, cache=True)
+def layer_span(arrays, layer):
+    """First and last row of a layer."""
+    starts = arrays.starts[layer]
+    return starts[0], starts[starts.shape[0] - 1]
+
+
+@njit(nogil=True, cache=True, inline="always")
+def with_matrices(arrays, layer, gate, up, down):
+    """These matrices with biases and norms of one layer."""
+    first, last = layer_span(arrays, layer)
+    return FfnArrays(
+        arrays.starts,
+        gate,
+        up,
+        down,
+        part_of(arrays.gate_bias, first, last),
+        part_of(arrays.up_bias, first, last),
+        arrays.down_bias,
+        part_of(arrays.down_norms, first, last),
+    )
+
+
 @njit(nogil=True, cache=True, inline="always")
 def layer_rows(source, layer):
-    """`FfnArrays` whose rows and biases are one layer's."""
-    starts = source.starts[layer]
-    first, last = starts[0], starts[starts.shape[0] - 1]
-    return FfnArrays(
-        source.starts,
-        source.gate[first:last],
-        part_of(source.up, first, last),
-        source.down[first:last],
-        part_of(source.gate_bias, first, last),
-        part_of(source.up_bias, first, last),
-        source.down_bias,
-        part_of(source.down_norms, first, last),
-    )
+    """`FfnArrays` of one layer."""
+    first, last = layer_span(source, layer)
+    up, down = part_of(source.up, first, last), source.down[first:last]
+    return with_matrices(source, layer, source.gate[first:last], up, down)
 
 
 @njit(nogil=True, cache=True)

@@ -13,8 +13,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate_up
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST
 from hotcold.numba_kernels.ffn import in_memory
-from hotcold.numba_kernels.ffn.in_memory import GATES, part_of, share_products
-from hotcold.numba_kernels.ffn_arrays import FfnArrays
+from hotcold.numba_kernels.ffn.in_memory import GATES, layer_span, share_products, with_matrices
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.serve.doorbell import atomic_load
 from hotcold.numba_kernels.serve.mailbox import (
@@ -60,28 +59,11 @@ from hotcold.numba_kernels.storage.read_queue import (
 )
 
 
-@njit(nogil=True, cache=True)
-def _layer_span(shard, layer):
-    """First and last row of a layer."""
-    starts = shard.arrays.starts[layer]
-    return starts[0], starts[starts.shape[0] - 1]
-
-
 @njit(nogil=True, cache=True, inline="always")
 def layer_rows(source, layer):
-    """`FfnArrays` of one layer's biases and norms, and all slots' rows."""
+    """`FfnArrays` of one layer, with all slots' rows."""
     arrays = source.arrays
-    first, last = _layer_span(source, layer)
-    return FfnArrays(
-        arrays.starts,
-        arrays.gate,
-        arrays.up,
-        arrays.down,
-        part_of(arrays.gate_bias, first, last),
-        part_of(arrays.up_bias, first, last),
-        arrays.down_bias,
-        part_of(arrays.down_norms, first, last),
-    )
+    return with_matrices(arrays, layer, arrays.gate, arrays.up, arrays.down)
 
 
 @njit(nogil=True, cache=True)
@@ -123,7 +105,7 @@ def begin(source, share, scratch):
 
     Returns False where a read failed; then `source.queue.failure` says why.
     """
-    first, last = _layer_span(source, share.layer)
+    first, last = layer_span(source.arrays, share.layer)
     gates_stay, thread = has_all(source.gates), share.thread
     awaits_gates = share.x.shape[0] > 1 or source.options[WAITS_FIRST] != 0
     source.failed[thread] = 0
@@ -143,7 +125,7 @@ def begin(source, share, scratch):
     return not (awaits_gates and source.failed[0])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _layer_ahead(shard, share):
     """The layer to read ahead, or -1."""
     return next_layer_ahead(shard.ahead, share.layer, share.x.shape[0])
@@ -159,7 +141,7 @@ def compute_gates(source, share, scratch):
     gates_stay, following = has_all(source.gates), _layer_ahead(source, share)
     counters, values = scratch.counters[GATES], scratch.values
     if gates_stay:
-        first, last = _layer_span(source, share.layer)
+        first, last = layer_span(source.arrays, share.layer)
         share_products(
             counters, share, rows.gate[first:last], rows.gate_bias, share.selection.ids, True,
             values,
@@ -205,7 +187,7 @@ def find_fired(source, share, scratch):
     thread, num_threads, following = share.thread, share.num_threads, _layer_ahead(source, share)
     barrier_wait(share.cells, share.service, num_threads)
     if thread == 0:
-        first, _ = _layer_span(source, share.layer)
+        first, _ = layer_span(source.arrays, share.layer)
         _submit_up_downs(source, first, scratch, num_threads)
         adapt(source.ahead, share.layer, source.gates, source.up_downs)
     if following >= 0:
@@ -254,7 +236,7 @@ def _scale_pending(
 def scale(source, share, scratch):
     """`in_memory.scale` once rows are loaded: all for several tokens, one by one for one."""
     thread, num_fired, is_one = share.thread, scratch.counts[share.thread], share.x.shape[0] == 1
-    first, _ = _layer_span(source, share.layer)
+    first, _ = layer_span(source.arrays, share.layer)
     is_loaded = True
     if not is_one or source.options[WAITS_FIRST]:
         is_loaded = await_rows(source, thread, source.up_downs, first, share.fired_ids, num_fired)

@@ -13,11 +13,12 @@ from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     DOWN_SECOND,
     FfnScratch,
+    layer_span,
     part_of,
     scratch_of,
     set_bias,
+    with_matrices,
 )
-from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.serve.work_stealing import work_stealing_layer
 
 _GROUP = 16  # neurons of a cache line
@@ -33,19 +34,10 @@ def new_transposed_scratch(
 
 @njit(nogil=True, cache=True, inline="always")
 def layer_rows(source, layer):
-    """`FfnArrays` of one layer, but for down rows."""
-    starts = source.starts[layer]
-    first, last = starts[0], starts[starts.shape[0] - 1]
-    return FfnArrays(
-        source.starts,
-        source.gate[first:last],
-        part_of(source.up, first, last),
-        source.down,
-        part_of(source.gate_bias, first, last),
-        part_of(source.up_bias, first, last),
-        source.down_bias,
-        part_of(source.down_norms, first, last),
-    )
+    """`FfnArrays` of one layer, but for down rows: all."""
+    first, last = layer_span(source, layer)
+    up = part_of(source.up, first, last)
+    return with_matrices(source, layer, source.gate[first:last], up, source.down)
 
 
 @njit(nogil=True, cache=True, inline="always")
