@@ -53,7 +53,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     if system.down_transposed:
         cold = runs_of_layers(threads, config)
     else:
-        cold = cold_shards(threads, *cold_neurons(system, config, plan, [hot]))
+        cold = cold_shards(config, threads, *cold_neurons(system, config, plan, [hot]))
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -86,7 +86,8 @@ def changed_specs(
         shards = runs_of_layers(threads, config)
     else:
         hot = [spec.neuron_ids for spec in attention]
-        shards = cold_shards(threads, None, cold_neurons(system, config, None, hot)[1])
+        _, others = cold_neurons(system, config, None, hot)
+        shards = cold_shards(config, threads, None, others)
     share, layout = host_share(system, threads, None), arena_layout(system, config)
     kept = [
         replace(spec, system=system, share=share, gpu_layout=layout if spec.on_gpu else None)

@@ -19,10 +19,10 @@ from numba.core.dispatcher import Dispatcher
 
 from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.decode import ffn
+from hotcold.numba_kernels.ffn import serve_ffn
 from hotcold.numba_kernels.load import convert
 from hotcold.numba_kernels.one_compiler import _field_names
 from hotcold.numba_kernels.prompt import prompt_ffn
-from hotcold.numba_kernels.serve import serve_ffn
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -149,7 +149,7 @@ def test_what_nobody_used_for_a_month_is_removed(
 @pytest.mark.parametrize(
     "kernel",
     [
-        ffn.up_down_kernel,
+        ffn.add_one,
         convert.widen_kernel,
         prompt_ffn.list_fired,
         serve_ffn.ffn_request,

@@ -94,14 +94,14 @@ class CudaModel:
         shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
-        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0, 0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
             self._attention(attention, cache) if layer >= system.num_host_layers else None
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
-        sizes = np.diff(ffn.offsets)
+        sizes = ffn.starts[:, -1] - ffn.starts[:, 0]
         self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
 
     def fill(
@@ -152,7 +152,7 @@ class CudaModel:
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
-        upload(self.down_bias[layer], weights.down_bias[layer])
+        upload(self.down_bias[layer], weights.down_bias[layer, 0])
         if part is None:
             return
         upload(part.gate.data, _bits(weights.gate))

@@ -1,0 +1,201 @@
+"""A layer's feed-forward network, by all threads of a service, over any source of rows.
+
+The flow is the same for all sources; what differs is a step of theirs, chosen when this is
+compiled for the type of the source:
+
+    begin         what has to be read is requested                    -> False: a read failed
+    clear         what the outputs are added to is zero
+    compute_gates threads share the candidates' gates                 -> True: and up products
+    is_well       after a barrier                                     -> False: a read failed
+    find_fired    where up and down rows of what fired are
+    scale         gates are multiplied by up . x + bias
+    add           down rows are added up, each thread its own neurons
+    is_well       after a barrier
+    add_up        the output, and the biases
+
+A source: `FfnArrays`, `TransposedArrays` or `OffloadedNeurons`.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba.extending import overload
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.batch_ffn import (
+    keep_some_kernel,
+    scale_by_products,
+    thread_lists,
+)
+from hotcold.numba_kernels.decode.candidates import (
+    FIRED_END,
+    TOKENS,
+    first_place,
+    list_spans,
+    own_part,
+    shift_of,
+)
+from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_kernel, weigh
+from hotcold.numba_kernels.decode.vectors import quantize_activations
+from hotcold.numba_kernels.ffn import in_memory as rows
+from hotcold.numba_kernels.ffn import offloaded, transposed
+from hotcold.numba_kernels.ffn.in_memory import Share
+from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
+from hotcold.numba_kernels.serve.mailbox import barrier_wait
+from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
+
+_SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons
+
+
+def _choice(source: Any, *choices: Any) -> Any:
+    """The one of `choices` for the type of a source; None for another type.
+
+    Its code becomes the caller's: to pass so many arrays would take longer than a short row.
+    """
+    kind = getattr(source, "instance_class", None)
+    return choices[_SOURCES.index(kind)].py_func if kind in _SOURCES else None
+
+
+def _step(*choices: Any) -> Any:
+    """A step in compiled code: the one of `choices` for its source's type."""
+
+    def step(source, share, scratch):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a step of layer_ffn is for compiled code")
+
+    @overload(step, inline="always")
+    def choose(source, share, scratch):  # type: ignore[no-untyped-def]
+        return _choice(source, *choices)
+
+    return step
+
+
+_begin = _step(rows.begin, rows.begin, offloaded.begin)
+_clear = _step(rows.clear, transposed.clear, rows.clear)
+_compute_gates = _step(rows.compute_gates, rows.compute_gates, offloaded.compute_gates)
+_is_well = _step(rows.is_well, rows.is_well, offloaded.is_well)
+_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired)
+_scale = _step(rows.scale, rows.scale, offloaded.scale)
+_add = _step(rows.add, transposed.add, rows.add)
+_add_up = _step(rows.add_up, transposed.add_up, rows.add_up)
+
+
+def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
+    """`FfnArrays` of a layer; for compiled code."""
+    raise NotImplementedError("_layer_rows() is for compiled code")
+
+
+@overload(_layer_rows, inline="always")
+def _choose_rows(source, layer):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows)
+
+
+def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
+    """Places of up and down rows of `fired_ids`, a thread's; for compiled code."""
+    raise NotImplementedError("_places() is for compiled code")
+
+
+@overload(_places, inline="always")
+def _choose_places(source, fired_ids, first):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.places, rows.places, offloaded.places)
+
+
+def note_reads(source, reply):  # type: ignore[no-untyped-def]
+    """The reply says what was read so far; for compiled code."""
+    raise NotImplementedError("note_reads() is for compiled code")
+
+
+@overload(note_reads, inline="always")
+def _choose_note(source, reply):  # type: ignore[no-untyped-def]
+    return _choice(source, rows.note_reads, rows.note_reads, offloaded.note_reads)
+
+
+@njit(nogil=True, cache=True)
+def layer_ffn(
+    thread, num_threads, cells, service, layer, selection, thresholds, x, source, scratch, function,
+    out,
+):  # fmt: skip
+    """A layer's FFN: this thread's part; False where a read failed. Checks nothing.
+
+    out[t] = sum over blocks b of w[t, b] * (down_bias[b] + sum over its neurons n of
+        fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n])
+    Over the neurons and with the weights of a `Selection`, whose ids are rows of the layer.
+    `thresholds` decide which of them fire; those of thread t are `scratch.counts[t]` of
+    scratch.fired_ids from scratch.firsts[t] on.
+    Shapes:  x, out (T, d), T <= 32; cells of `SharedBuffers`
+    Dtypes:  x, out float32; up as gate, down `is_summed` unless it is transposed
+    Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
+    Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
+
+    All of a service's threads call it. `out` is complete when all have returned; until then none
+    may start another request. The result does not depend on timing.
+    """
+    num_tokens, rows = x.shape[0], _layer_rows(source, layer)
+    spans = list_spans(selection, rows.starts[layer], num_tokens, scratch.spans[thread])
+    first = first_place(spans, selection, thread, num_threads)
+    scratch.firsts[thread], fired_ids = first, scratch.fired_ids[first:]
+    flat_gates = scratch.gates[first * num_tokens :]
+    share = Share(
+        thread, num_threads, cells, service, layer, selection, spans, thresholds, function, x,
+        quantize_activations(rows.gate, x, scratch.inputs, thread), rows,
+        fired_ids, _places(source, fired_ids, first), scratch.fired_masks[first:],
+        flat_gates, by_neuron(flat_gates, num_tokens),
+        thread_lists(scratch.lists, thread, num_tokens), out,
+    )  # fmt: skip
+    if not _begin(source, share, scratch):
+        return False
+    _clear(source, share, scratch)
+    has_ups = _compute_gates(source, share, scratch)
+    barrier_wait(cells, service, num_threads)
+    if not _is_well(source, share, scratch):
+        return False
+    if thread == 0:
+        scratch.counters[:] = 0
+    num_fired = _keep_fired(share, has_ups, scratch)
+    scratch.counts[thread] = scratch.up_counts[thread] = num_fired
+    _find_fired(source, share, scratch)
+    if not has_ups:
+        _scale(source, share, scratch)
+    weigh(selection.block_weights, spans, share.gates)
+    if rows.up.shape[0] and thresholds.product >= 0:
+        scratch.counts[thread] = drop_small(
+            fired_ids, share.places, share.fired_masks, scratch.counts[thread], share.gates,
+            rows.down_norms, thresholds.product,
+        )  # fmt: skip
+    _add(source, share, scratch)
+    barrier_wait(cells, service, num_threads)
+    if not _is_well(source, share, scratch):
+        return False
+    _add_up(source, share, scratch)
+    return True
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _keep_fired(share, has_ups, scratch):
+    """Gather the thread's candidates that fire, span after span; returns their number.
+
+    With `has_ups`, where all are kept, their gates are multiplied by up products.
+    """
+    num_tokens, num_fired, selection, rows = share.x.shape[0], 0, share.selection, share.rows
+    products, gates = by_neuron(scratch.values, num_tokens), share.gates
+    for span in share.spans:
+        begin, end = own_part(span, selection, share.thread, share.num_threads)
+        before, shift = num_fired, shift_of(span)
+        ids, masks = share.fired_ids[before:], share.fired_masks[before:]
+        if num_tokens == 1:
+            num_fired += keep_fired_kernel(
+                selection.ids, selection.token_masks, shift, share.thresholds.gate, begin, end,
+                scratch.values[begin:end], ids, masks, share.flat_gates[before:],
+            )  # fmt: skip
+        else:
+            num_fired += keep_some_kernel(
+                rows.gate_bias, selection.ids, selection.token_masks, np.uint32(span[TOKENS]),
+                shift, share.function, share.thresholds.gate, begin, end, products[begin:end], ids,
+                masks, gates[before:],
+            )  # fmt: skip
+        if has_ups:
+            scale_by_products(
+                rows.up_bias, ids, masks, by_neuron(scratch.ups, num_tokens)[begin:end],
+                share.function, gates[before:num_fired],
+            )  # fmt: skip
+        span[FIRED_END] = num_fired
+    return num_fired

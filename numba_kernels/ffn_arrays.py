@@ -1,0 +1,59 @@
+"""A shard of neurons of every layer, stacked, each layer's in blocks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.layer_rows import LayerRows
+
+NO_NORMS = np.empty(0, np.float32)
+
+
+class FfnArrays(NamedTuple):
+    """A shard of cold neurons, all layers stacked, each layer in B blocks.
+
+    starts (L, B + 1) int64: block b of layer l has rows starts[l, b]:starts[l, b + 1], and layers
+    follow each other; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
+    gate_bias, up_bias (N,) or (0,), down_bias (L, B, d) or (L, B, 0) float32;
+    down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
+    """
+
+    starts: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    gate_bias: np.ndarray
+    up_bias: np.ndarray
+    down_bias: np.ndarray
+    down_norms: np.ndarray = NO_NORMS
+
+
+def most_rows(starts: np.ndarray) -> int:
+    """Rows of the largest layer."""
+    return int((starts[:, -1] - starts[:, 0]).max(initial=0))
+
+
+class TransposedArrays(NamedTuple):
+    """`FfnArrays` with N neurons in each layer; down: d rows a layer, of N weights each.
+
+    down_norms: norms of down's columns
+    """
+
+    starts: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    down: LayerRows
+    gate_bias: np.ndarray
+    up_bias: np.ndarray
+    down_bias: np.ndarray
+    down_norms: np.ndarray = NO_NORMS
+
+
+def starts_of(sizes: np.ndarray) -> np.ndarray:
+    """First row of each layer's blocks, and the end, where layers follow each other.
+
+    Shapes:  sizes (L, B); starts (L, B + 1), starts[l, B] == starts[l + 1, 0]
+    Dtypes:  int64
+    """
+    ends = np.cumsum(sizes, dtype=np.int64).reshape(sizes.shape)
+    return np.concatenate([ends[:, :1] - sizes[:, :1], ends], axis=1)

@@ -1,0 +1,51 @@
+"""Neurons of several blocks: cut between threads and services, and found again when loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hotcold.actors.setup.assignment import assign_in_blocks, assign_neurons
+from hotcold.model.config.build import read_config
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights import ffn
+from hotcold.model.weights.ffn import load_ffn
+from tests.conftest import TinyCheckpoint
+
+
+def test_each_service_has_its_share_of_every_block() -> None:
+    ids, sizes = np.arange(100, dtype=np.int32), (40, 0, 8, 52)
+    shards = assign_in_blocks(ids, sizes, [3, 1])
+    assert np.sort(np.concatenate(shards)).tolist() == ids.tolist()
+    blocks = np.repeat(np.arange(4), sizes)
+    for shard, share in zip(shards, (0.75, 0.25), strict=True):
+        assert (np.diff(blocks[shard]) >= 0).all()
+        counts = np.bincount(blocks[shard], minlength=4)
+        assert np.abs(counts - share * np.array(sizes)).max() <= 1
+
+
+def test_one_block_is_assigned_as_ever() -> None:
+    ids = np.array([3, 5, 8, 9, 20, 21, 22], np.int32)
+    for found, own in zip(
+        assign_in_blocks(ids, (30,), [2, 1]), assign_neurons(ids.size, [2, 1]), strict=True
+    ):
+        assert found.tolist() == ids[own].tolist()
+
+
+def test_where_blocks_begin_in_a_shard(
+    tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("llama-relu").path
+    config = read_config(path)
+    sizes = (10, 30, config.ffn_size - 40)
+    monkeypatch.setattr(ffn, "block_sizes", lambda config, layer: sizes if layer else sizes[:1])
+    ids = [np.array([2, 9, 1], np.int32)] * config.num_layers
+    ids[1] = np.array([9, 0, 39, 12, 50], np.int32)
+    starts = load_ffn(Checkpoint(path), config, ids, include_down_bias=False).starts
+    assert starts[0].tolist() == [0, 3, 3, 3]
+    assert starts[1].tolist() == [3, 5, 7, 8]
+    ids[1] = ids[1][::-1].copy()
+    with pytest.raises(ValueError, match="layer 1 do not come block after block"):
+        load_ffn(Checkpoint(path), config, ids, include_down_bias=False)
