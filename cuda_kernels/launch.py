@@ -12,6 +12,13 @@ from hotcold.cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
 NULL = np.uint64(0)
+Argument = np.generic | np.ndarray
+
+
+def record(**members: np.generic) -> np.ndarray:
+    """A struct of a kernel's source by value, with these members in this order: (1,)."""
+    kind = np.dtype([(name, value.dtype) for name, value in members.items()], align=True)
+    return np.array([tuple(members.values())], kind)
 
 
 class Launcher(Protocol):
@@ -24,9 +31,9 @@ class Launcher(Protocol):
         """The address of an array, for the next launch."""
 
     def launch(
-        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
-        """Run a kernel; arguments are uint64 (addresses), int32, int64 and float32."""
+        """Run a kernel; arguments are uint64 (addresses), int32, int64, float32, and `record`s."""
 
 
 class CupyLauncher:
@@ -45,7 +52,7 @@ class CupyLauncher:
         return np.uint64(array.data.ptr)
 
     def launch(
-        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
         """`Launcher.launch`; the first launch of a kernel compiles and loads it."""
         kernel = self._kernels.get(entry)

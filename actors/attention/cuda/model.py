@@ -16,6 +16,7 @@ from hotcold.actors.attention.arrays import attention_shape, position_arrays
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec
 from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
@@ -60,23 +61,6 @@ class AttentionPart:
 
 
 @dataclass(frozen=True)
-class FfnPart:
-    """One layer's hot neurons."""
-
-    gate: DeviceMatrix
-    gate_bias: Any
-    up: DeviceMatrix | None
-    up_bias: Any
-    down: DeviceMatrix
-    down_norms: Any  # (N,) float32: lengths of down's rows; (0,) if not needed
-
-    @property
-    def num_neurons(self) -> int:
-        """N."""
-        return self.gate.num_rows
-
-
-@dataclass(frozen=True)
 class HeadPart:
     """Final norm, projection and head: from the last hidden state to logits."""
 
@@ -101,9 +85,10 @@ class Share:
 class CudaModel:
     """A share of a model on a device. The constructor allocates arrays, `fill` reads them.
 
-    attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
-    (0,) is there for every layer: neuron upload, which computes whole layers, adds it. `ffn_like`
-    has the shapes and dtypes of the model's neurons.
+    attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
+    int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
+    (d,) or (0,) is there for every layer: neuron upload, which computes whole layers, adds it.
+    `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
     def __init__(
@@ -136,8 +121,9 @@ class CudaModel:
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
-        sizes = np.diff(ffn.offsets)
-        self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
+        firsts = np.stack([ffn.offsets[:-1], ffn.offsets[1:]], axis=1)
+        self.starts = (firsts - firsts[:, :1]).astype(np.int32)
+        self.ffn = [self._ffn(ffn, starts) if starts[-1] else None for starts in self.starts]
 
     def fill(
         self,
@@ -199,6 +185,8 @@ class CudaModel:
             upload(part.up.data, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
         upload(part.down.data, _bits(weights.down))
+        if part.starts.shape[0]:
+            upload(part.starts, self.starts[layer])
         if self.share.has_down_norms:
             upload(part.down_norms, row_lengths(weights.down))
 
@@ -230,20 +218,21 @@ class CudaModel:
             values=self._device.empty(pages, kind),
         )
 
-    def _ffn(self, weights: FfnWeights, size: int) -> FfnPart:
-        has_up = weights.up.shape[0] > 0
+    def _ffn(self, weights: FfnWeights, starts: np.ndarray) -> DeviceNeurons:
+        has_up, size = weights.up.shape[0] > 0, int(starts[-1])
         no_floats = self._device.empty((0,), np.float32)
 
         def biases(like: np.ndarray) -> Any:
             return self._device.empty((size,), np.float32) if like.size else no_floats
 
-        return FfnPart(
+        return DeviceNeurons(
             gate=self._matrix(weights.gate, size),
             gate_bias=biases(weights.gate_bias),
             up=self._matrix(weights.up, size) if has_up else None,
             up_bias=biases(weights.up_bias),
             down=self._matrix(weights.down, size),
             down_norms=self._device.empty((size * self.share.has_down_norms,), np.float32),
+            starts=self._device.empty((starts.size if starts.size > 2 else 0,), np.int32),
         )
 
     def _head(self, weights: HeadWeights) -> HeadPart:
