@@ -52,14 +52,14 @@ struct FiringRule {
     int code;  // of the function
 };
 
-DEVICE int block_of(const GateRows& from, int row) {
+DEVICE float block_weight(const GateRows& from, const Chosen& chosen, i64 row, int token) {
     int block = 0;
     for (int end = from.num_blocks; end - block > 1;) {
         int middle = (block + end) / 2;
         if (load(from.starts + middle) <= row) block = middle;
         else end = middle;
     }
-    return block;
+    return load(chosen.block_weights + token * from.num_blocks + block);
 }
 
 // Bits of the warp's rows that any of its own lanes has.
@@ -99,15 +99,13 @@ DEVICE void gates(
     Rows rows = tile.rows(from.gate, from.row_bytes);
     i64 row = tile.first_row + tile.row();
     bool is_valid = tile.is_valid(in.num_tokens), is_active = is_valid;
-    float weight = 1.0f, value = 0.0f;
+    float value = 0.0f;
     if (!chosen.is_all()) {
         if (is_active && chosen.token_masks) {
             is_active = load(chosen.token_masks + row) >> tile.token() & 1;
         }
         if (is_active && chosen.block_weights) {
-            int block = block_of(from, static_cast<int>(row));
-            weight = load(chosen.block_weights + tile.token() * from.num_blocks + block);
-            is_active = weight != 0.0f;
+            is_active = block_weight(from, chosen, row, tile.token()) != 0.0f;
         }
         rows.active &= rows_of_lanes<ROWS, TOKENS>(is_active);
     }
@@ -128,7 +126,7 @@ DEVICE void gates(
         if (rule.code == DRELU && factor <= 0.0f) factor = 0.0f;
         if (fires) value *= factor;
     }
-    if (fires && chosen.block_weights) value *= weight;
+    if (fires && chosen.block_weights) value *= block_weight(from, chosen, row, tile.token());
     if (from.up && rule.product_threshold >= 0.0f) {
         float norm = is_valid && from.down_norms ? load(from.down_norms + row) : 1.0f;
         fires = fires && passes(value * norm, rule.product_threshold);

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.launch import Argument
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
@@ -45,7 +46,7 @@ class LaterLauncher:
         return np.uint64(array.ctypes.data)
 
     def launch(
-        self, entry: Any, grid: Any, num_threads: int, arguments: Sequence[np.generic]
+        self, entry: Any, grid: Any, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
         """Later, in order."""
         asked, self._asked = self._asked, []
@@ -58,9 +59,8 @@ class LaterLauncher:
         self._device.run(run)
 
 
-@pytest.fixture(scope="module")
-def device() -> Callable[[], NumpyDevice]:
-    """Makes devices whose kernels are CUDA's."""
+def emulated_devices() -> Callable[[], NumpyDevice]:
+    """Makes devices whose kernels are CUDA's; skips the test without a compiler."""
     try:
         library = emulated_library()
     except FileNotFoundError as problem:
@@ -70,6 +70,12 @@ def device() -> Callable[[], NumpyDevice]:
         return CudaKernels(LaterLauncher(device, library))
 
     return lambda: NumpyDevice(make_kernels=kernels)
+
+
+@pytest.fixture(scope="module")
+def device() -> Callable[[], NumpyDevice]:
+    """`emulated_devices`."""
+    return emulated_devices()
 
 
 @pytest.mark.sweep(keep=4)
