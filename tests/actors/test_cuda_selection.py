@@ -162,19 +162,16 @@ def test_a_prompt_and_a_count(blocks: Blocks) -> None:
 
 def test_what_began_with_attention_is_of_all_neurons(blocks: Blocks, tiny: Tiny) -> None:
     """A request for some of them is not answered with it; with several blocks none begins."""
-    ids, system = tiny("llama-relu").ids.tolist(), blocks.system
-    engine = system.engine("exact")
-    for position in range(3):
-        engine.step(ids[position : position + 1], [position], [0])
-    begun: Any = system.services[0]
-    if blocks.starts.size > 2:
-        system.device.log.clear()
-        engine.place(ids[3:4], [3], [0])
-        system.exchange.buffers.requests[0, OPERATION] = ATTENTION
-        system.exchange.request([0])
-        assert begun._begun is None
-    x = inputs(blocks, 1)
+    ids, system, service = tiny("llama-relu").ids.tolist(), blocks.system, blocks.system.services[0]
+    engine, words = system.engine("exact"), blocks.buffers.requests[0]
     for selection in selections_for(blocks, 1):
+        engine.place(ids[:1], [0], [0])
+        words[OPERATION], words[LAYER], words[NUM_TOKENS] = ATTENTION, LAYER_ASKED, 1
+        words[[GATE_THRESHOLD, PRODUCT_THRESHOLD]] = threshold_words([not_zero("relu")])[0]
+        system.exchange.request([0])
+        has_begun = service._begun is not None  # type: ignore[attr-defined]
+        assert has_begun == (blocks.starts.size == 2)
+        x = blocks.buffers.ffn_input[:1].copy()
         assert_near(blocks.ask(selection, 1), blocks.expected(x, selection))
 
 

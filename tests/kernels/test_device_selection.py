@@ -28,11 +28,18 @@ pytestmark = pytest.mark.sweep(bits=["f32", "f16"])
 NUM_ROWS, WIDTH = 333, 264
 TOKENS = [1, 2, 7, 32]
 RELU = activation("relu")
+Matrices = tuple[np.ndarray, np.ndarray, np.ndarray]  # gate, up, down
 
 
-def random_neurons(kind: str, width: int = WIDTH) -> list[np.ndarray]:
-    """gate, up, down."""
-    return [random_bits(seed, BITS[kind], NUM_ROWS, width) for seed in (1, 2, 3)]
+def matrices_of(rows: str, width: int = WIDTH) -> Matrices:
+    """Random rows of a format."""
+
+    def matrix(seed: int) -> np.ndarray:
+        if rows in BITS:
+            return random_bits(seed, BITS[rows], NUM_ROWS, width)
+        return random_rows(seed, rows, NUM_ROWS, width).rows
+
+    return matrix(1), matrix(2), matrix(3)
 
 
 def of_token(selection: Selection, t: int) -> Selection:
@@ -54,7 +61,7 @@ def test_random_selections(
     rng = np.random.default_rng([num_tokens, num_blocks, KINDS.index(kind)])
     starts = starts_of_blocks(rng, NUM_ROWS, num_blocks)
     selection = random_selection(rng, kind, starts, num_tokens)
-    gate, up, down = random_neurons(bits)
+    gate, up, down = matrices_of(bits)
     gate_bias, up_bias = random_floats(4, NUM_ROWS), random_floats(5, NUM_ROWS)
     x = random_floats(6, num_tokens, WIDTH) / np.float32(16)
     neurons = device.neurons(gate, up, down, gate_bias, up_bias, starts=starts)
@@ -96,6 +103,7 @@ def test_rows_that_no_token_wants_are_not_read(
     launcher.rows = {}
     device = DeviceCalls(CudaKernels(launcher), aligned, np.array)
     neurons = device.neurons(*matrices_of(rows, width), starts=starts)
+    assert neurons.up is not None
     for matrix in (neurons.gate, neurons.up, neurons.down):
         launcher.rows[matrix.data.ctypes.data] = np.flatnonzero(wanted)
     x = random_floats(6, num_tokens, width)
@@ -115,7 +123,7 @@ def test_what_rows_hold_that_no_token_wants_is_nothing_to_it(
     """They hold NaN: scales of groups, or all weights."""
     wanted, selection, starts = some_rows(num_tokens, kind)
     matrices = matrices_of(rows, 256)
-    poisoned = [matrix.copy() for matrix in matrices]
+    poisoned = matrices_of(rows, 256)
     for matrix in poisoned:
         matrix.view(np.uint16)[~wanted] = 0x7E00  # of float16: a NaN
     x, results = random_floats(6, num_tokens, 256), []
@@ -138,20 +146,13 @@ def some_rows(num_tokens: int, kind: str) -> tuple[np.ndarray, Selection, np.nda
     return wanted, selection, starts
 
 
-def matrices_of(rows: str, width: int) -> list[np.ndarray]:
-    """gate, up, down."""
-    if rows in BITS:
-        return random_neurons(rows, width)
-    return [random_rows(seed, rows, NUM_ROWS, width).rows for seed in (1, 2, 3)]
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 def test_weights_come_before_the_product_threshold(
     device: DeviceCalls, num_tokens: int, gated: bool
 ) -> None:
     """A neuron that passes it without its block's weight may fail it with it."""
-    gate, up, down = random_neurons("f32")
+    gate, up, down = matrices_of("f32")
     starts = np.array([0, 100, 100, 200, NUM_ROWS])
     weights = random_floats(1, num_tokens, 4)
     x = random_floats(2, num_tokens, WIDTH) / np.float32(16)
@@ -173,7 +174,7 @@ def test_weights_come_before_the_product_threshold(
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_weights_of_one_change_no_bit(device: DeviceCalls, num_tokens: int) -> None:
-    matrices, x = random_neurons("f16"), random_floats(6, num_tokens, WIDTH)
+    matrices, x = matrices_of("f16"), random_floats(6, num_tokens, WIDTH)
     ones = Selection(False, NO_IDS, NO_MASKS, np.ones((num_tokens, 5), np.float32))
     ids = np.arange(NUM_ROWS, dtype=np.int32)
     neurons = device.neurons(*matrices, starts=np.array([0, 9, 9, 200, 201, NUM_ROWS]))
@@ -185,7 +186,7 @@ def test_weights_of_one_change_no_bit(device: DeviceCalls, num_tokens: int) -> N
 
 
 def test_nothing_is_selected(device: DeviceCalls) -> None:
-    neurons = device.neurons(*random_neurons("f32"), starts=np.array([0, 50, NUM_ROWS]))
+    neurons = device.neurons(*matrices_of("f32"), starts=np.array([0, 50, NUM_ROWS]))
     x = random_floats(1, 3, WIDTH)
     for selection in (
         EVERYTHING._replace(is_listed=True),
