@@ -15,7 +15,7 @@ from hotcold.numba_kernels.decode.predict import (
     sign_scores_kernel,
 )
 from hotcold.numba_kernels.decode.rows import rows_kernel
-from hotcold.numba_kernels.decode.selection import NO_MASKS
+from hotcold.numba_kernels.decode.selection import NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS, quantize_activations
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.doorbell import atomic_add, barrier, now_ns
@@ -83,7 +83,8 @@ def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):
     """The FFN of every layer over its ids, all of which fire."""
     for layer in range(ids.shape[0]):
         layer_ffn(
-            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS,
+            thread, num_threads, cells, 0, layer,
+            Selection(True, ids[layer], NO_MASKS, NO_WEIGHTS),
             Thresholds(np.float32(-1), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
@@ -119,7 +120,7 @@ def gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, time
         barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         layer_ffn(
-            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS,
+            thread, num_threads, cells, 0, 0, Selection(True, ids[i], NO_MASKS, NO_WEIGHTS),
             Thresholds(np.float32(0), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
@@ -181,7 +182,7 @@ def gates_of(gate, ids, x, scratch, values):
     """
     vectors = quantize_activations(gate, x, scratch, 0)
     function, count = Activation(RELU, np.float32(0)), values.shape[0]
-    gate_values_kernel(gate, NO_BIAS, ids, vectors, function, 0, count, count, values)
+    gate_values_kernel(gate, NO_BIAS, ids, 0, vectors, function, 0, count, count, values)
 
 
 @njit(nogil=True, cache=True)

@@ -172,7 +172,7 @@ def _ffn(
     x: torch.Tensor,
     thresholds: tuple[float, float] | None,
 ) -> torch.Tensor:
-    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    part = weights.part(layer)
     name = config.activation_fn
     gate = _linear(x, weights.gate[part], weights.gate_bias[part])
     h = activated(name, gate, config.activation_threshold)
@@ -184,7 +184,7 @@ def _ffn(
             passes = _exceeds(gates, thresholds[0]) & _exceeds(h * lengths, thresholds[1])
             h = torch.where(passes, h, 0)
     out = h @ _double(weights.down[part])  # (T, N) @ (N, d)
-    return out + _double(weights.down_bias[layer]) if weights.down_bias.size else out
+    return out + _double(weights.down_bias[layer, 0]) if weights.down_bias.size else out
 
 
 def _exceeds(values: torch.Tensor, threshold: float) -> torch.Tensor:

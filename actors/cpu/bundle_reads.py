@@ -63,16 +63,18 @@ class BundleReads:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
-        self.located = self._locate(file, weights.offsets, keeps_pages, piece_bytes)
+        self.located = self._locate(file, weights.starts, keeps_pages, piece_bytes)
         self.queue = new_queue(NUM_THREADS, most)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
     def _locate(
-        self, file: BundleFile, offsets: np.ndarray, keeps_pages: bool, piece_bytes: int
+        self, file: BundleFile, starts: np.ndarray, keeps_pages: bool, piece_bytes: int
     ) -> NeuronFile:
         geometry = self._geometry
-        layers = np.repeat(np.arange(geometry.num_layers, dtype=np.int32), np.diff(offsets))
+        layers = np.repeat(
+            np.arange(geometry.num_layers, dtype=np.int32), starts[:, -1] - starts[:, 0]
+        )
         places = file.places()[layers, self._ids]
         facts = np.zeros(NUM_FACTS, np.int64)
         facts[:] = [

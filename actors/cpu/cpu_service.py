@@ -19,8 +19,13 @@ from hotcold.model.weights.tensor_reader import Touch
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, DenseFfnScratch
-from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, FfnScratch, new_scratch
+from hotcold.numba_kernels.serve.ffn_rows import (
+    NO_NORMS,
+    FfnArrays,
+    FfnScratch,
+    most_rows,
+    new_scratch,
+)
 from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
@@ -32,23 +37,24 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     ROUND,
     SEND,
+    WEIGHS_BLOCKS,
     decode_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 
 
 class CpuService(Service):
     """Computes the partial FFN output of its neurons."""
 
-    loop = staticmethod(serve_ffn)  # what a thread runs
-    _scratch: FfnScratch | DenseFfnScratch
+    _scratch: FfnScratch
 
     def __init__(
         self,
         name: str,
         index: int,
         num_threads: int,
-        arrays: FfnArrays | DenseFfnArrays,
+        arrays: FfnArrays | TransposedArrays,
         function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
@@ -59,20 +65,22 @@ class CpuService(Service):
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
-        self.loop_arrays: tuple[Any, ...] = arrays  # what `loop` goes over
-        self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
+        self.source: tuple[Any, ...] = arrays  # what `layer_ffn` goes over
+        num_rows = int(arrays.starts[-1, -1])
+        self.fired_counts = np.zeros(num_rows, np.int64)  # by COUNT_FFN requests
         self.function = function
-        self.buckets = np.zeros(int(arrays.offsets[-1]), np.uint8) if buckets is None else buckets
+        self.buckets = np.zeros(num_rows, np.uint8) if buckets is None else buckets
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         dtypes = self.weight_dtypes()
         self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
-        by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
+        starts = self.arrays.starts
+        by_layer = np.split(self.buckets, starts[1:, 0])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
         self.make_scratch(min(KERNEL_TOKENS, layout.max_tokens), layout.width)
-        self._buckets = NeuronBuckets(self.buckets, sizes.astype(np.uint32))
+        self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of its matrices."""
@@ -81,8 +89,10 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        most = int(np.diff(self.arrays.offsets).max(initial=0))
-        self._scratch = new_scratch(self.num_threads, num_tokens, most, width)
+        num_blocks = self.arrays.starts.shape[1] - 1
+        self._scratch = new_scratch(
+            self.num_threads, num_tokens, most_rows(self.arrays.starts), width, num_blocks
+        )
 
     def prepare_prompts(self) -> None:
         """Import torch and compile the kernels of the matmul."""
@@ -95,15 +105,15 @@ class CpuService(Service):
         self._matmul.close()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run `loop`."""
+        """Run `serve_ffn`."""
         return int(
-            self.loop(
+            serve_ffn(
                 thread,
                 self.num_threads,
                 self.index,
                 np.int32(seen),
                 self.buffers,
-                self.loop_arrays,
+                self.source,
                 self._scratch,
                 self._buckets,
                 self.function,
@@ -122,7 +132,7 @@ class CpuService(Service):
             self.num_threads,
             self.index,
             self.buffers,
-            self.arrays,
+            self.source,
             self._scratch,
             self._buckets,
             self.function,
@@ -142,7 +152,7 @@ class CpuService(Service):
         arrays, index = self.layer_arrays(layer)
         x = self.buffers.ffn_input[:num_tokens]
         partial = self.buffers.partials[self.index, :num_tokens]
-        first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
+        first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
             self._matmul.get(),
@@ -154,10 +164,15 @@ class CpuService(Service):
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
+            block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays | DenseFfnArrays, int]:
+    def _rows(self, layer: int) -> tuple[int, int]:
+        """First and last row of a layer."""
+        return int(self.arrays.starts[layer, 0]), int(self.arrays.starts[layer, -1])
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""
         return self.arrays, layer
 
@@ -168,7 +183,7 @@ class CpuService(Service):
         """Copy the neurons of a round into the arena; the reply says how many rounds there are."""
         arrays = self.arrays
         assert isinstance(arrays, FfnArrays), "only services with neuron-major rows send to a GPU"
-        begin, end = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
+        begin, end = self._rows(layer)
         bundle = BundleLayout.of(
             arrays.gate,
             arrays.up,
@@ -225,7 +240,7 @@ def load_cpu_service(
         touch=touch,
     )
     arrays = FfnArrays(
-        offsets=weights.offsets,
+        starts=weights.starts,
         gate=weights.gate,
         up=weights.up,
         down=weights.down,

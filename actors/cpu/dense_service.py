@@ -11,33 +11,25 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import down_lengths, read_down_outputs, read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, new_dense_scratch, serve_dense_ffn
-from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS
-from hotcold.numba_kernels.serve.mailbox import FFN, NUM_IDS, OPERATION
+from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays, new_transposed_scratch
 
 
 class DenseCpuService(CpuService):
-    """`CpuService` over `DenseFfnArrays`: a run of neurons, the same of every layer."""
-
-    loop = staticmethod(serve_dense_ffn)
+    """`CpuService` over `TransposedArrays`: a run of neurons, the same of every layer."""
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of its matrices; down may be in two."""
-        assert isinstance(self.arrays, DenseFfnArrays)
+        assert isinstance(self.arrays, TransposedArrays)
         down = self.arrays.down
         return self.arrays.gate.dtype, down.first.dtype, down.second.dtype
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        num_neurons = int(self.arrays.offsets[1])
-        self._scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
-
-    def answer_in_python(self) -> None:
-        """As `CpuService`. Errors: ValueError where neurons are listed: they have no rows here."""
-        request = self.buffers.requests[self.index]
-        if request[OPERATION] == FFN and request[NUM_IDS] >= 0:
-            raise ValueError(f"{self.name} computes all neurons; the request lists some")
-        super().answer_in_python()
+        num_neurons, num_blocks = self._rows(0)[1], self.arrays.starts.shape[1] - 1
+        self._scratch = new_transposed_scratch(
+            self.num_threads, num_tokens, num_neurons, width, num_blocks
+        )
 
 
 def load_dense_service(
@@ -62,8 +54,8 @@ def load_dense_service(
     with TensorReader(Checkpoint(path), on_bytes, touch=touch) as reader:
         weights = read_ffn(reader, config, ids, include_down_bias, has_down=False)
         down = read_down_outputs(reader, config, first, last)
-    arrays = DenseFfnArrays(
-        offsets=weights.offsets,
+    arrays = TransposedArrays(
+        starts=weights.starts,
         gate=weights.gate,
         up=weights.up,
         down=down,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS, FfnArrays, most_rows
 from hotcold.numba_kernels.serve.predict_team import SignPredictors
 from hotcold.numba_kernels.storage.layer_slots import (
     await_layer,
@@ -53,15 +52,15 @@ class NeuronStore:
         predictors: SignPredictors | None = None,
         has_down_norms: bool = False,
     ) -> None:
-        """`weights` has the shard's ids, offsets and biases, and no rows.
+        """`weights` has the shard's ids, starts and biases, and no rows.
 
         With `predictors` of the shard's neurons the next layer's are read ahead; their bits may
         follow by `use_bits`. With `has_down_norms` requests may have thresholds of products.
         Errors:  ServiceError
         """
         self._file, self._weights = file, weights
-        ids, offsets = weights.neuron_ids, weights.offsets
-        self._most = int(np.diff(offsets).max(initial=0))
+        ids = weights.neuron_ids
+        self._most = most_rows(weights.starts)
         num_gates, num_up_downs = (
             max(self._most, min(ids.size, number))
             for number in (share.num_gates, share.num_up_downs)
@@ -92,19 +91,16 @@ class NeuronStore:
         def rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
             return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
 
-        def floats(count: int, like: np.ndarray) -> np.ndarray:
-            return np.zeros(count if like.size else 0, np.float32)
-
         up_bytes = geometry.up_row_bytes
         return FfnArrays(
-            weights.offsets,
+            weights.starts,
             rows(num_gates, geometry.gate_row_bytes, dtypes[0]),
             rows(num_up_downs if up_bytes else 0, up_bytes or geometry.gate_row_bytes, dtypes[0]),
             rows(num_up_downs, geometry.down_row_bytes, dtypes[1]),
-            floats(num_gates, weights.gate_bias),
-            floats(num_up_downs, weights.up_bias),
+            weights.gate_bias,
+            weights.up_bias,
             weights.down_bias,
-            floats(num_up_downs, self._down_norms),
+            self._down_norms,
         )
 
     def _new_stored(
@@ -131,9 +127,6 @@ class NeuronStore:
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
         return OffloadedNeurons(
             arrays=self.arrays,
-            gate_bias=self._weights.gate_bias,
-            up_bias=self._weights.up_bias,
-            down_norms=self._down_norms,
             file=self._reads.located,
             gates=new_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
             up_downs=new_slots(rates, num_up_downs),
@@ -143,8 +136,8 @@ class NeuronStore:
             mark_parts=np.zeros(num_places, np.uint8),
             gate_slots=np.zeros(self._most, np.int32),
             gate_order=np.zeros(self._most, np.int32),
-            up_down_slots=np.zeros((num_threads, self._most), np.int32),
-            pending=np.zeros((num_threads, self._most), np.int32),
+            up_down_slots=np.zeros(self._most, np.int32),
+            pending=np.zeros(self._most, np.int32),
             missing=np.zeros(self._most, np.int32),
             options=options,
             counters=np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
@@ -172,15 +165,6 @@ class NeuronStore:
             self._choose(chosen, GATE, gates, _highest(rates, gates.row_of.size))
         if rates.size:
             self._choose(chosen, UP_DOWN, up_downs, _highest(rates, up_downs.row_of.size))
-        weights, arrays = self._weights, self.arrays
-        for own, all_of, slots in (
-            (arrays.gate_bias, weights.gate_bias, gates),
-            (arrays.up_bias, weights.up_bias, up_downs),
-            (arrays.down_norms, self._down_norms, up_downs),
-        ):
-            if own.size:
-                held = np.flatnonzero(slots.slot_of >= 0)
-                own[slots.slot_of[held]] = all_of[held]
         for first, last in self._layer_rows():
             rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
             self._reads.read(rows, chosen[rows])
@@ -200,7 +184,7 @@ class NeuronStore:
         chosen[rows] |= part
 
     def _layer_rows(self) -> Sequence[tuple[int, int]]:
-        return list(pairwise(self._weights.offsets.tolist()))
+        return [(first, last) for first, last in self._weights.starts[:, [0, -1]].tolist()]
 
     def _try_layers(self) -> None:
         """Compile what prompts need, so that none waits for it."""
@@ -261,7 +245,7 @@ class NeuronStore:
 
         gates = slice(first, last) if self._gates_stay else slice(gate_base, gate_base + size)
         return FfnArrays(
-            np.array([0, size]),
+            weights.starts[layer : layer + 1] - first,
             self.arrays.gate[gates],
             self.arrays.up[base : base + size],
             self.arrays.down[base : base + size],

@@ -19,17 +19,14 @@ from hotcold.model.mapped_file import forget_pages
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.numba_kernels.decode.activations import Activation, activation
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
-from hotcold.numba_kernels.storage.serve_offloaded import serve_offloaded_ffn
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
 
 class OffloadedCpuService(CpuService):
     """`CpuService` over a `NeuronStore`."""
-
-    loop = staticmethod(serve_offloaded_ffn)
 
     def __init__(
         self,
@@ -42,13 +39,13 @@ class OffloadedCpuService(CpuService):
     ) -> None:
         """Serve the neurons of `store`; the rest as `CpuService`."""
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
-        self.store, self.loop_arrays = store, store.stored
+        self.store, self.source = store, store.stored
 
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; predictors' bits may be in the arena."""
         super().prepare(layout)
         self.store.use_bits(self.buffers.predictor_bits)
-        self.loop_arrays = self.store.stored
+        self.source = self.store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention computes the prompt."""

@@ -14,6 +14,7 @@ from hotcold.model.config.activations import activated, activated_up
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     empty_fired,
@@ -23,8 +24,8 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 
 # Up to this share of neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).
@@ -33,7 +34,7 @@ _FEW = 0.18
 
 def prompt_ffn(
     matmul: Matmul,
-    arrays: FfnArrays | DenseFfnArrays,
+    arrays: FfnArrays | TransposedArrays,
     layer: int,
     x: np.ndarray,
     function: Activation,
@@ -42,22 +43,25 @@ def prompt_ffn(
     skip_silent: bool,
     counts: np.ndarray | None = None,
     await_up_down: Callable[[], None] = lambda: None,
+    block_weights: np.ndarray = NO_WEIGHTS,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
+
+    `block_weights` as in `Selection`: what they multiply with zero counts as not fired.
 
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together.
-    Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
+    Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
-    first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
+    first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
 
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
 
-    up = part(arrays.up)
+    up, weights, sizes = part(arrays.up), block_weights, np.diff(arrays.starts[layer])
     matmul.begin_layer()
     tokens, num_tokens = torch.from_numpy(x), x.shape[0]
     h = torch.from_numpy(matmul.scratch((num_tokens, last - first)))
@@ -75,11 +79,14 @@ def prompt_ffn(
 
     def activate(begin: int, end: int) -> None:
         h[begin:end] = activated(name, h[begin:end], threshold)
+        if weights.size:
+            h[begin:end] *= torch.from_numpy(np.repeat(weights[begin:end], sizes, axis=1))
         if scales_at_once:
             scale(begin, end)
 
     def add_bias(begin: int, end: int) -> None:
-        out[begin:end] += arrays.down_bias[layer]
+        biases = arrays.down_bias[layer]
+        out[begin:end] += weights[begin:end] @ biases if weights.size else biases.sum(axis=0)
 
     with matmul.at_once():
         if scales_at_once or not waits:
@@ -97,14 +104,14 @@ def prompt_ffn(
         if scales_later and not few:
             matmul.linears(tokens, [up_product])
             matmul.then_rows(len(x), scale)
-        if isinstance(arrays, DenseFfnArrays):
+        if isinstance(arrays, TransposedArrays):
             matmul.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
         elif few:
             own_up, own_down = up if scales_later else up[:0], part(arrays.down)
             _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
         else:
             matmul.combine(h, part(arrays.down), torch.from_numpy(out))
-        if arrays.down_bias.shape[1]:
+        if arrays.down_bias.shape[2]:
             matmul.then_rows(len(x), add_bias)
 
 

@@ -13,7 +13,7 @@ from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.ffn import UNIT
+from hotcold.model.weights.ffn import UNIT, block_sizes
 from hotcold.placement.plan import PlacementPlan, load_plan
 
 Layers = list[np.ndarray]  # int32 ids of each layer
@@ -122,23 +122,36 @@ def assign_neurons(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]
     ]
 
 
-def cold_shards(
-    threads: Sequence[int], planned: list[Layers] | None, others: Layers
-) -> list[Layers]:
-    """Each CPU service's neurons in loading order: its planned ones and its share of `others`."""
-    assigned = {ids.size: assign_neurons(ids.size, threads) for ids in others}
-    shards = [[ids[assigned[ids.size][s]] for ids in others] for s in range(len(threads))]
-    if planned is None:
-        return shards
+def assign_in_blocks(
+    ids: np.ndarray, block_sizes: Sequence[int], threads: Sequence[int]
+) -> list[np.ndarray]:
+    """`assign_neurons` of each block's part of `ids`, one block after another.
 
-    def merged(own: np.ndarray, more: np.ndarray, num_threads: int) -> np.ndarray:
-        ids = np.union1d(own, more).astype(np.int32)
-        return ids[assign_neurons(ids.size, [num_threads])[0]]
-
+    So each thread of each service has its share of every block.
+    Shapes:  ids (A,) int32, ascending; block_sizes (B,): the layer's
+    """
+    parts = np.split(ids, np.searchsorted(ids, np.cumsum(block_sizes[:-1])))
+    assigned = [assign_neurons(part.size, threads) for part in parts]
     return [
-        [merged(own, more, threads[s]) for own, more in zip(planned[s], shards[s], strict=True)]
+        np.concatenate([part[own[s]] for part, own in zip(parts, assigned, strict=True)])
         for s in range(len(threads))
     ]
+
+
+def cold_shards(
+    config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None, others: Layers
+) -> list[Layers]:
+    """Each CPU service's neurons in loading order: its planned ones and its share of `others`."""
+    sizes = [block_sizes(config, layer) for layer in range(config.num_layers)]
+    assigned = [assign_in_blocks(ids, own, threads) for ids, own in zip(others, sizes, strict=True)]
+    shards = [list(layers) for layers in zip(*assigned, strict=True)]
+    if planned is None:
+        return shards
+    for s, layers in enumerate(planned):
+        for layer, own in enumerate(layers):
+            ids = np.union1d(own, shards[s][layer]).astype(np.int32)
+            (shards[s][layer],) = assign_in_blocks(ids, sizes[layer], [threads[s]])
+    return shards
 
 
 def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:

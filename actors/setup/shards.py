@@ -54,7 +54,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     if system.down_transposed:
         cold = runs_of_layers(threads, config)
     else:
-        cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
+        cold = cold_shards(config, threads, *cold_neurons(system, config, plan, hot))
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -84,7 +84,8 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
     if system.down_transposed:
         shards = runs_of_layers(threads, config)
     else:
-        shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
+        _, others = cold_neurons(system, config, None, gpu.neuron_ids)
+        shards = cold_shards(config, threads, None, others)
     gpu = replace(gpu, share=host_share(system, threads, None))
     if gpu.gpu is not None:
         gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))

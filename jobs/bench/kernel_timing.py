@@ -13,11 +13,12 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.selection import starts_of
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
 from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 DTYPES: dict[str, np.dtype] = {
@@ -80,13 +81,13 @@ class KernelBench:
         self.workspace: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
-            offsets=np.arange(memory.layers + 1) * self.ffn,
+            starts=starts_of(np.full((memory.layers, 1), self.ffn)),
             gate=self.gate,
             up=self.up,
             down=self.down,
             gate_bias=no_bias,
             up_bias=no_bias,
-            down_bias=np.empty((memory.layers, 0), np.float32),
+            down_bias=np.empty((memory.layers, 1, 0), np.float32),
         )
         self.scratch = new_scratch(num_threads, 1, self.ffn, width)
         self.cells = aligned_empty((CELLS_A_SERVICE * INTS_A_CELL,), np.int32)

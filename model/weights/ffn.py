@@ -23,6 +23,7 @@ from hotcold.model.weights.tensor_reader import (
     empty_rows,
     tensor_places,
 )
+from hotcold.numba_kernels.decode.selection import starts_of
 from hotcold.numba_kernels.formats import is_blocks
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32
@@ -31,22 +32,32 @@ UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows ca
 _ROWS_AT_ONCE = 64
 
 
+def block_sizes(config: ModelConfig, layer: int) -> tuple[int, ...]:
+    """Neurons of each of a layer's blocks, whose ids follow each other."""
+    return (config.ffn_size,)
+
+
 @dataclass
 class FfnWeights:
-    """N neurons; layer l's are the rows offsets[l] to offsets[l + 1] of each array.
+    """N neurons of L layers, each layer's in B blocks.
 
+    Block b of layer l has rows starts[l, b]:starts[l, b + 1] of each array.
     In the two-matrix FFN of OPT and Falcon the first matrix is `gate`: its row decides whether the
     neuron fires; `up` is then empty.
     """
 
-    offsets: np.ndarray  # (L + 1,) int64
-    neuron_ids: np.ndarray  # (N,) int32, ids within the layer
+    starts: np.ndarray  # (L, B + 1) int64; starts[l, B] == starts[l + 1, 0]
+    neuron_ids: np.ndarray  # (N,) int32, ids within the layer, block after block
     gate: np.ndarray  # (N, d) bits
     up: np.ndarray  # (N, d) bits, or (0, d)
     down: np.ndarray  # (N, d) bits, neuron-major
     gate_bias: np.ndarray  # (N,) float32, or (0,)
     up_bias: np.ndarray  # (N,) float32, or (0,)
-    down_bias: np.ndarray  # (L, d) float32, or (L, 0)
+    down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
+
+    def part(self, layer: int) -> slice:
+        """The rows of a layer."""
+        return slice(int(self.starts[layer, 0]), int(self.starts[layer, -1]))
 
 
 def load_ffn(
@@ -162,7 +173,25 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
             raise ValueError(f"neuron ids of layer {layer} are no row of int32")
         if ids.size and (ids.min() < 0 or ids.max() >= config.ffn_size):
             raise ValueError(f"neuron ids of layer {layer} do not lie in [0, {config.ffn_size})")
+        if (np.diff(_blocks_of(config, layer, ids)) < 0).any():
+            raise ValueError(f"neuron ids of layer {layer} do not come block after block")
     return list(neuron_ids)
+
+
+def _blocks_of(config: ModelConfig, layer: int, ids: np.ndarray) -> np.ndarray:
+    """The block of each of these neurons."""
+    ends = np.cumsum(block_sizes(config, layer))
+    return np.searchsorted(ends, ids, side="right")
+
+
+def _starts(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
+    """`FfnWeights.starts`; where a layer has fewer blocks than others, empty ones follow."""
+    num_blocks = max(len(block_sizes(config, layer)) for layer in range(config.num_layers))
+    sizes = [
+        np.bincount(_blocks_of(config, layer, ids), minlength=num_blocks)
+        for layer, ids in enumerate(neuron_ids)
+    ]
+    return starts_of(np.array(sizes))
 
 
 def _empty_ffn(
@@ -174,25 +203,28 @@ def _empty_ffn(
     has_down: bool = True,
 ) -> FfnWeights:
     names = tensor_names(config).of_layer(0)
-    offsets = np.concatenate([[0], np.cumsum([layer_ids.size for layer_ids in ids])])
-    total, hidden = int(offsets[-1]), config.hidden_size
+    starts = _starts(config, ids)
+    total, hidden, num_blocks = int(starts[-1, -1]), config.hidden_size, starts.shape[1] - 1
     num_rows = total if has_rows else 0
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
         first = f"{name or names.gate}.weight"
-        return reader.matrix((num_rows, hidden), first, offsets if num_rows else None)
+        offsets = np.append(starts[:, 0], total) if num_rows else None
+        return reader.matrix((num_rows, hidden), first, offsets)
 
     num_biases = total if config.ffn_bias else 0
     has_down_bias = include_down_bias and config.ffn_bias
     return FfnWeights(
-        offsets=offsets.astype(np.int64),
+        starts=starts,
         neuron_ids=np.concatenate(ids).astype(np.int32),
         gate=matrix(names.gate, num_rows),
         up=matrix(names.up, num_rows if config.has_gate else 0),
         down=matrix(names.down, num_rows if has_down else 0),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
-        down_bias=np.empty((config.num_layers, hidden if has_down_bias else 0), np.float32),
+        down_bias=np.empty(
+            (config.num_layers, num_blocks, hidden if has_down_bias else 0), np.float32
+        ),
     )
 
 
@@ -213,7 +245,7 @@ def _load_layer(
     has_down: bool = True,
 ) -> None:
     names = tensor_names(config).of_layer(layer)
-    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    part = weights.part(layer)
     ids = weights.neuron_ids[part]
     size = config.ffn_size
     reader.rows(f"{names.gate}.weight", _stored_rows(config), weights.gate[part], ids)
@@ -232,13 +264,13 @@ def _load_biases(
     reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int
 ) -> None:
     names, size = tensor_names(config).of_layer(layer), config.ffn_size
-    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    part = weights.part(layer)
     ids = weights.neuron_ids[part]
     weights.gate_bias[part] = reader.vector(f"{names.gate}.bias", (size,))[ids]
     if config.has_gate:
         weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]
     if weights.down_bias.size:
-        weights.down_bias[layer] = reader.vector(f"{names.down}.bias", (config.hidden_size,))
+        weights.down_bias[layer, 0] = reader.vector(f"{names.down}.bias", (config.hidden_size,))
 
 
 def num_units(config: ModelConfig) -> int:

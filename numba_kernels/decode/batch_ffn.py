@@ -17,6 +17,7 @@ from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
     axpy4_ahead,
     dot_ahead,
+    dot_row,
     prefetch_row,
 )
 
@@ -29,13 +30,12 @@ _ALL_TOKENS = np.uint32(0xFFFFFFFF)
 class TokenLists(NamedTuple):
     """Each token's active neurons of a block, as indices into the list that the block is cut from.
 
-    places (T, 243) int32: counts[t] of them, of which the first carried[t] are of the block before;
-    counts, carried (T,) int64; products (T, 240) float32: of a block's rows with all tokens
+    places (T, 243) int32: counts[t] of them; counts (T,) int64
+    products (T, 240) float32: of a block's rows with all tokens
     """
 
     places: np.ndarray
     counts: np.ndarray
-    carried: np.ndarray
     products: np.ndarray
 
 
@@ -44,7 +44,6 @@ def empty_lists(num_threads, num_tokens):
     """Work space for `num_tokens`; arrays have a leading axis of threads."""
     return TokenLists(
         np.empty((num_threads, num_tokens, _MAX_NEURONS + _CARRIED), np.int32),
-        np.zeros((num_threads, num_tokens), np.int64),
         np.zeros((num_threads, num_tokens), np.int64),
         np.empty((num_threads, num_tokens, _MAX_NEURONS), np.float32),
     )
@@ -56,7 +55,6 @@ def thread_lists(lists, thread, num_tokens):
     return TokenLists(
         lists.places[thread, :num_tokens],
         lists.counts[thread, :num_tokens],
-        lists.carried[thread, :num_tokens],
         lists.products[thread, :num_tokens],
     )
 
@@ -70,9 +68,9 @@ def block_size(weights, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _list_active(masks, first, last, lists):
-    """Append i to the list of each token whose bit is set in masks[i], for i in first..last-1."""
-    some = _ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0])
+def _list_active(masks, tokens, first, last, lists):
+    """Append i to the list of each of `tokens` whose bit is set in masks[i], i in first..last-1."""
+    some = tokens & (_ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0]))
     for i in range(first, last):
         bits = (masks[i] if masks.shape[0] else _ALL_TOKENS) & some
         while bits:
@@ -83,56 +81,65 @@ def _list_active(masks, first, last, lists):
 
 
 @njit(nogil=True, cache=True)
-def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
-    """gates[i - first, t] = gate[ids[i]] . x[t] for the tokens that ids[i] is active for."""
-    distance = rows_ahead(gate)
+def _listed_products(weights, ids, token_masks, tokens, x, first, last, products, lists):
+    """products[i - first, t] = weights[ids[i]] . x[t] for the tokens that ids[i] is active for."""
+    distance = rows_ahead(weights)
     lists.counts[:] = 0
-    _list_active(token_masks, first, last, lists)
-    for t in range(gates.shape[1]):
+    _list_active(token_masks, tokens, first, last, lists)
+    for t in range(products.shape[1]):
         count, places = lists.counts[t], lists.places[t]
         for k in range(count):
             i, following = places[k], places[min(k + distance, count - 1)]
             if k + distance + 2 < count:
-                prefetch_row(gate, ids[places[k + distance + 2]])
-            gates[i - first, t] = dot_ahead(gate, ids[i], ids[following], x, t)
+                prefetch_row(weights, ids[places[k + distance + 2]])
+            products[i - first, t] = dot_ahead(weights, ids[i], ids[following], x, t)
 
 
 @njit(nogil=True, cache=True)
-def gate_up_products_kernel(gate, ids, token_masks, x, first, last, products, lists):
-    """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
+def products_kernel(
+    weights, ids, token_masks, tokens, shift, x, first, last, products, lists
+):  # fmt: skip
+    """products[i - first, t] = weights[n] . x[t] of candidates i in first..last-1; checks nothing.
 
-    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; listed ones are multiplied
-    only with the tokens of their masks.
+    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`. They are multiplied with
+    `tokens`, listed ones only with those of their masks; other products stay as they are.
     """
+    num_tokens = products.shape[1]
+    some = _ALL_TOKENS >> np.uint32(32 - num_tokens)
     if ids.shape[0]:
-        _listed_products(gate, ids, token_masks, x, first, last, products, lists)
+        _listed_products(weights, ids, token_masks, tokens, x, first, last, products, lists)
+    elif tokens & some == some:
+        block_products(weights, x, products.T, first + shift, last + shift, 0)
     else:
-        block_products(gate, x, products.T, first, last, 0)
+        for t in range(num_tokens):
+            if tokens & (np.uint32(1) << np.uint32(t)):
+                for i in range(first, last):
+                    products[i - first, t] = dot_row(weights, i + shift, x, t)
 
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, token_masks, function, threshold, first, last, products, fired_ids, fired_masks,
-    gates,
+    bias, ids, token_masks, tokens, shift, function, threshold, first, last, products, fired_ids,
+    fired_masks, gates,
 ):  # fmt: skip
     """Gather those of candidates first..last-1 that fire for some token; returns their number.
 
-    A neuron fires for a token where fn(product + bias) passes `threshold`; below zero all neurons
-    are kept. `products` (N, T) is as in `gate_up_products_kernel`. fired_ids (N,) int32,
+    A neuron fires for one of `tokens` where fn(product + bias) passes `threshold`; below zero all
+    neurons are kept. `products` (N, T) is as in `products_kernel`. fired_ids (N,) int32,
     fired_masks (N,) uint32 and gates (N, T) receive each fired neuron's row, the bits of its
     tokens, and fn(product + bias), zero for other tokens. Checks nothing.
     """
     num_fired = 0
     for candidate in range(first, last):
-        n = ids[candidate] if ids.shape[0] else candidate
-        active = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
-        shift = bias[n] if bias.shape[0] else np.float32(0)
+        n = ids[candidate] if ids.shape[0] else candidate + shift
+        active = tokens & (token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS)
+        bias_of_n = bias[n] if bias.shape[0] else np.float32(0)
         fires = np.uint32(0)
         for t in range(gates.shape[1]):
             bit = np.uint32(1) << np.uint32(t)
             value = np.float32(0)
             if active & bit:
-                value = activate(function, products[candidate - first, t] + shift)
+                value = activate(function, products[candidate - first, t] + bias_of_n)
                 if passes(value, threshold):
                     fires |= bit
                 else:
@@ -146,54 +153,73 @@ def keep_some_kernel(
 
 
 @njit(nogil=True, cache=True)
-def _scale(up, bias, fired_ids, x, t, places, first, last, function, gates):
-    """gates[i, t] *= up[n] . x[t] + bias[n], n = fired_ids[i], for i in places[first:last]."""
+def scale_by_products(bias, ids, masks, products, function, gates):
+    """gates[i, t] *= products[i, t] + bias[ids[i]] for the tokens t of masks[i]."""
+    for i in range(gates.shape[0]):
+        shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
+        for t in range(gates.shape[1]):
+            if masks[i] & (np.uint32(1) << np.uint32(t)):
+                gates[i, t] *= activate_up(function, products[i, t] + shift)
+
+
+@njit(nogil=True, cache=True)
+def _scale(up, bias, ids, rows, x, t, places, count, function, gates):
+    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for i in places[:count]."""
     distance = rows_ahead(up)
-    for k in range(first, last):
-        i, following = places[k], places[min(k + distance, last - 1)]
-        if k + distance + 2 < last:
-            prefetch_row(up, fired_ids[places[k + distance + 2]])
-        n = fired_ids[i]
-        factor = dot_ahead(up, n, fired_ids[following], x, t)
+    for k in range(count):
+        i, following = places[k], places[min(k + distance, count - 1)]
+        if k + distance + 2 < count:
+            prefetch_row(up, rows[places[k + distance + 2]])
+        factor = dot_ahead(up, rows[i], rows[following], x, t)
         if bias.shape[0]:
-            factor += bias[n]
+            factor += bias[ids[i]]
         gates[i, t] *= activate_up(function, factor)
 
 
 @njit(nogil=True, cache=True)
-def _is_range(ids):
+def _is_range(rows):
     place = 1
-    while place < ids.shape[0] and ids[place] == ids[place - 1] + 1:
+    while place < rows.shape[0] and rows[place] == rows[place - 1] + 1:
         place += 1
-    return place >= ids.shape[0]
+    return place >= rows.shape[0]
 
 
 @njit(nogil=True, cache=True)
-def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
-    """`_scale` of all tokens' new places.
+def _scale_block(up, bias, ids, rows, first, last, x, function, gates, lists):
+    """`_scale` of all tokens' places.
 
     Where most neurons are active for most tokens, as in dense mode, rows without gaps are
     multiplied with all tokens at once.
     """
-    num_active = lists.counts.sum() - lists.carried.sum()
-    if 2 * num_active < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
+    num_active = lists.counts.sum()
+    if 2 * num_active < (last - first) * gates.shape[1] or not _is_range(rows[first:last]):
         for t in range(gates.shape[1]):
             _scale(
-                up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t],
-                function, gates,
+                up, bias, ids, rows, x, t, lists.places[t], lists.counts[t], function, gates
             )  # fmt: skip
         return
-    begin, end = np.int64(fired_ids[first]), np.int64(fired_ids[last - 1]) + 1
+    begin, end = np.int64(rows[first]), np.int64(rows[last - 1]) + 1
     block_products(up, x, lists.products, begin, end, 0)
     for i in range(first, last):
-        shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)
+        shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
         for t in range(gates.shape[1]):
             gates[i, t] *= activate_up(function, lists.products[t, i - first] + shift)
 
 
 @njit(nogil=True, cache=True)
-def _add_fours(down, fired_ids, t, places, count, gates, out):
-    """out += gates[i, t] * down[fired_ids[i]] for i in places[:count], in whole groups of four.
+def scale_some_kernel(up, bias, ids, rows, masks, num_fired, gates, x, function, lists):
+    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i]."""
+    size = block_size(up, 1)
+    for first in range(0, num_fired, size):
+        last = min(first + size, num_fired)
+        lists.counts[:] = 0
+        _list_active(masks, _ALL_TOKENS, first, last, lists)
+        _scale_block(up, bias, ids, rows, first, last, x, function, gates, lists)
+
+
+@njit(nogil=True, cache=True)
+def _add_fours(down, rows, t, places, count, gates, out):
+    """out += gates[i, t] * down[rows[i]] for i in places[:count], in whole groups of four.
 
     `out` is read and written once for four rows while the next four are prefetched. Places that are
     left over move to the front; returns their number.
@@ -204,9 +230,9 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
         a0, a1 = places[min(k + 4, last)], places[min(k + 5, last)]
         a2, a3 = places[min(k + 6, last)], places[min(k + 7, last)]
         axpy4_ahead(
-            out, down, fired_ids[i0], fired_ids[i1], fired_ids[i2], fired_ids[i3],
+            out, down, rows[i0], rows[i1], rows[i2], rows[i3],
             gates[i0, t], gates[i1, t], gates[i2, t], gates[i3, t],
-            fired_ids[a0], fired_ids[a1], fired_ids[a2], fired_ids[a3],
+            rows[a0], rows[a1], rows[a2], rows[a3],
         )  # fmt: skip
         k += 4
     for i in range(count - k):
@@ -215,63 +241,20 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
 
 
 @njit(nogil=True, cache=True)
-def contribution(h, down_norms, n):
-    """What neuron n adds to a token's output: h times the norm of its down row, or h without."""
-    return h * down_norms[n] if down_norms.shape[0] else h
+def add_some_kernel(down, rows, masks, num_fired, gates, out, lists):
+    """out[t] += gates[i, t] * down[rows[i]] for the tokens t of masks[i]; checks nothing.
 
-
-@njit(nogil=True, cache=True)
-def _drop_small(fired_ids, gates, down_norms, threshold, lists):
-    """Drop new places that contribute no more than `threshold`, and zero their gates."""
-    for t in range(gates.shape[1]):
-        places, kept = lists.places[t], lists.carried[t]
-        for k in range(lists.carried[t], lists.counts[t]):
-            i = places[k]
-            if passes(contribution(gates[i, t], down_norms, np.int64(fired_ids[i])), threshold):
-                places[kept] = i
-                kept += 1
-            else:
-                gates[i, t] = 0
-        lists.counts[t] = kept
-
-
-@njit(nogil=True, cache=True)
-def _keep_firing(fired_ids, fired_masks, num_fired, gates):
-    """Keep the neurons with a nonzero gate, in order; returns their number."""
-    kept = 0
-    for i in range(num_fired):
-        fires = np.uint32(0)
-        for t in range(gates.shape[1]):
-            if gates[i, t] != 0:
-                fires |= np.uint32(1) << np.uint32(t)
-        if fires:
-            fired_ids[kept], fired_masks[kept] = fired_ids[i], fires
-            kept += 1
-    return kept
-
-
-@njit(nogil=True, cache=True)
-def up_down_of_some(
-    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, threshold,
-    out, lists,
-):  # fmt: skip
-    """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
-    drops = threshold >= 0 and up.shape[0] > 0
+    `out` (T, d) is in the order of `axpy4`; each token's neurons are added in order, in fours
+    whatever the blocks.
+    """
     size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
-        last = min(first + size, num_fired)
-        lists.carried[:] = lists.counts
-        _list_active(fired_masks, first, last, lists)
-        if up.shape[0]:
-            _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists)
-            if drops:
-                _drop_small(fired_ids, gates, down_norms, threshold, lists)
+        _list_active(masks, _ALL_TOKENS, first, min(first + size, num_fired), lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
-                down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]
+                down, rows, t, lists.places[t], lists.counts[t], gates, out[t]
             )
     for t in range(out.shape[0]):
         for i in lists.places[t, : lists.counts[t]]:
-            add_scaled1(out[t], down, fired_ids[i], gates[i, t])
-    return _keep_firing(fired_ids, fired_masks, num_fired, gates) if drops else num_fired
+            add_scaled1(out[t], down, rows[i], gates[i, t])

@@ -14,7 +14,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
-from hotcold.numba_kernels.decode.batch_ffn import contribution, up_down_of_some
+from hotcold.numba_kernels.decode.candidates import BLOCK, FIRED_END
 from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
@@ -26,16 +26,17 @@ from hotcold.numba_kernels.ir.vector_ir import (
 
 
 @njit(nogil=True, cache=True)
-def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
+def gate_values_kernel(gate, bias, ids, shift, x, function, first, last, end, values):
     """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
-    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; those
-    before `end` may be prefetched. `x` is one token's `quantize_activations`. Checks nothing. One
-    loop without calls that take arrays: such a call costs as much as reading a short row.
+    The candidates are rows ids[first:last], or rows first + shift..last + shift - 1 where `ids` is
+    empty; those before `end` may be prefetched. `x` is one token's `quantize_activations`. Checks
+    nothing. One loop without calls that take arrays: such a call costs as much as reading a short
+    row.
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)
     for candidate in range(first, last):
-        n = candidate
+        n = candidate + shift
         if listed:
             n, following = ids[candidate], ids[min(candidate + distance, end - 1)]
             if candidate + distance + 2 < end:
@@ -49,7 +50,9 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
 
 
 @njit(nogil=True, cache=True)
-def keep_fired_kernel(ids, token_masks, threshold, first, last, values, fired_ids, fired_masks, h):
+def keep_fired_kernel(
+    ids, token_masks, shift, threshold, first, last, values, fired_ids, fired_masks, h
+):  # fmt: skip
     """Gather those of `gate_values_kernel`'s candidates that fired; returns their number.
 
     A candidate fires where its value passes `threshold`; the value is zero where token_masks lacks
@@ -61,7 +64,7 @@ def keep_fired_kernel(ids, token_masks, threshold, first, last, values, fired_id
         if token_masks.shape[0] and not token_masks[candidate] & np.uint32(1):
             value = np.float32(0)
         if passes(value, threshold):
-            fired_ids[num_fired] = ids[candidate] if listed else candidate
+            fired_ids[num_fired] = ids[candidate] if listed else candidate + shift
             fired_masks[num_fired] = np.uint32(1)
             h[num_fired] = value
             num_fired += 1
@@ -76,79 +79,84 @@ def by_neuron(gates, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def scale_by_up(up, bias, fired_ids, num_fired, x, function, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of that factor.
+def scale_by_up(up, bias, ids, places, num_fired, x, function, h):
+    """h[i] *= up[places[i]] . x[0] + bias[ids[i]]; drelu: relu of that factor.
 
     Rows without gaps are read as one stream: see `dot_row`.
     """
     distance = rows_ahead(up)
-    has_gaps = num_fired > 0 and fired_ids[num_fired - 1] - fired_ids[0] != num_fired - 1
+    has_gaps = num_fired > 0 and places[num_fired - 1] - places[0] != num_fired - 1
     for i in range(num_fired):
-        n = fired_ids[i]
+        n = places[i]
         if has_gaps:
             if i + distance + 2 < num_fired:
-                prefetch_row(up, fired_ids[i + distance + 2])
-            factor = dot_ahead(up, n, fired_ids[min(i + distance, num_fired - 1)], x, 0)
+                prefetch_row(up, places[i + distance + 2])
+            factor = dot_ahead(up, n, places[min(i + distance, num_fired - 1)], x, 0)
         else:
             factor = dot_row(up, n, x, 0)
         if bias.shape[0]:
-            factor += bias[n]
+            factor += bias[ids[i]]
         h[i] *= activate_up(function, factor)
 
 
 @njit(nogil=True, cache=True)
-def drop_small(fired_ids, num_fired, h, down_norms, threshold):
-    """Keep the neurons that contribute more than `threshold`, in order; returns their number."""
+def weigh(block_weights, spans, gates):
+    """gates[i, t] *= block_weights[t, b], of the neurons i that fired in each chosen block b.
+
+    gates (N, T): the product of gate and up. Without weights nothing is multiplied.
+    """
+    if block_weights.shape[0] == 0:
+        return
+    first = np.int64(0)
+    for span in spans:
+        for i in range(first, span[FIRED_END]):
+            for t in range(gates.shape[1]):
+                gates[i, t] *= block_weights[t, span[BLOCK]]
+        first = span[FIRED_END]
+
+
+@njit(nogil=True, cache=True)
+def drop_small(ids, places, masks, num_fired, gates, down_norms, threshold):
+    """Keep what contributes more than `threshold` to some token; returns how many neurons.
+
+    What a neuron contributes to a token is |gates[i, t]| times the norm of its down row, without
+    norms |gates[i, t]|. Smaller gates become zero, and lose their bits in `masks`. Arrays are
+    compacted in order.
+    """
     kept = 0
     for i in range(num_fired):
-        if passes(contribution(h[i], down_norms, np.int64(fired_ids[i])), threshold):
-            fired_ids[kept], h[kept] = fired_ids[i], h[i]
+        norm = down_norms[ids[i]] if down_norms.shape[0] else np.float32(1)
+        fires = np.uint32(0)
+        for t in range(gates.shape[1]):
+            bit, value = np.uint32(1) << np.uint32(t), gates[i, t]
+            if masks[i] & bit and passes(value * norm, threshold):
+                fires |= bit
+            else:
+                value = np.float32(0)
+            gates[kept, t] = value
+        if fires:
+            ids[kept], places[kept], masks[kept] = ids[i], places[i], fires
             kept += 1
     return kept
 
 
 @njit(nogil=True, cache=True)
-def _add_one(down, ids, num_fired, h, out):
-    """out += h[i] * down[ids[i]] for all i; `out` is read and written once for four rows.
+def add_one(down, places, num_fired, h, out):
+    """out += h[i] * down[places[i]] for all i; `out` is read and written once for four rows.
 
-    The next four rows are prefetched meanwhile, and the first lines of the four after them.
+    `out` (d,) is in the order of `axpy4`. The next four rows are prefetched meanwhile, and the
+    first lines of the four after them.
     """
     i, last = 0, num_fired - 1
     while i + 4 <= num_fired:
         for ahead in range(i + 8, min(i + 12, num_fired)):
-            prefetch_row(down, ids[ahead])
+            prefetch_row(down, places[ahead])
         a0, a1, a2, a3 = min(i + 4, last), min(i + 5, last), min(i + 6, last), min(i + 7, last)
         axpy4_ahead(
-            out, down, ids[i], ids[i + 1], ids[i + 2], ids[i + 3],
-            h[i], h[i + 1], h[i + 2], h[i + 3], ids[a0], ids[a1], ids[a2], ids[a3],
+            out, down, places[i], places[i + 1], places[i + 2], places[i + 3],
+            h[i], h[i + 1], h[i + 2], h[i + 3], places[a0], places[a1], places[a2], places[a3],
         )  # fmt: skip
         i += 4
     while i < num_fired:
-        add_scaled1(out, down, ids[i], h[i])
+        add_scaled1(out, down, places[i], h[i])
         i += 1
-
-
-@njit(nogil=True, cache=True)
-def up_down_kernel(
-    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, threshold,
-    out, lists,
-):  # fmt: skip
-    """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
-
-    Returns how many fired. Without rows in `up` that factor is one. `gates` has fn(gate . x + bias)
-    of T tokens a neuron, zero where it does not fire, and is overwritten. Unless `threshold` is
-    below zero, neurons whose contribution does not pass it are removed from `fired_ids` and
-    `fired_masks` and cost no down row. `out` (T, d) is in the order of `axpy4`; each token's
-    neurons are added in order.
-    """
-    if out.shape[0] == 1:
-        if up.shape[0]:
-            scale_by_up(up, bias, fired_ids, num_fired, x, function, gates)
-            if threshold >= 0:
-                num_fired = drop_small(fired_ids, num_fired, gates, down_norms, threshold)
-        _add_one(down, fired_ids, num_fired, gates, out[0])
-        return num_fired
-    return up_down_of_some(
-        up, bias, down, down_norms, fired_ids, fired_masks, num_fired,
-        by_neuron(gates, out.shape[0]), x, function, threshold, out, lists,
-    )  # fmt: skip

@@ -30,3 +30,13 @@ class Selection(NamedTuple):
 
 
 EVERYTHING = Selection(False, NO_IDS, NO_MASKS, NO_WEIGHTS)
+
+
+def starts_of(sizes: np.ndarray) -> np.ndarray:
+    """First row of each layer's blocks, and the end, where layers follow each other.
+
+    Shapes:  sizes (L, B); starts (L, B + 1), starts[l, B] == starts[l + 1, 0]
+    Dtypes:  int64
+    """
+    ends = np.cumsum(sizes, dtype=np.int64).reshape(sizes.shape)
+    return np.concatenate([ends[:, :1] - sizes[:, :1], ends], axis=1)

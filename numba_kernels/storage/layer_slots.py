@@ -8,8 +8,14 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, copy_row
-from hotcold.numba_kernels.storage.neuron_slots import assign_slot, evict, has_all, is_loaded
-from hotcold.numba_kernels.storage.offloaded_neurons import claim_gate, claim_up_down, submit_marked
+from hotcold.numba_kernels.storage.neuron_slots import (
+    assign_slot,
+    claim,
+    evict,
+    has_all,
+    is_loaded,
+)
+from hotcold.numba_kernels.storage.offloaded_neurons import submit_marked
 from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, drain
 
 
@@ -44,14 +50,12 @@ def request_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_ga
     if not gates_stay:
         _assign_places(shard.gates, first, last, gate_base)
     _assign_places(shard.up_downs, first, last, up_down_base)
-    gates, up_downs, arrays = shard.gates, shard.up_downs, shard.arrays
-    in_file, gate_bias, up_bias = shard.file.places, shard.gate_bias, shard.up_bias
-    norms, num_missing = shard.down_norms, 0
+    gates, up_downs, in_file, num_missing = shard.gates, shard.up_downs, shard.file.places, 0
     for row in range(first, last):
         part = 0
-        if not gates_stay and claim_gate(gates, gate_bias, arrays.gate_bias, row)[1]:
+        if not gates_stay and claim(gates, row)[1]:
             part = GATE
-        if claim_up_down(up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, row)[1]:
+        if claim(up_downs, row)[1]:
             part |= UP_DOWN
         if part:
             shard.marks[in_file[row]], shard.mark_parts[in_file[row]] = row + 1, part

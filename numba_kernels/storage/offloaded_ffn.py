@@ -1,39 +1,46 @@
-"""A layer's feed-forward network over offloaded neurons, some of which have to be read first.
+"""Offloaded neurons, some of which have to be read first: their steps of `layer_ffn`.
 
-Bit-equal to `numba_kernels.serve.layer_ffn`: the same kernels compute the same neurons in the same
-order, with rows looked up in slots. Reads of missing gates are submitted first; one token's loaded
-gates are computed meanwhile, the others as their reads complete. Then reads of the fired neurons'
-up and down rows are submitted. Each thread multiplies with up rows as they are loaded, and adds
-down rows in ascending order at the end.
+Bit-equal to neurons in memory: the same kernels compute the same neurons in the same order, with
+rows looked up in slots. Reads of missing gates are submitted first; one token's loaded gates are
+computed meanwhile, the others as their reads complete. Then reads of the fired neurons' up and down
+rows are submitted. Each thread multiplies with up rows as they are loaded, and adds down rows in
+ascending order at the end.
 """
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate_up
-from hotcold.numba_kernels.decode.batch_ffn import keep_some_kernel, thread_lists
-from hotcold.numba_kernels.decode.ffn import (
-    by_neuron,
-    drop_small,
-    keep_fired_kernel,
-    up_down_kernel,
-)
-from hotcold.numba_kernels.decode.vectors import quantize_activations
+from hotcold.numba_kernels.decode.candidates import FIRST, LAST
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
+from hotcold.numba_kernels.serve import ffn_rows
 from hotcold.numba_kernels.serve.doorbell import atomic_load
-from hotcold.numba_kernels.serve.layer_ffn import (
-    add_up,
-    own_candidates,
+from hotcold.numba_kernels.serve.ffn_rows import (
+    GATES,
+    FfnArrays,
     part_of,
-    work_stealing_gates,
+    work_stealing_products,
 )
-from hotcold.numba_kernels.serve.mailbox import barrier_wait
-from hotcold.numba_kernels.storage.neuron_slots import begin_request, evict_all, has_all
+from hotcold.numba_kernels.serve.mailbox import (
+    BYTES_READ,
+    PARTS_LOOKED_UP,
+    PARTS_MISSED,
+    READ_WAIT_NS,
+    barrier_wait,
+)
+from hotcold.numba_kernels.storage.neuron_slots import (
+    NUM_LOOKUPS,
+    NUM_MISSES,
+    begin_request,
+    evict_all,
+    has_all,
+)
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     EVICTS_ALL,
     MAX_BYTES,
     MAX_GAP,
     WAITS_FIRST,
+    await_row,
     await_rows,
     await_some,
     locate_up_downs,
@@ -58,7 +65,31 @@ from hotcold.numba_kernels.storage.read_queue import (
 
 
 @njit(nogil=True, cache=True)
-def _begin(shard, first, last):
+def _layer_span(shard, layer):
+    """First and last row of a layer."""
+    starts = shard.arrays.starts[layer]
+    return starts[0], starts[starts.shape[0] - 1]
+
+
+@njit(nogil=True, cache=True)
+def layer_rows(shard, layer):
+    """`FfnArrays` of one layer's biases and norms, and all slots' rows."""
+    arrays = shard.arrays
+    first, last = _layer_span(shard, layer)
+    return FfnArrays(
+        arrays.starts,
+        arrays.gate,
+        arrays.up,
+        arrays.down,
+        part_of(arrays.gate_bias, first, last),
+        part_of(arrays.up_bias, first, last),
+        arrays.down_bias,
+        part_of(arrays.down_norms, first, last),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _begin_request(shard, first, last):
     """Start a request of neurons first..last-1; reads ahead stay in flight."""
     begin_request(shard.gates, last - first)
     begin_request(shard.up_downs, last - first)
@@ -80,23 +111,121 @@ def _cancel_ahead(shard):
 
 
 @njit(nogil=True, cache=True)
+def _await_gates(shard, spans):
+    """Wait for all candidates' gates; False where a read failed."""
+    for span in spans:
+        for i in range(span[FIRST], span[LAST]):
+            row = np.int64(shard.gates.row_of[shard.gate_slots[i]])
+            if not await_row(shard, 0, shard.gates, row):
+                return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def begin(shard, share, scratch):
+    """Request the gates that are missing; several tokens wait for all of them.
+
+    Returns False where a read failed; then `shard.queue.failure` says why.
+    """
+    first, last = _layer_span(shard, share.layer)
+    gates_stay, thread = has_all(shard.gates), share.thread
+    awaits_gates = share.x.shape[0] > 1 or shard.options[WAITS_FIRST] != 0
+    shard.failed[thread] = 0
+    if thread == 0:
+        _begin_request(shard, first, last)
+        if not gates_stay:
+            _cancel_ahead(shard)
+            submit_gates(
+                shard, first, share.selection, share.spans, share.thresholds.gate < 0
+            )  # fmt: skip
+            if awaits_gates:
+                shard.failed[0] = not _await_gates(shard, share.spans)
+    if gates_stay:
+        return True
+    barrier_wait(share.cells, share.service, share.num_threads)
+    # Without `awaits_gates` thread 0 may have set its flag already, for a pending gate.
+    return not (awaits_gates and shard.failed[0])
+
+
+@njit(nogil=True, cache=True)
+def _layer_ahead(shard, share):
+    """The layer to read ahead, or -1."""
+    return next_layer_ahead(shard.ahead, share.layer, share.x.shape[0])
+
+
+@njit(nogil=True, cache=True)
+def compute_gates(shard, share, scratch):
+    """Gates of all candidates, and the next layer's scores while reads are pending.
+
+    No up products: they wait for reads.
+    """
+    thread, x, rows, num_tokens = share.thread, share.vectors, share.rows, share.x.shape[0]
+    gates_stay, following = has_all(shard.gates), _layer_ahead(shard, share)
+    counters, values = scratch.counters[GATES], scratch.values
+    if gates_stay:
+        first, last = _layer_span(shard, share.layer)
+        work_stealing_products(
+            counters, share, rows.gate[first:last], rows.gate_bias, share.selection.ids, True,
+            values,
+        )  # fmt: skip
+    elif num_tokens > 1:
+        work_stealing_products(
+            counters, share, rows.gate, rows.gate_bias, shard.gate_slots, False, values
+        )
+    else:
+        loaded_values(shard, x, share.function, values)
+    if following >= 0:
+        score_ahead(shard.ahead, following, thread, share.num_threads, share.x)
+    if not gates_stay and num_tokens == 1:
+        shard.failed[thread] = not pending_values(shard, thread, x, share.function, values)
+    return False
+
+
+@njit(nogil=True, cache=True)
+def is_well(shard, share, scratch):
+    """Whether no thread's read has failed."""
+    return not shard.failed.any()
+
+
+@njit(nogil=True, cache=True)
 def _submit_up_downs(shard, first, scratch, num_threads):
     """Submit reads of all fired neurons' up and down rows; called by one thread alone."""
     if has_all(shard.gates):
         _cancel_ahead(shard)
     for thread in range(num_threads):
-        ids, count = scratch.fired_ids[thread], scratch.counts[thread]
-        locate_up_downs(shard, first, ids, count, shard.up_down_slots[thread], shard.missing)
+        begin, count = scratch.firsts[thread], scratch.counts[thread]
+        ids, slots = scratch.fired_ids[begin:], shard.up_down_slots[begin:]
+        locate_up_downs(shard, first, ids, count, slots)
     submit_marked(shard, shard.options[MAX_BYTES], shard.options[MAX_GAP])
 
 
 @njit(nogil=True, cache=True)
-def _scale_pending(shard, thread, first, ids, up, bias, slots, num_fired, x, function, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = slots[i], of neurons first + ids[i] as they are loaded.
+def find_fired(shard, share, scratch):
+    """Request up and down rows of all that fired; then what the next layer will probably need."""
+    thread, num_threads, following = share.thread, share.num_threads, _layer_ahead(shard, share)
+    barrier_wait(share.cells, share.service, num_threads)
+    if thread == 0:
+        first, _ = _layer_span(shard, share.layer)
+        _submit_up_downs(shard, first, scratch, num_threads)
+        adapt(shard.ahead, share.layer, shard.gates, shard.up_downs)
+    if following >= 0:
+        rescore_ahead(
+            shard, following, thread, num_threads, share.vectors, share.function, share.x.shape[0]
+        )
+    barrier_wait(share.cells, share.service, num_threads)
+    if thread == 0 and following >= 0:
+        submit_ahead(shard, following)
+    return shard.up_down_slots[scratch.firsts[thread] :]
+
+
+@njit(nogil=True, cache=True)
+def _scale_pending(shard, share, first, pending, places, num_fired):
+    """`ffn_rows.scale` of one token, neuron by neuron as up and down rows are loaded.
 
     Returns True when all are loaded, False where a read failed.
     """
-    pending, loaded = shard.pending[thread], shard.up_downs.loaded
+    loaded, ids, h, x = shard.up_downs.loaded, share.fired_ids, share.gates, share.vectors
+    up, bias, function = share.rows.up, share.rows.up_bias, share.function
     num_pending = num_fired
     for i in range(num_fired):
         pending[i] = i
@@ -112,143 +241,38 @@ def _scale_pending(shard, thread, first, ids, up, bias, slots, num_fired, x, fun
                 left += 1
             elif up.shape[0]:
                 following = pending[min(k + 1, num_pending - 1)]
-                factor = dot_ahead(up, slots[i], slots[following], x, 0)
+                factor = dot_ahead(up, places[i], places[following], x, 0)
                 if bias.shape[0]:
-                    factor += bias[slots[i]]
+                    factor += bias[ids[i]]
                 h[i] *= activate_up(function, factor)
         if left == num_pending:
-            await_some(shard, thread, seen)
+            await_some(shard, share.thread, seen)
         num_pending = left
     return True
 
 
 @njit(nogil=True, cache=True)
-def _up_down(
-    shard, thread, first, ids, num_fired, fired_masks, gates, vectors, function, threshold, sums,
-    lists,
-):  # fmt: skip
-    """Add this thread's neurons to its sums; returns how many fired, or -1 where a read failed."""
-    arrays, slots = shard.arrays, shard.up_down_slots[thread]
-    is_one = sums.shape[0] == 1
-    if (not is_one or shard.options[WAITS_FIRST]) and not await_rows(
-        shard, thread, shard.up_downs, first, ids, num_fired
-    ):
-        return -1
-    if not is_one:
-        return up_down_kernel(
-            arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
-            num_fired, gates, vectors, function, threshold, sums, lists,
-        )  # fmt: skip
-    up, bias = arrays.up, arrays.up_bias
-    if not _scale_pending(
-        shard, thread, first, ids, up, bias, slots, num_fired, vectors, function, gates
-    ):
-        return -1
-    if arrays.up.shape[0] and threshold >= 0:
-        num_fired = drop_small(slots, num_fired, gates, arrays.down_norms, threshold)
-    return up_down_kernel(
-        arrays.up[:0], arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
-        num_fired, gates, vectors, function, threshold, sums, lists,
-    )  # fmt: skip
+def scale(shard, share, scratch, places):
+    """`ffn_rows.scale` once rows are loaded: all for several tokens, one by one for one."""
+    thread, num_fired, is_one = share.thread, scratch.counts[share.thread], share.x.shape[0] == 1
+    first, _ = _layer_span(shard, share.layer)
+    is_loaded = True
+    if not is_one or shard.options[WAITS_FIRST]:
+        is_loaded = await_rows(shard, thread, shard.up_downs, first, share.fired_ids, num_fired)
+    if is_loaded and is_one:
+        pending = shard.pending[scratch.firsts[thread] :]
+        is_loaded = _scale_pending(shard, share, first, pending, places, num_fired)
+    elif is_loaded:
+        ffn_rows.scale(shard, share, scratch, places)
+    if not is_loaded:
+        shard.failed[thread], scratch.counts[thread] = 1, 0
 
 
 @njit(nogil=True, cache=True)
-def _await_gates(shard, first, num_neurons, is_listed, ids):
-    """Wait for all gates of several tokens; called by one thread for all."""
-    count = ids.shape[0] if is_listed else num_neurons
-    shard.failed[0] = not await_rows(shard, 0, shard.gates, first, ids, count)
-
-
-@njit(nogil=True, cache=True)
-def offloaded_layer_ffn(
-    thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, shard,
-    scratch, function, out,
-):  # fmt: skip
-    """`numba_kernels.serve.layer_ffn.layer_ffn` over offloaded neurons; False where a read failed.
-
-    Then `shard.queue.failure` says why, and `out` is undefined.
-    """
-    arrays = shard.arrays
-    first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
-    num_neurons, num_tokens = last - first, x.shape[0]
-    gates_stay, is_one = has_all(shard.gates), num_tokens == 1
-    awaits_gates = not gates_stay and (not is_one or shard.options[WAITS_FIRST] != 0)
-    shard.failed[thread] = 0
-    if thread == 0:
-        _begin(shard, first, last)
-        if not gates_stay:
-            _cancel_ahead(shard)
-            submit_gates(shard, first, num_neurons, is_listed, ids, thresholds.gate < 0)
-            if awaits_gates:
-                _await_gates(shard, first, num_neurons, is_listed, ids)
-    if not gates_stay:
-        barrier_wait(cells, service, num_threads)
-        # Without `awaits_gates` thread 0 may have set its flag already, for a pending gate.
-        if awaits_gates and shard.failed[0]:
-            return False
-    following = next_layer_ahead(shard.ahead, layer, num_tokens)
-    begin, end = own_candidates(thread, num_threads, num_neurons, is_listed, ids)
-    sums = scratch.sums[thread, :num_tokens]
-    sums[:] = 0
-    gates = scratch.gates[thread]
-    fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
-    lists = thread_lists(scratch.lists, thread, num_tokens)
-    vectors = quantize_activations(arrays.gate, x, scratch.inputs, thread)
-    if gates_stay or not is_one:
-        gate, gate_bias, places = arrays.gate, arrays.gate_bias, ids
-        if gates_stay:
-            gate, gate_bias = gate[first:last], part_of(gate_bias, first, last)
-        else:
-            places = shard.gate_slots[: ids.shape[0] if is_listed else num_neurons]
-        work_stealing_gates(
-            thread, num_threads, num_neurons, gate, gate_bias, is_listed, ids, places, token_masks,
-            vectors, function, num_tokens, lists, scratch,
-        )  # fmt: skip
-    else:
-        loaded_values(shard, vectors, function, scratch.values)
-    if following >= 0:  # while reads are pending
-        score_ahead(shard.ahead, following, thread, num_threads, x)
-    if not gates_stay and is_one:
-        shard.failed[thread] = not pending_values(
-            shard, thread, first, is_listed, ids, vectors, function, scratch.values
-        )
-    barrier_wait(cells, service, num_threads)
-    if shard.failed.any():
-        return False
-    if is_one:
-        values = scratch.values[begin:end]
-        num_fired = keep_fired_kernel(
-            ids, token_masks, thresholds.gate, begin, end, values, fired_ids, fired_masks, gates
-        )
-    else:
-        products = by_neuron(scratch.values, num_tokens)[begin:]
-        num_fired = keep_some_kernel(
-            part_of(shard.gate_bias, first, last), ids, token_masks, function, thresholds.gate,
-            begin, end, products, fired_ids, fired_masks, by_neuron(gates, num_tokens),
-        )  # fmt: skip
-    scratch.counts[thread] = num_fired
-    scratch.up_counts[thread] = num_fired
-    barrier_wait(cells, service, num_threads)
-    if thread == 0:
-        scratch.counters[:] = 0  # for the next request
-        _submit_up_downs(shard, first, scratch, num_threads)
-        adapt(shard.ahead, layer, shard.gates, shard.up_downs)
-    if following >= 0:
-        rescore_ahead(shard, following, thread, num_threads, vectors, function, num_tokens)
-    barrier_wait(cells, service, num_threads)
-    if thread == 0 and following >= 0:
-        submit_ahead(shard, following)
-    num_fired = _up_down(
-        shard, thread, first, fired_ids, num_fired, fired_masks, gates, vectors, function,
-        thresholds.product, sums, lists,
-    )  # fmt: skip
-    shard.failed[thread] = num_fired < 0
-    slots = shard.up_down_slots[thread]
-    for i in range(num_fired):  # fewer than before where the product threshold dropped some
-        fired_ids[i] = shard.up_downs.row_of[slots[i]] - first
-    scratch.counts[thread] = max(0, num_fired)
-    barrier_wait(cells, service, num_threads)
-    if shard.failed.any():
-        return False
-    add_up(thread, num_threads, arrays.down, out, scratch.sums, arrays.down_bias[layer])
-    return True
+def note_reads(shard, reply):
+    """The reply says what was read and awaited so far."""
+    gates, up_downs = shard.gates.state, shard.up_downs.state
+    reply[BYTES_READ] = shard.queue.counts[:, 0].sum()
+    reply[READ_WAIT_NS] = shard.waited_ns.max()
+    reply[PARTS_LOOKED_UP] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
+    reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]

@@ -8,7 +8,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate
 from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
 from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
 from hotcold.numba_kernels.storage.neuron_slots import (
     EPOCH,
@@ -42,13 +42,14 @@ _ALONE = -1  # as max_gap: no two neurons share a read
 class OffloadedNeurons(NamedTuple):
     """A shard of N neurons in a bundle file, some of them in slots; M is N of the largest layer.
 
-    arrays: rows and biases by slot: gate rows by slots of `gates`, up and down rows by slots of
-    `up_downs`; gate_bias, up_bias, down_norms (N,) or (0,): of all neurons
+    arrays: biases and norms of all neurons, but rows by slot: gate rows by slots of `gates`, up and
+    down rows by slots of `up_downs`
     marks (bundles of a layer,) int32, zero: row + 1 of each neuron to read, by place in the file,
     until they are submitted; mark_parts the same, uint8
     gate_slots (M,) int32: slots of candidates' gates; gate_order (M,) int32: candidates with
-    pending gates, then the others; up_down_slots, pending (threads, M) int32: slots of what fired
-    in each thread, and which of that is not loaded; missing (M,) int32: work space
+    pending gates, then the others; up_down_slots, pending (M,) int32: slots of what fired, those of
+    a thread together as in `FfnScratch`, and which of that is not loaded
+    missing (M,) int32: work space
     options (5,) int64: the words above; the last two are for benchmarks
     counters (4 cells of 16,) int32: gates taken by threads, and how many there are of each kind
     waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
@@ -56,9 +57,6 @@ class OffloadedNeurons(NamedTuple):
     """
 
     arrays: FfnArrays
-    gate_bias: np.ndarray
-    up_bias: np.ndarray
-    down_norms: np.ndarray
     file: NeuronFile
     gates: NeuronSlots
     up_downs: NeuronSlots
@@ -81,54 +79,33 @@ class OffloadedNeurons(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def claim_gate(gates, gate_bias, slot_bias, row):
-    """`claim` of a gate row, with its bias copied to the slot."""
-    slot, is_missing = claim(gates, row)
-    if is_missing and slot_bias.shape[0]:
-        slot_bias[slot] = gate_bias[row]
-    return slot, is_missing
+def _locate(shard, slots, part, first, ids, count, places):
+    """places[i] = the slot of neuron first + ids[i], or first + i where `ids` is empty.
+
+    What is neither loaded nor pending is marked for `submit_marked`.
+    """
+    marks, parts, in_file, missing = shard.marks, shard.mark_parts, shard.file.places, shard.missing
+    for k in range(look_up(slots, first, ids, count, places, missing)):
+        i = np.int64(missing[k])
+        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
+        places[i], is_missing = claim(slots, row)
+        if is_missing:
+            marks[in_file[row]], parts[in_file[row]] = row + 1, part
 
 
 @njit(nogil=True, cache=True)
-def claim_up_down(up_downs, up_bias, slot_bias, norms, slot_norms, row):
-    """`claim` of up and down rows, with up's bias and down's norm copied to the slot."""
-    slot, is_missing = claim(up_downs, row)
-    if is_missing:
-        if slot_bias.shape[0]:
-            slot_bias[slot] = up_bias[row]
-        if slot_norms.shape[0]:
-            slot_norms[slot] = norms[row]
-    return slot, is_missing
-
-
-@njit(nogil=True, cache=True)
-def locate_gates(shard, first, ids, count, places, missing):
+def locate_gates(shard, first, ids, count, places):
     """places[i] = the gate slot of neuron first + ids[i], or first + i where `ids` is empty.
 
     Gates that are neither loaded nor pending are marked for `submit_marked`.
     """
-    gates, marks, parts = shard.gates, shard.marks, shard.mark_parts
-    bias, slot_bias, in_file = shard.gate_bias, shard.arrays.gate_bias, shard.file.places
-    for k in range(look_up(gates, first, ids, count, places, missing)):
-        i = np.int64(missing[k])
-        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        places[i], is_missing = claim_gate(gates, bias, slot_bias, row)
-        if is_missing:
-            marks[in_file[row]], parts[in_file[row]] = row + 1, GATE
+    _locate(shard, shard.gates, GATE, first, ids, count, places)
 
 
 @njit(nogil=True, cache=True)
-def locate_up_downs(shard, first, ids, count, places, missing):
+def locate_up_downs(shard, first, ids, count, places):
     """`locate_gates` of up and down rows."""
-    up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
-    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
-    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
-    for k in range(look_up(up_downs, first, ids, count, places, missing)):
-        i = np.int64(missing[k])
-        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        places[i], is_missing = claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)
-        if is_missing:
-            marks[in_file[row]], parts[in_file[row]] = row + 1, UP_DOWN
+    _locate(shard, shard.up_downs, UP_DOWN, first, ids, count, places)
 
 
 @njit(nogil=True, cache=True)
@@ -139,16 +116,12 @@ def claim_beside_gates(shard, first, ids, count):
     not known yet.
     """
     up_downs, marks, parts = shard.up_downs, shard.marks, shard.mark_parts
-    bias, slot_bias, in_file = shard.up_bias, shard.arrays.up_bias, shard.file.places
-    norms, slot_norms = shard.down_norms, shard.arrays.down_norms
+    in_file = shard.file.places
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
         if up_downs.requested[row]:
             up_downs.used[up_downs.slot_of[row]] = up_downs.state[EPOCH]
-        if (
-            marks[in_file[row]]
-            and claim_up_down(up_downs, bias, slot_bias, norms, slot_norms, row)[1]
-        ):
+        if marks[in_file[row]] and claim(up_downs, row)[1]:
             parts[in_file[row]] = GATE | UP_DOWN
 
 
@@ -174,14 +147,10 @@ def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
     A score is the largest activation of any token; this thread's part of `score_ahead`. Another
     thread may evict a slot meanwhile, which only makes that score a worse guess.
     """
-    gates, scores, bias, gate = (
-        shard.gates,
-        shard.ahead.scores,
-        shard.gate_bias,
-        shard.arrays.gate,
-    )
+    gates, scores, arrays = shard.gates, shard.ahead.scores, shard.arrays
+    gate, bias = arrays.gate, arrays.gate_bias
     loaded, slot_of, up_downs_requested = gates.loaded, gates.slot_of, shard.up_downs.requested
-    first, last = shard.arrays.offsets[layer], shard.arrays.offsets[layer + 1]
+    first, last = arrays.starts[layer, 0], arrays.starts[layer, arrays.starts.shape[1] - 1]
     begin, end = ahead_part(last - first, thread, num_threads)
     for n in range(begin, end):
         row = first + n
@@ -209,18 +178,15 @@ def submit_ahead(shard, layer):
         batch += 1
     if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
-    first, arrays, reads_whole = shard.arrays.offsets[layer], shard.arrays, options[READS_WHOLE]
+    first, reads_whole = shard.arrays.starts[layer, 0], options[READS_WHOLE]
     gates, up_downs = shard.gates, shard.up_downs
     rows, parts = queue.rows[batch], queue.parts[batch]
-    gate_bias, up_bias, norms = shard.gate_bias, shard.up_bias, shard.down_norms
     count = 0
     for row in likeliest(ahead, layer, first, gates, up_downs):
         part, has_gate = 0, gates.requested[row] != 0
-        if not has_gate and claim_gate(gates, gate_bias, arrays.gate_bias, np.int64(row))[1]:
+        if not has_gate and claim(gates, np.int64(row))[1]:
             part = GATE
-        if (has_gate or reads_whole) and claim_up_down(
-            up_downs, up_bias, arrays.up_bias, norms, arrays.down_norms, np.int64(row)
-        )[1]:
+        if (has_gate or reads_whole) and claim(up_downs, np.int64(row))[1]:
             part |= UP_DOWN
         if part:
             rows[count], parts[count] = row, part

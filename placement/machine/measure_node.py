@@ -20,7 +20,7 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.measure import gather_passes, read_passes, rows_passes
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, new_scratch
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
@@ -126,8 +126,8 @@ class _Bench:
             row[:] = np.sort(self.rng.choice(self.num_neurons, self.num_ids, replace=False))
         ids = read_only(chosen)  # as in services: a writable array would compile another FFN
         gate, up, down = self.weights.reshape(3, self.num_neurons, _WIDTH)
-        offsets, no_down_bias = np.array([0, self.num_neurons]), np.empty((1, 0), np.float32)
-        arrays = FfnArrays(offsets, gate, up, down, _NO_BIAS, _NO_BIAS, no_down_bias)
+        starts, no_down_bias = np.array([[0, self.num_neurons]]), np.empty((1, 1, 0), np.float32)
+        arrays = FfnArrays(starts, gate, up, down, _NO_BIAS, _NO_BIAS, no_down_bias)
         scratch = new_scratch(self.num_threads, 1, self.num_ids, _WIDTH)
         out = np.zeros((1, _WIDTH), np.float32)
 

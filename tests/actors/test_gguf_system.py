@@ -6,12 +6,10 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.processes.scaling import scaled_system
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
@@ -21,7 +19,6 @@ from hotcold.actors.system import System
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION
 from tests.actors.batching import Background
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_threshold_mode import written
@@ -108,17 +105,6 @@ def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
     left_out = np.abs(wanted - dense).max()
     assert left_out > 0.02 * np.abs(dense).max()
     assert np.abs(found - wanted).max() < 0.5 * left_out
-
-
-def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    file_of(tiny(), path, MIXED)
-    neurons = np.arange(512, dtype=np.int32)
-    service = load_dense_service(path, read_model(path), 1, 1, neurons, True, lambda _: None)
-    service.buffers = mock.Mock(requests=np.zeros((2, 16), np.int64))
-    service.buffers.requests[1, OPERATION] = FFN  # of no ids
-    with pytest.raises(ValueError, match="computes all neurons; the request lists some"):
-        service.answer_in_python()
 
 
 @pytest.mark.thorough

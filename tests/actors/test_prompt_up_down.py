@@ -11,7 +11,7 @@ import pytest
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.prompt_ffn import prompt_ffn
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
+from hotcold.numba_kernels.serve.ffn_rows import NO_NORMS, FfnArrays
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, WIDTH, NEURONS = 40, 32, 64
@@ -55,9 +55,9 @@ def test_when_up_and_down_rows_are_awaited(
         late[0][:], late[1][:] = up, down
 
     def output(rows: tuple[np.ndarray, np.ndarray], **options: Any) -> np.ndarray:
-        no_bias = np.empty((1, 0), np.float32)
-        offsets = np.array([0, NEURONS])
-        arrays = FfnArrays(offsets, gate, *rows, none, none, no_bias, NO_NORMS)
+        no_bias = np.empty((1, 1, 0), np.float32)
+        starts = np.array([[0, NEURONS]])
+        arrays = FfnArrays(starts, gate, *rows, none, none, no_bias, NO_NORMS)
         out = np.empty((NUM_TOKENS, WIDTH), np.float32)
         function = activation(name, 0.0)
         prompt_ffn(matmul, arrays, 0, x, function, out, skip_silent=skip_silent, **options)

@@ -64,7 +64,7 @@ def firing(
     compute = reference._ffn
 
     def recording(config, weights, layer, x, thresholds):
-        part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+        part = weights.part(layer)
         products = reference._linear(x, weights.gate[part], weights.gate_bias[part])
         found.append((products > 0).numpy())
         return compute(config, weights, layer, x, thresholds)

@@ -150,7 +150,7 @@ def fired_neurons(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> int:
     compute = reference._ffn
 
     def counting(config, weights, layer, x, thresholds):
-        part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+        part = weights.part(layer)
         gates = reference._linear(x[-1:], weights.gate[part], weights.gate_bias[part])
         found.append(int((gates > 0).sum()))
         return compute(config, weights, layer, x, thresholds)

@@ -13,11 +13,12 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.attention import attend_kernel, rope_kernel
 from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
-from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, FfnScratch, new_scratch
+from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 
@@ -87,8 +88,8 @@ def sparse_ffn(
     """`layer_ffn` of one layer by `num_threads` threads: the output, and the ids that fired."""
     num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
     arrays = FfnArrays(
-        np.array([0, num_neurons]), gate, gate[:0] if up is None else up, down, floats(gate_bias),
-        floats(up_bias), np.empty((1, 0), np.float32), floats(down_norms),
+        np.array([[0, num_neurons]]), gate, gate[:0] if up is None else up, down, floats(gate_bias),
+        floats(up_bias), np.empty((1, 1, 0), np.float32), floats(down_norms),
     )  # fmt: skip
     function = activation(activation_fn, threshold)
     if thresholds is None:
@@ -96,14 +97,15 @@ def sparse_ffn(
     # Read-only as in services, so that the same specialisations are compiled.
     candidates = read_only(NO_IDS if ids is None else ids)
     masks = read_only(NO_MASKS if token_masks is None else token_masks)
+    selection = Selection(ids is not None, candidates, masks, NO_WEIGHTS)
     out = np.zeros((len(x), width), np.float32)
     scratch = new_scratch(num_threads, len(x), max(num_neurons, candidates.size), width)
     cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
 
     def run(thread: int) -> None:
         layer_ffn(
-            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, thresholds, x,
-            arrays, scratch, function, out,
+            thread, num_threads, cells, 0, 0, selection, thresholds, x, arrays, scratch, function,
+            out,
         )  # fmt: skip
 
     if num_threads == 1:
@@ -111,8 +113,13 @@ def sparse_ffn(
     else:
         with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(run, range(num_threads)))
-    fired = [scratch.fired_ids[t, : scratch.counts[t]] for t in range(num_threads)]
-    return out, np.concatenate(fired)
+    return out, fired_ids(scratch)
+
+
+def fired_ids(scratch: FfnScratch) -> np.ndarray:
+    """The neurons that fired, thread after thread."""
+    spans = zip(scratch.firsts, scratch.counts, strict=True)
+    return np.concatenate([scratch.fired_ids[first : first + count] for first, count in spans])
 
 
 def floats(array: np.ndarray | None) -> np.ndarray:

@@ -20,7 +20,7 @@ from numba import njit
 from numba.core import caching, codegen
 from safetensors.numpy import save_file
 
-from hotcold.numba_kernels.decode.ffn import _add_one
+from hotcold.numba_kernels.decode.ffn import add_one
 from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
@@ -82,7 +82,7 @@ def _listed_sums(gate, down, ids, x, scratch, h, sums, out):
     vectors, last = quantize_activations(gate, x, scratch, 0), ids.shape[0] - 1
     for i in range(ids.shape[0]):
         h[i] = dot_ahead(gate, ids[i], ids[min(i + 1, last)], vectors, 0)
-    _add_one(down, ids, ids.shape[0], h, sums)
+    add_one(down, ids, ids.shape[0], h, sums)
     add_in_order(down, sums, out, 0, out.shape[0])
 
 

@@ -59,16 +59,22 @@ def selected_ffn(
     gate_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     down_biases: np.ndarray | None = None,
+    thresholds: tuple[float, float] = (-1, -1),
+    down_norms: np.ndarray | None = None,
 ) -> np.ndarray:
     """(T, d) float64: sum over rows n of factor[t, n] fn(gate[n] . x[t]) (up[n] . x[t]) down[n].
 
     gate, up, down: (N, d) bits of floats; down_biases (B, d): of each block, with its factor.
+    `thresholds`: of gates, and, where there is up, of |factor gate up| times the down row's norm.
     """
     h = activate(gemv(gate, x, gate_bias), activation_fn)
+    h = np.where(np.abs(h) > thresholds[0], h, 0) * factors(selection, starts, x.shape[0])
     if up is not None:
         second = gemv(up, x, up_bias)
         h = h * (np.maximum(second, 0) if activation_fn == "drelu" else second)
-    out: np.ndarray = (h * factors(selection, starts, x.shape[0])) @ widened(down)
+        norms = 1 if down_norms is None else down_norms
+        h = np.where(np.abs(h) * norms > thresholds[1], h, 0)
+    out: np.ndarray = h @ widened(down)
     if down_biases is not None:
         weights = np.ones((x.shape[0], down_biases.shape[0]))
         if selection.block_weights.size:

@@ -149,7 +149,7 @@ def test_what_nobody_used_for_a_month_is_removed(
 @pytest.mark.parametrize(
     "kernel",
     [
-        ffn.up_down_kernel,
+        ffn.add_one,
         convert.widen_kernel,
         prompt_ffn.list_fired,
         serve_ffn.ffn_request,

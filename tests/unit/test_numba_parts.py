@@ -30,7 +30,7 @@ from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS
 gates = np.linspace(-1, 1, 40).astype(np.float32)
 ids, fired = np.zeros(40, np.int32), np.zeros(40, np.float32)
 masks = np.zeros(40, np.uint32)
-count = keep_fired_kernel(NO_IDS, NO_MASKS, np.float32(0.5), 0, 40, gates, ids, masks, fired)
+count = keep_fired_kernel(NO_IDS, NO_MASKS, 0, np.float32(0.5), 0, 40, gates, ids, masks, fired)
 stats = keep_fired_kernel.stats
 print(json.dumps({
     "used": [dispatcher.FunctionCache is not cache, dispatcher.Dispatcher.add_overload is not add],

@@ -48,7 +48,7 @@ def loaded_bytes(path: Path, is_dense: bool) -> int:
         service: Any = load_dense_service(path, config, 1, 1, ids[0], False, lambda count: None)
     else:
         service = load_cpu_service(path, config, 1, 1, ids, False, lambda count: None)
-    held = service.arrays._asdict() | {"offsets": None}
+    held = service.arrays._asdict() | {"starts": None}
     return sum(array.nbytes for array in held.values() if array is not None) + 4 * 1024
 
 

@@ -65,7 +65,7 @@ def test_matrices_are_quantized_row_by_row(
     names = tensor_names(config)
     for layer in range(config.num_layers):
         own = names.of_layer(layer)
-        part = slice(int(ffn.offsets[layer]), int(ffn.offsets[layer + 1]))
+        part = ffn.part(layer)
         for found, expected in [
             (attention.qkv.matrix(layer), to_float32(plain.qkv.matrix(layer))),
             (attention.out[layer], floats(checkpoint, f"{own.out}.weight")),
@@ -98,7 +98,7 @@ def test_any_subset_of_neurons(model: str, name: str, tmp_path: Path) -> None:
     ids += [np.array([5], np.int32)] * (config.num_layers - 2)
     part = load_ffn(checkpoint, config, ids, include_down_bias=False, dtype=name)
     for layer, layer_ids in enumerate(ids):
-        rows = slice(part.offsets[layer], part.offsets[layer + 1])
+        rows = part.part(layer)
         for kind in ("gate", "up", "down"):
             expected = getattr(whole, kind)
             if expected.size:
@@ -125,7 +125,7 @@ def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -
             ffn_bytes(config, config.ffn_size * config.num_layers),
         ),
     ]:
-        arrays = {kind: value for kind, value in vars(found).items() if kind != "offsets"}
+        arrays = {kind: value for kind, value in vars(found).items() if kind != "starts"}
         assert sum(array.nbytes for array in arrays.values()) == size
     num_matrices = 3 if config.has_gate else 2
     rows = (

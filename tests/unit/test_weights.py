@@ -90,11 +90,11 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
     rng = np.random.default_rng(0)
     ids = [rng.permutation(config.ffn_size)[: 5 * n].astype(np.int32) for n in range(len(all_ids))]
     part = load_ffn(checkpoint, config, ids, include_down_bias=False)
-    assert part.offsets.tolist() == [0, *np.cumsum([one.size for one in ids])]
-    assert part.down_bias.shape == (config.num_layers, 0)
+    assert part.starts[:, 1].tolist() == np.cumsum([one.size for one in ids]).tolist()
+    assert part.down_bias.shape == (config.num_layers, 1, 0)
     assert part.gate.dtype == {"float32": np.float32, "float16": np.uint16}.get(dtype, np.int16)
     for layer, layer_ids in enumerate(ids):
-        rows = slice(part.offsets[layer], part.offsets[layer + 1])
+        rows = part.part(layer)
         rows_of_whole = layer_ids + layer * config.ffn_size
         np.testing.assert_array_equal(part.neuron_ids[rows], layer_ids)
         for name in ("gate", "up", "down", "gate_bias", "up_bias"):
@@ -127,7 +127,7 @@ def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
             ffn_bytes(config, 10 * config.num_layers),
         ),
     ]:
-        arrays = {name: value for name, value in vars(found).items() if name != "offsets"}
+        arrays = {name: value for name, value in vars(found).items() if name != "starts"}
         assert sum(array.nbytes for array in arrays.values()) == size
     assert sum(seen) > 0 and min(seen) > 0
     per_position = 4 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -114,15 +114,14 @@ class CudaModel:
         attention, head, ffn = shapes
         self._place_ropes(cache)
         self.norms = [self._norms(attention) for _ in range(config.num_layers)]
-        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0, 0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if share.has_head else None
         self.attention = [
             self._attention(attention, cache) if layer >= share.first_layer else None
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
-        firsts = np.stack([ffn.offsets[:-1], ffn.offsets[1:]], axis=1)
-        self.starts = (firsts - firsts[:, :1]).astype(np.int32)
+        self.starts = (ffn.starts - ffn.starts[:, :1]).astype(np.int32)
         self.ffn = [self._ffn(ffn, starts) if starts[-1] else None for starts in self.starts]
 
     def fill(
@@ -176,7 +175,7 @@ class CudaModel:
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
-        upload(self.down_bias[layer], weights.down_bias[layer])
+        upload(self.down_bias[layer], weights.down_bias[layer, 0])
         if part is None:
             return
         upload(part.gate.data, _bits(weights.gate))

@@ -1,27 +1,25 @@
-"""The dense FFN: against float64, by any number of threads, with any batch-mates."""
+"""The FFN with transposed down rows: float64, any number of threads, any batch-mates."""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
+from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32
-from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, dense_layer_ffn, new_dense_scratch
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import random_rows
+from tests.kernels.sources import Source
 
 pytestmark = pytest.mark.sweep
 
 LAYERS, NEURONS, WIDTH = 2, 512, 256
 
 
-def arrays_of(has_up: bool, has_bias: bool) -> DenseFfnArrays:
+def arrays_of(has_up: bool, has_bias: bool) -> TransposedArrays:
     """Gates in q4_1; down rows in q4_1 in the first layer and in q6 in the second one."""
     rows = LAYERS * NEURONS
 
@@ -32,8 +30,8 @@ def arrays_of(has_up: bool, has_bias: bool) -> DenseFfnArrays:
         return random_floats(9, *shape) if has_bias else np.empty((*shape[:-1], 0), np.float32)
 
     gate = quantized(1, "q4_1", rows, WIDTH)
-    return DenseFfnArrays(
-        offsets=np.array([0, NEURONS, rows]),
+    return TransposedArrays(
+        starts=np.array([[0, NEURONS], [NEURONS, rows]]),
         gate=gate,
         up=quantized(2, "q4_1", rows, WIDTH) if has_up else gate[:0],
         down=LayerRows(
@@ -44,13 +42,13 @@ def arrays_of(has_up: bool, has_bias: bool) -> DenseFfnArrays:
         ),
         gate_bias=biases(rows),
         up_bias=biases(rows) if has_up else np.empty(0, np.float32),
-        down_bias=biases(LAYERS, WIDTH),
+        down_bias=biases(LAYERS, 1, WIDTH),
         down_norms=np.linspace(0.5, 1.5, rows, dtype=np.float32),
     )
 
 
 def computed(
-    arrays: DenseFfnArrays,
+    arrays: TransposedArrays,
     name: str,
     layer: int,
     x: np.ndarray,
@@ -59,25 +57,15 @@ def computed(
     counts: list[int] | None = None,
 ) -> np.ndarray:
     """The output computed by `num_threads` threads."""
-    scratch = new_dense_scratch(num_threads, 8, NEURONS, WIDTH)
-    out = np.full_like(x, np.nan)
-    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
-
-    def run(thread: int) -> None:
-        dense_layer_ffn(
-            thread, num_threads, cells, 0, layer, thresholds, x, arrays, scratch,
-            activation(name), out,
-        )  # fmt: skip
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(run, range(num_threads)))
+    source = Source(arrays, arrays.starts, WIDTH)
+    out, scratch = source.ffn(layer, x, EVERYTHING, thresholds, name, num_threads)
     if counts is not None:
         counts[:] = [int(scratch.up_counts.sum()), int(scratch.counts.sum())]
     return out
 
 
 def expected(
-    arrays: DenseFfnArrays,
+    arrays: TransposedArrays,
     layer: int,
     x: np.ndarray,
     thresholds: Thresholds = ALL_FIRE,
@@ -99,7 +87,7 @@ def expected(
     if counts is not None:
         counts[:] = [int(passed.any(axis=0).sum()), int(kept.any(axis=0).sum())]
     h *= kept
-    return products(arrays.down.matrix(layer), h, arrays.down_bias[layer])
+    return products(arrays.down.matrix(layer), h, arrays.down_bias[layer, 0])
 
 
 @pytest.mark.parametrize(("has_up", "has_bias"), [(True, False), (False, True), (True, True)])

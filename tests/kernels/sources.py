@@ -1,0 +1,91 @@
+"""The sources of rows that `layer_ffn` goes over, each as a function of NumPy arrays."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.decode.activations import Thresholds, activation
+from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
+from hotcold.numba_kernels.layer_rows import one_format
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, FfnScratch, most_rows, new_scratch
+from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from hotcold.numba_kernels.serve.transposed_ffn import TransposedArrays, new_transposed_scratch
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source, and the shapes of what goes through it."""
+
+    rows: Any  # FfnArrays, TransposedArrays or OffloadedNeurons
+    starts: np.ndarray  # (L, B + 1)
+    width: int
+
+    def ffn(
+        self,
+        layer: int,
+        x: np.ndarray,
+        selection: Selection,
+        thresholds: Thresholds,
+        activation_fn: str,
+        num_threads: int = 1,
+    ) -> tuple[np.ndarray, FfnScratch]:
+        """The layer's output for x (T, d), and the work space that says what has fired."""
+        new = new_transposed_scratch if isinstance(self.rows, TransposedArrays) else new_scratch
+        num_blocks = self.starts.shape[1] - 1
+        scratch = new(num_threads, len(x), most_rows(self.starts), self.width, num_blocks)
+        out = np.full((len(x), self.width), np.nan, np.float32)
+        cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
+        # Read-only as in services, so that the same specialisations are compiled.
+        is_listed, *arrays = selection
+        chosen = Selection(is_listed, *(read_only(each) for each in arrays))
+
+        def run(thread: int) -> bool:
+            return layer_ffn(
+                thread, num_threads, cells, 0, layer, chosen, thresholds, x, self.rows, scratch,
+                activation(activation_fn), out,
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            assert all(pool.map(run, range(num_threads)))
+        return out, scratch
+
+
+def in_memory(arrays: FfnArrays, width: int) -> Source:
+    """Neurons in memory, a row each."""
+    return Source(arrays, arrays.starts, width)
+
+
+def transposed(arrays: FfnArrays, width: int) -> Source:
+    """The same neurons with a down row an output; layers of one size, rows of floats."""
+    num_layers, size = len(arrays.starts), most_rows(arrays.starts)
+    stack = arrays.down.reshape(num_layers, size, width).transpose(0, 2, 1)
+    fields = arrays._asdict() | {"down": one_format(np.ascontiguousarray(stack))}
+    return Source(TransposedArrays(**fields), arrays.starts, width)
+
+
+def alone(selection: Selection, token: int) -> Selection:
+    """What a token of several chooses, as its own request."""
+    is_listed, ids, masks, weights = selection
+    if masks.size:
+        ids = ids[(masks >> np.uint32(token)) & np.uint32(1) != 0]
+    if weights.size:
+        weights = weights[token : token + 1]
+    return Selection(is_listed, ids if is_listed else NO_IDS, NO_MASKS, weights)
+
+
+def listed(selection: Selection, starts: np.ndarray) -> Selection:
+    """The same neurons of one token, listed, with the same weights."""
+    ids = np.arange(starts[-1], dtype=np.int32)
+    if selection.is_listed:
+        ids = selection.ids
+    if selection.block_weights.size:
+        ids = ids[np.repeat(selection.block_weights[0] != 0, np.diff(starts))[ids]]
+    return Selection(True, ids, NO_MASKS, selection.block_weights if selection.block_weights.size
+                     else NO_WEIGHTS)  # fmt: skip
