@@ -21,12 +21,13 @@ import click
 import numpy as np
 
 from hotcold.cuda_kernels.device import list_gpus
-from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.cuda_kernels.timing import graph_seconds, measure_gpu_bandwidth
 from hotcold.numba_kernels.decode.activations import activation, not_zero
+from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
@@ -210,12 +211,15 @@ class Bench:
         scratch = self.to_device(np.empty(items, np.float32))
         out = self.to_device(np.empty((num_tokens, num_heads * _HEAD_DIM), np.float32))
 
+        numbers = np.zeros(1, LAYER_NUMBERS)[0]
+        numbers.num_heads, numbers.num_kv_heads = num_heads, kv_heads
+        numbers.head_dim, numbers.scale = _HEAD_DIM, _HEAD_DIM**-0.5
+        own = Layer(numbers, None, None)
+
         def work() -> None:
             for layer in range(num_layers):
-                self.kernels.decode_attention(
-                    qkv, num_heads, kv_heads, keys[layer], values[layer], *places,
-                    _HEAD_DIM**-0.5, length, scratch, out,
-                )  # fmt: skip
+                cache = PagedCache(keys[layer], values[layer], *places)
+                self.kernels.decode_attention(own, qkv, cache, length, scratch, out)
 
         seconds = graph_seconds(work) / num_layers
         name = f"{num_heads}/{kv_heads} heads, {length}"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher, record
+from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP, DeviceMatrix
 from hotcold.cuda_kernels.neurons import ALL, DeviceNeurons, DeviceSelection
 from hotcold.cuda_kernels.sizes import (
@@ -42,6 +42,37 @@ _MERGE_SPLITS = Entry("attention", "MERGE_SPLITS")
 _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 
 
+class Layer(NamedTuple):
+    """A layer as kernels see it; its arrays are on the device.
+
+    numbers: a record of LAYER_NUMBERS, which kernels get by value; vectors: a `LayerVectors` of
+    (size,) arrays; rope_table (P, 2, half), or (0, 2, 0) without rope
+    """
+
+    numbers: Any
+    vectors: Any
+    rope_table: Any
+
+    @property
+    def struct(self) -> np.ndarray:
+        """`numbers` as an argument of a launch."""
+        return np.array(self.numbers)
+
+
+class PagedCache(NamedTuple):
+    """A layer's keys and values, and where a step's tokens stand in them.
+
+    Shapes:  keys, values (M, KV, 64, dim); positions, slots (T,); page_tables (slots, pages)
+    Dtypes:  keys, values float32 or uint16 (float16 bits); the others int32
+    """
+
+    keys: Any
+    values: Any
+    positions: Any
+    slots: Any
+    page_tables: Any
+
+
 class CudaKernels:
     """The kernels of the current device for a step of 1 <= T <= 32 tokens.
 
@@ -59,30 +90,22 @@ class CudaKernels:
         self._quantized: dict[int, Any] = {}
 
     def norm(
-        self,
-        kind: int,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        epsilon: float,
-        out: Any,
-        residual: Any = None,
-        factor: float = 1.0,
+        self, layer: Layer, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None
     ) -> None:
-        """out[t] = RMSNorm or LayerNorm of x[t]; x[t] itself without weights.
+        """out[t] = the layer's kind of norm of x[t]; x[t] itself without weights.
 
-        With `residual` out[t] = residual[t] + factor * norm.
+        With `residual` out[t] = residual[t] + residual_scale * norm.
         Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
                  bias (d,) or (0,)
         """
         arguments = (
-            np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
-            np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual), np.float32(factor),
+            layer.struct, np.int32(layer.numbers.norm_kind), self._at(x), self._at(weight),
+            self._at(bias), np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual),
             self._at(out),
         )  # fmt: skip
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
 
-    def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
+    def norm_parts(self, layer: Layer, x: Any, first: int, last: int, weight: Any) -> None:
         """RMSNorm, in place, of each `size` numbers of x[t, first:last].
 
         Shapes:  x (T, d), weight (size,), last - first a multiple of size
@@ -90,8 +113,8 @@ class CudaKernels:
         width, row_items = weight.shape[0], x.shape[1]
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
-            np.int32(RMS_NORM), at, self._at(weight), NULL, np.float32(epsilon), np.int32(width),
-            np.int64(row_items), NULL, np.float32(1), at,
+            layer.struct, np.int32(RMS_NORM), at, self._at(weight), NULL, np.int32(width),
+            np.int64(row_items), NULL, at,
         )  # fmt: skip
         grid = (x.shape[0], (last - first) // width, 1)
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
@@ -127,87 +150,64 @@ class CudaKernels:
         grid = ceil_div(num_rows, product_rows_a_block(weights.format, tiles))
         self._launcher.launch(entry, (grid, 1, 1), THREADS, arguments)
 
-    def rope_store(
-        self,
-        qkv: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        rope_table: Any,
-        positions: Any,
-        slots: Any,
-        page_tables: Any,
-        keys: Any,
-        values: Any,
-    ) -> None:
+    def rope_store(self, layer: Layer, qkv: Any, cache: PagedCache) -> None:
         """Rotate query and key heads in place, write keys and values of this layer to the cache.
 
-        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, half), or (0, 2, 0) for none: 2 * half
-                 items of a head are rotated;
-                 positions, slots (T,); page_tables (slots, pages); keys, values (M, KV, 64, dim)
-        Dtypes:  positions, slots, page_tables int32; keys, values float32 or uint16 (float16 bits)
+        Shapes:  qkv (T, (H + 2 KV) * dim); of the layer's rope table (P, 2, half), or (0, 2, 0) for
+                 none: 2 * half items of a head are rotated
         """
-        head_dim = keys.shape[3]
-        arguments = (
-            self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
-            self._at(rope_table), np.int32(rope_table.shape[2]), self._at(positions),
-            self._at(slots), self._at(page_tables), np.int32(page_tables.shape[1]),
-            np.int32(keys.shape[2]), self._at(keys), self._at(values),
+        numbers, table = layer.numbers, layer.rope_table
+        arguments: tuple[Argument, ...] = (
+            layer.struct, self._at(qkv), self._at(table), np.int32(table.shape[2]),
+            *self._places(cache), self._at(cache.keys), self._at(cache.values),
         )  # fmt: skip
-        entry = Entry("rope", "ROPE_STORE", (_cache_format(keys),))
-        pairs = (num_heads + 2 * num_kv_heads) * ceil_div(head_dim, 2)
+        entry = Entry("rope", "ROPE_STORE", (_cache_format(cache.keys),))
+        all_heads = int(numbers.num_heads + 2 * numbers.num_kv_heads)
+        pairs = all_heads * ceil_div(int(numbers.head_dim), 2)
         self._launcher.launch(
             entry, (ceil_div(pairs, THREADS), qkv.shape[0], 1), THREADS, arguments
         )
 
     def decode_attention(
-        self,
-        qkv: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        keys: Any,
-        values: Any,
-        positions: Any,
-        slots: Any,
-        page_tables: Any,
-        scale: float,
-        max_length: int,
-        scratch: Any,
-        out: Any,
-        window: int = 0,
-        softcap: float = 0.0,
+        self, layer: Layer, qkv: Any, cache: PagedCache, max_length: int, scratch: Any, out: Any
     ) -> None:
         """Each token's heads attend to the positions up to its own, grouped-query.
 
-        With a window only to the last `window` of them; with a softcap scores become
+        With a window only to the last of them; with a softcap scores become
         softcap * tanh(score / softcap). Positions are below `max_length`. scratch:
         `attention_scratch_items`.
-        Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
+        Shapes:  qkv as in `rope_store`; out (T, H * dim); dim <= 256
         """
-        head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
+        numbers, num_tokens = layer.numbers, qkv.shape[0]
+        num_heads, num_kv_heads = int(numbers.num_heads), int(numbers.num_kv_heads)
+        head_dim, group = int(numbers.head_dim), num_heads // num_kv_heads
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
-        at = self._at(qkv), self._at(keys), self._at(values)
+        at = self._at(qkv), self._at(cache.keys), self._at(cache.values)
         is_vector = head_dim % 8 == 0 and not any(address % 16 for address in at)
         queries, num_splits = attention_queries(group), ceil_div(max_length, SPLIT_POSITIONS)
         entry = Entry(
             "attention",
             "ATTEND_SPLITS",
-            (_cache_format(keys), _flag(is_vector), attention_lanes(head_dim), queries),
+            (_cache_format(cache.keys), _flag(is_vector), attention_lanes(head_dim), queries),
         )
-        places = self._at(positions), self._at(slots), self._at(page_tables)
-        numbers = np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim)
-        arguments = (
-            at[0], *numbers, at[1], at[2], *places, np.int32(page_tables.shape[1]),
-            np.int32(keys.shape[2]), np.float32(scale), np.float32(softcap), np.int32(window),
-            np.int32(num_splits), self._at(scratch),
+        arguments: tuple[Argument, ...] = (
+            layer.struct, *at, *self._places(cache), np.int32(num_splits), self._at(scratch),
         )  # fmt: skip
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
         self._launcher.launch(entry, grid, THREADS, arguments)
         merged = (
-            self._at(scratch), numbers[0], numbers[2], self._at(positions), np.int32(window),
-            np.int32(num_splits), self._at(out),
+            layer.struct, self._at(scratch), self._at(cache.positions), np.int32(num_splits),
+            self._at(out),
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
+
+    def _places(self, cache: PagedCache) -> tuple[Argument, ...]:
+        """positions, slots, page_tables, pages_a_slot, page_positions."""
+        return (
+            self._at(cache.positions), self._at(cache.slots), self._at(cache.page_tables),
+            np.int32(cache.page_tables.shape[1]), np.int32(cache.keys.shape[2]),
+        )  # fmt: skip
 
     def hot_ffn(
         self,

@@ -11,8 +11,8 @@ from hotcold.cuda_kernels.compiled import compiled_file
 from hotcold.cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
-NULL = np.uint64(0)
 Argument = np.generic | np.ndarray
+NULL = np.uint64(0)
 
 
 def record(**members: np.generic) -> np.ndarray:
@@ -33,7 +33,9 @@ class Launcher(Protocol):
     def launch(
         self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
-        """Run a kernel; arguments are uint64 (addresses), int32, int64, float32, and `record`s."""
+        """Run a kernel; arguments are uint64 (addresses), int32, int64, float32, and structures:
+        arrays () or (1,) of a structured dtype, passed by value.
+        """
 
 
 class CupyLauncher:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import read_config
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.model.config.layer_spec import FfnSpec, LayerSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, load_attention
@@ -51,7 +52,8 @@ def reference_logits(
     for layer in range(config.num_layers):
         own = None if thresholds is None else thresholds[layer]
         h = _layer(config, attention, ffn, embedding.ffn_output_norm[layer], layer, h, own)
-    h = layer_input(config.layer_order, config.num_layers, h, partial(_ffn_norm, config, attention))
+    order = config.layers[-1].order
+    h = layer_input(order, config.num_layers, h, partial(_ffn_norm, config, attention))
     return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
 
@@ -64,35 +66,41 @@ def _layer(
     h: torch.Tensor,
     thresholds: tuple[float, float] | None,
 ) -> torch.Tensor:
+    spec, vectors = config.layers[layer], weights.vectors
+
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return _norm(config, x, weights.norm_weight[layer], weights.norm_bias[layer])
+        return _norm(spec, x, vectors.norm_weight[layer], vectors.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         out = _attention(config, weights, layer, x)
-        return residual + _added(config, out, weights.attention_norm_weight[layer])
+        return residual + _added(spec, out, vectors.attention_norm_weight[layer])
 
-    order, ffn_norm = config.layer_order, partial(_ffn_norm, config, weights)
+    ffn_norm = partial(_ffn_norm, config, weights)
+    before = config.layers[max(layer - 1, 0)].order
     mixed, ffn_input = mixed_and_ffn_input(
-        order,
-        layer_input(order, layer, h, ffn_norm),
+        spec.order,
+        layer_input(before, layer, h, ffn_norm),
         norm=norm,
         ffn_norm=partial(ffn_norm, layer),
         add_attention=add_attention,
     )
-    out = _ffn(config, ffn, layer, ffn_input, thresholds)
-    return mixed + _added(config, out, ffn_output_norm)
+    out = _ffn(spec.ffn, ffn, layer, ffn_input, thresholds)
+    return mixed + _added(spec, out, ffn_output_norm)
 
 
-def _added(config: ModelConfig, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:
+def _added(spec: LayerSpec, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:
     """Attention's or FFN's output as it is added to the residual: normed, scaled."""
-    normed = _norm(config, x, norm_weight, norm_weight[:0]) if norm_weight.size else x
-    return normed * config.residual_scale
+    normed = _norm(spec, x, norm_weight, norm_weight[:0]) if norm_weight.size else x
+    return normed * spec.residual_scale
 
 
 def _ffn_norm(
     config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
 ) -> torch.Tensor:
-    return _norm(config, x, weights.ffn_norm_weight[layer], weights.ffn_norm_bias[layer])
+    vectors = weights.vectors
+    return _norm(
+        config.layers[layer], x, vectors.ffn_norm_weight[layer], vectors.ffn_norm_bias[layer]
+    )
 
 
 def _double(bits: np.ndarray) -> torch.Tensor:
@@ -104,20 +112,18 @@ def _linear(x: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tens
     return functional.linear(x, _double(weight), _double(bias) if bias.size else None)
 
 
-def _norm(
-    config: ModelConfig, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray
-) -> torch.Tensor:
-    if config.norm_kind == "rmsnorm":
+def _norm(spec: LayerSpec, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
+    if spec.norm_kind == "rmsnorm":
         mean_square = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean_square + config.norm_eps) * _double(weight)
+        return x * torch.rsqrt(mean_square + spec.norm_eps) * _double(weight)
     return functional.layer_norm(
-        x, x.shape[-1:], _double(weight), _double(bias) if bias.size else None, config.norm_eps
+        x, x.shape[-1:], _double(weight), _double(bias) if bias.size else None, spec.norm_eps
     )
 
 
 def _rope(config: ModelConfig, layer: int, x: torch.Tensor) -> torch.Tensor:
     """Rotate each pair (i, i + size / 2) of the first `size` dimensions of x (T, heads, hd)."""
-    index = config.rope_of_layer(layer)
+    index = config.layers[layer].attention.rope
     if index < 0:
         return x
     rope, is_long = config.ropes[index], config.ropes[index].is_long(len(x))
@@ -130,35 +136,37 @@ def _rope(config: ModelConfig, layer: int, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _qk_norm(config: ModelConfig, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+def _qk_norm(spec: LayerSpec, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
     """RMSNorm of every len(weight) numbers of x (T, heads, hd)."""
     if not weight.size:
         return x
     parts = x.reshape(len(x), -1, weight.size)
-    return _norm(config, parts, weight, weight[:0]).reshape(x.shape)
+    return _norm(spec, parts, weight, weight[:0]).reshape(x.shape)
 
 
 def _attention(
     config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
 ) -> torch.Tensor:
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    parts = [_linear(x, part, weights.qkv_bias[layer][:0]) for part in weights.qkv.parts(layer)]
+    spec, vectors = config.layers[layer], weights.vectors
+    own = spec.attention
+    heads, kv_heads, size = own.num_heads, own.num_kv_heads, own.head_dim
+    parts = [_linear(x, part, vectors.qkv_bias[layer][:0]) for part in weights.qkv.parts(layer)]
     qkv = torch.cat(parts, dim=1)
-    if weights.qkv_bias.size:
-        qkv += _double(weights.qkv_bias[layer])
+    if vectors.qkv_bias.size:
+        qkv += _double(vectors.qkv_bias[layer])
     qkv = qkv.view(len(x), -1, size)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)  # each (T, heads, hd)
-    q = _rope(config, layer, _qk_norm(config, q, weights.q_norm_weight[layer]))
-    k = _rope(config, layer, _qk_norm(config, k, weights.k_norm_weight[layer]))
+    q = _rope(config, layer, _qk_norm(spec, q, vectors.q_norm_weight[layer]))
+    k = _rope(config, layer, _qk_norm(spec, k, vectors.k_norm_weight[layer]))
     k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * config.score_scale
-    scores = _capped(scores, config.attention_softcap)
+    scores = torch.einsum("thd,shd->hts", q, k) * own.scale
+    scores = _capped(scores, own.softcap)
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)  # the future
-    if config.window_of_layer(layer):
-        hidden |= torch.ones(len(x), len(x), dtype=torch.bool).tril(-config.window_of_layer(layer))
+    if own.window:
+        hidden |= torch.ones(len(x), len(x), dtype=torch.bool).tril(-own.window)
     shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     out = torch.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
-    return _linear(out, weights.out[layer], weights.out_bias[layer])
+    return _linear(out, weights.out[layer], vectors.out_bias[layer])
 
 
 def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -166,17 +174,17 @@ def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _ffn(
-    config: ModelConfig,
+    spec: FfnSpec,
     weights: FfnWeights,
     layer: int,
     x: torch.Tensor,
     thresholds: tuple[float, float] | None,
 ) -> torch.Tensor:
     part = weights.part(layer)
-    name = config.activation_fn
+    name = spec.activation_fn
     gate = _linear(x, weights.gate[part], weights.gate_bias[part])
-    h = activated(name, gate, config.activation_threshold)
-    if config.has_gate:
+    h = activated(name, gate, spec.activation_threshold)
+    if spec.has_gate:
         gates = h
         h = gates * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
         if thresholds is not None:
@@ -193,7 +201,8 @@ def _exceeds(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 def _logits(config: ModelConfig, weights: HeadWeights, h: torch.Tensor) -> torch.Tensor:
     if weights.final_norm_weight.size:
-        h = _norm(config, h, weights.final_norm_weight, weights.final_norm_bias)
+        last = config.layers[-1]
+        h = _norm(last, h, weights.final_norm_weight, weights.final_norm_bias)
     if weights.project_out.size:
         h = h @ _double(weights.project_out).T
     return _capped(h @ _double(weights.head).T, config.logit_softcap)

@@ -1,7 +1,7 @@
-"""What attention computes on: weights, KV cache, rope tables; a rope's frequencies, cached on disk.
+"""What attention computes on: numbers, weights, KV cache, rope tables, frequencies of ropes.
 
-torch computes the frequencies, because transformers does, and no other library rounds alike. A
-start that finds them in the cache need not import torch.
+torch computes the frequencies, because transformers does, and no other library rounds alike. They
+are cached on disk: a start that finds them there need not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -26,24 +25,20 @@ from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
 from hotcold.numba_kernels.decode.norm import norm_kind
+from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.numba_kernels.serve.serve_attention import AttentionArrays, AttentionShape
+from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
 
-def attention_shape(config: ModelConfig) -> AttentionShape:
-    """The numbers of `config` that the compiled loops need."""
-    return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        norm_kind=norm_kind(config.norm_kind),
-        norm_epsilon=np.float32(config.norm_eps),
-        order=config.layer_order,
-        scale=np.float32(config.score_scale),
-        softcap=np.float32(config.attention_softcap),
-        residual_scale=np.float32(config.residual_scale),
-        logit_softcap=np.float32(config.logit_softcap),
-    )
+def layer_numbers(config: ModelConfig) -> np.ndarray:
+    """The numbers of each layer that kernels need: (L,) of LAYER_NUMBERS."""
+    found = np.empty(config.num_layers, LAYER_NUMBERS)
+    for record, layer in zip(found, config.layers, strict=True):
+        facts = {**vars(layer), **vars(layer.attention), **layer.order._asdict()}
+        facts |= {"norm_kind": norm_kind(layer.norm_kind), "adds_late": layer.adds_late}
+        for name in LAYER_NUMBERS.names or ():
+            record[name] = facts[name]
+    return found
 
 
 def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:
@@ -53,30 +48,25 @@ def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.nd
     return aligned_empty(shape, dtype, huge_pages=False)
 
 
-def position_arrays(config: ModelConfig, cache: CacheSpec) -> dict[str, Any]:
-    """The fields of `AttentionArrays` about positions.
-
-    rope_tables (R, P, 2, half) float32 cosines and sines; layer_ropes, windows (L,) int32
-    """
+def rope_tables(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
+    """(R, P, 2, half) float32 cosines and sines of the model's ropes."""
     tables = [_rope_array(rope, config.head_dim, cache.num_positions) for rope in config.ropes]
-    layers = range(config.num_layers)
-    return {
-        "rope_tables": np.stack(tables) if tables else np.empty((0, 0, 2, 0), np.float32),
-        "layer_ropes": np.array([config.rope_of_layer(layer) for layer in layers], np.int32),
-        "windows": np.array([config.window_of_layer(layer) for layer in layers], np.int32),
-    }
+    return np.stack(tables) if tables else np.empty((0, 0, 2, 0), np.float32)
 
 
 def attention_arrays(
     config: ModelConfig, cache: CacheSpec, attention: AttentionWeights, head: HeadWeights
 ) -> AttentionArrays:
-    """Weights of all layers, an empty KV cache, rope tables and windows."""
+    """Weights of all layers, or of the first ones; an empty KV cache of those; rope tables."""
+    num_layers = len(attention.out)
     return AttentionArrays(
         **vars(attention),
         **vars(head),
-        keys=cache_array(config, cache, config.num_layers),
-        values=cache_array(config, cache, config.num_layers),
-        **position_arrays(config, cache),
+        numbers=layer_numbers(config),
+        keys=cache_array(config, cache, num_layers),
+        values=cache_array(config, cache, num_layers),
+        rope_tables=rope_tables(config, cache),
+        logit_softcap=np.float32(config.logit_softcap),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+from hotcold.actors.attention.arrays import attention_arrays
 from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
@@ -38,7 +38,6 @@ from hotcold.numba_kernels.serve.serve_attention import (
     NUM_COUNTERS,
     AttentionArrays,
     AttentionScratch,
-    AttentionShape,
     serve_attention,
 )
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
@@ -52,7 +51,6 @@ class AttentionService(Service):
         name: str,
         index: int,
         num_threads: int,
-        shape: AttentionShape,
         arrays: AttentionArrays,
         hot: CpuService | None = None,
     ) -> None:
@@ -61,7 +59,6 @@ class AttentionService(Service):
         `hot` holds the hot neurons, with this service's index and number of threads.
         """
         super().__init__(name, index, num_threads)
-        self.shape = shape
         self.arrays = arrays
         self._hot = hot
 
@@ -80,9 +77,9 @@ class AttentionService(Service):
             self._hot.prepare(layout)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
-        shape = self.shape
-        attention_size = shape.num_heads * shape.head_dim
-        kv_size = shape.num_kv_heads * shape.head_dim
+        numbers = self.arrays.numbers
+        attention_size = int((numbers["num_heads"] * numbers["head_dim"]).max())
+        kv_size = int((numbers["num_kv_heads"] * numbers["head_dim"]).max())
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
@@ -138,7 +135,6 @@ class AttentionService(Service):
                 self.index,
                 np.int32(seen),
                 self.buffers,
-                self.shape,
                 self.arrays,
                 self._scratch,
             )
@@ -150,9 +146,9 @@ class AttentionService(Service):
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            prompt_attention(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_attention(self._matmul.get(), self.index, self.buffers, self.arrays)
         elif operation == HEAD:
-            prompt_head(self._matmul.get(), self.index, self.buffers, self.shape, self.arrays)
+            prompt_head(self._matmul.get(), self.index, self.buffers, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
@@ -198,4 +194,4 @@ def load_attention_service(
             touch,
             has_down_norms,
         )
-    return AttentionService("gpu", index, num_threads, attention_shape(config), arrays, hot)
+    return AttentionService("gpu", index, num_threads, arrays, hot)

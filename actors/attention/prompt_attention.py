@@ -15,7 +15,6 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, SharedBuffers
 from hotcold.numba_kernels.serve.serve_attention import (
     AttentionArrays,
-    AttentionShape,
     norm_whole,
     rotate_and_store,
 )
@@ -28,14 +27,17 @@ _PARTS = 4  # of the KV heads, if there are so many
 class _Rows:
     """Operations on rows of tokens, recorded in `matmul`: each thread has its own tokens."""
 
-    def __init__(self, matmul: Matmul, shape: AttentionShape, arrays: AttentionArrays) -> None:
-        self._matmul, self._shape, self._arrays = matmul, shape, arrays
+    def __init__(self, matmul: Matmul, arrays: AttentionArrays) -> None:
+        self._matmul, self._arrays = matmul, arrays
 
-    def norm(self, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
-        """The normed rows; `rows` itself without weights."""
+    def norm(
+        self, layer: int, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray
+    ) -> torch.Tensor:
+        """The rows, normed as the layer does; `rows` itself without weights."""
         if not weight.size:
             return rows
-        kind, epsilon = self._shape.norm_kind, self._shape.norm_epsilon
+        numbers = self._arrays.numbers[layer]
+        kind, epsilon = numbers.norm_kind, numbers.norm_eps
         into, x = self._matmul.scratch(tuple(rows.shape)), rows.numpy()
         out = torch.from_numpy(into)
 
@@ -45,10 +47,10 @@ class _Rows:
         self._matmul.then_rows(rows.shape[0], norm)
         return out
 
-    def add(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """residual + rows, scaled where the model does so."""
+    def add(self, layer: int, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """residual + rows, scaled where the layer does so."""
         out = torch.from_numpy(self._matmul.scratch(tuple(rows.shape)))
-        scale = float(self._shape.residual_scale)
+        scale = float(self._arrays.numbers[layer].residual_scale)
 
         def add(first: int, last: int) -> None:
             torch.add(residual[first:last], rows[first:last], alpha=scale, out=out[first:last])
@@ -58,12 +60,14 @@ class _Rows:
 
     def ffn_norm(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """The rows, normed for the layer's FFN or the next layer."""
-        arrays = self._arrays
-        return self.norm(rows, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+        vectors = self._arrays.vectors
+        weight, bias = vectors.ffn_norm_weight[layer], vectors.ffn_norm_bias[layer]
+        return self.norm(layer, rows, weight, bias)
 
     def layer_input(self, layer: int, hidden: np.ndarray) -> torch.Tensor:
         """The input of layer `layer`, or of the head after the last one."""
-        return layer_input(self._shape.order, layer, torch.from_numpy(hidden), self.ffn_norm)
+        before = self._arrays.numbers[max(layer - 1, 0)]
+        return layer_input(before, layer, torch.from_numpy(hidden), self.ffn_norm)
 
 
 def _attend(
@@ -71,7 +75,6 @@ def _attend(
     buffers: SharedBuffers,
     layer: int,
     qkv: np.ndarray,
-    shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> torch.Tensor:
     """Write keys and values to the cache, attend over all of it: (T, H * head_dim) once run.
@@ -79,33 +82,34 @@ def _attend(
     Overwrites qkv (T, rows).
     """
     num_tokens, num_threads, size = qkv.shape[0], matmul.num_threads, arrays.keys.shape[3]
-    first = int(buffers.positions[0])
-    window = int(arrays.windows[layer])
+    numbers, first = arrays.numbers[layer], int(buffers.positions[0])
+    num_heads, num_kv_heads = int(numbers.num_heads), int(numbers.num_kv_heads)
+    head_dim, window = int(numbers.head_dim), int(numbers.window)
     first_page = max(0, first + 1 - window) // size if window else 0
     end_page = -(-(first + num_tokens) // size)
     pages = buffers.page_tables[buffers.slots[0], first_page:end_page]
-    cached = matmul.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
+    cached = matmul.scratch((2, num_kv_heads, pages.size * size, head_dim))
 
     def norm(thread: int) -> None:
-        norm_whole(thread, num_threads, layer, shape, arrays, qkv)
+        norm_whole(thread, num_threads, layer, arrays, qkv)
 
     def store(thread: int) -> None:
-        rotate_and_store(thread, num_threads, layer, buffers, shape, arrays, qkv)
+        rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)
 
     def read(thread: int) -> None:
-        heads = split_range(shape.num_kv_heads, thread, num_threads, 1)
+        heads = split_range(num_kv_heads, thread, num_threads, 1)
         for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
             read_kernel(cache[layer], pages, *heads, out)
 
-    if arrays.q_norm_weight.shape[1] > shape.head_dim:
+    if arrays.vectors.q_norm_weight.shape[1] > head_dim:
         matmul.then(norm)
     matmul.then(store)
     matmul.then(read)
-    heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
-    queries = heads[:, : shape.num_heads].transpose(0, 1)
+    heads = torch.from_numpy(qkv).view(num_tokens, -1, head_dim)
+    queries = heads[:, :num_heads].transpose(0, 1)
     keys, values = torch.from_numpy(cached)
-    attended = torch.from_numpy(matmul.scratch((num_tokens, shape.num_heads, shape.head_dim)))
-    group = shape.num_heads // shape.num_kv_heads
+    attended = torch.from_numpy(matmul.scratch((num_tokens, num_heads, head_dim)))
+    group = num_heads // num_kv_heads
 
     def part(begin: int, own: slice) -> None:
         """Queries from `begin` on, of the heads that read KV heads `own`."""
@@ -119,17 +123,17 @@ def _attend(
         span = slice(seen - first_page * size, first + end - first_page * size)
         of_group = slice(own.start * group, own.stop * group)
         # Heads with the same keys count as more queries of one head.
-        grouped = queries[of_group, begin:end].reshape(own.stop - own.start, -1, shape.head_dim)
+        grouped = queries[of_group, begin:end].reshape(own.stop - own.start, -1, head_dim)
         found = _attention(
-            shape, grouped, keys[own, span], values[own, span], mask.repeat(group, 1)
+            numbers, grouped, keys[own, span], values[own, span], mask.repeat(group, 1)
         )
-        by_head = found.view(-1, end - begin, shape.head_dim)
+        by_head = found.view(-1, end - begin, head_dim)
         attended[begin:end, of_group] = by_head.transpose(0, 1)
 
     # The last queries read most keys and go first; each part goes to the next free thread.
-    at_once = max(1, shape.num_kv_heads // _PARTS)
-    starts = range(0, shape.num_kv_heads, at_once)
-    owns = [slice(start, min(start + at_once, shape.num_kv_heads)) for start in starts]
+    at_once = max(1, num_kv_heads // _PARTS)
+    starts = range(0, num_kv_heads, at_once)
+    owns = [slice(start, min(start + at_once, num_kv_heads)) for start in starts]
     parts = [(begin, own) for begin in reversed(range(0, num_tokens, _QUERIES)) for own in owns]
     left = iter(parts)
 
@@ -142,14 +146,14 @@ def _attend(
 
 
 def _attention(
-    shape: AttentionShape,
+    numbers: np.record,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """queries (G, T, hd), keys and values (G, P, hd), mask (T, P): (G, T, hd)."""
-    scale, cap = float(shape.scale), float(shape.softcap)
+    scale, cap = float(numbers.scale), float(numbers.softcap)
     if not cap:
         whole = torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], attn_mask=mask, scale=scale
@@ -163,7 +167,6 @@ def prompt_attention(
     matmul: Matmul,
     service: int,
     buffers: SharedBuffers,
-    shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> None:
     """Answer an ATTENTION request whose tokens are consecutive positions of one sequence.
@@ -175,25 +178,26 @@ def prompt_attention(
     if np.ptp(buffers.slots[:num_tokens]) or (np.diff(buffers.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
 
-    rows = _Rows(matmul, shape, arrays)
+    rows = _Rows(matmul, arrays)
+    vectors = arrays.vectors
     matmul.begin_layer()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
+        return rows.norm(layer, x, vectors.norm_weight[layer], vectors.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         num_rows = sum(map(len, arrays.qkv.parts(layer)))
         qkv = torch.from_numpy(matmul.scratch((num_tokens, num_rows)))
-        matmul.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
-        heads = _attend(matmul, buffers, layer, qkv.numpy(), shape, arrays)
+        matmul.layer_linear(x, arrays.qkv, layer, vectors.qkv_bias[layer], qkv)
+        heads = _attend(matmul, buffers, layer, qkv.numpy(), arrays)
         out = torch.from_numpy(matmul.scratch((num_tokens, len(arrays.out[layer]))))
-        matmul.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
-        out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
-        return rows.add(residual, out)
+        matmul.linear(heads, arrays.out[layer], vectors.out_bias[layer], out)
+        out = rows.norm(layer, out, vectors.attention_norm_weight[layer], _NO_BIAS)
+        return rows.add(layer, residual, out)
 
     with matmul.at_once():
         mixed, ffn_input = mixed_and_ffn_input(
-            shape.order,
+            arrays.numbers[layer],
             rows.layer_input(layer, buffers.hidden[:num_tokens]),
             norm=norm,
             ffn_norm=lambda x: rows.ffn_norm(layer, x),
@@ -211,19 +215,18 @@ def prompt_head(
     matmul: Matmul,
     service: int,
     buffers: SharedBuffers,
-    shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> None:
     """Answer a HEAD request for many tokens."""
     begin = int(buffers.requests[service, FIRST_LOGIT])
     end = int(buffers.requests[service, NUM_TOKENS])
-    num_layers = arrays.norm_weight.shape[0]
-    logits, cap = torch.from_numpy(buffers.logits[: end - begin]), float(shape.logit_softcap)
-    rows = _Rows(matmul, shape, arrays)
+    num_layers = len(arrays.numbers)
+    logits, cap = torch.from_numpy(buffers.logits[: end - begin]), float(arrays.logit_softcap)
+    rows = _Rows(matmul, arrays)
     matmul.begin_layer()
     with matmul.at_once():
         x = rows.layer_input(num_layers, buffers.hidden[begin:end])
-        x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)
+        x = rows.norm(num_layers - 1, x, arrays.final_norm_weight, arrays.final_norm_bias)
         if arrays.project_out.shape[0]:
             x = matmul.linear(x, arrays.project_out, _NO_BIAS)
         matmul.linear(x, arrays.head, _NO_BIAS, logits)

@@ -321,7 +321,7 @@ class Engine:
         """The array of the buffers that the predictor reads."""
         if self.predictor is None or self.predictor.input_name == "ffn_input":
             return "ffn_input"
-        return "hidden" if self.config.layer_order.is_parallel else "mixed"
+        return "hidden" if self.config.layers[0].order.is_parallel else "mixed"
 
 
 def _default_thresholds(config: ModelConfig, mode: str) -> list[Thresholds]:

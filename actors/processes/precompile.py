@@ -101,7 +101,7 @@ class _Services(NamedTuple):
 
 def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """Reads one row of each matrix; the others are zero pages, which take no memory."""
-    from hotcold.actors.attention.arrays import attention_arrays, attention_shape
+    from hotcold.actors.attention.arrays import attention_arrays
     from hotcold.actors.attention.attention_service import AttentionService
     from hotcold.model.config.weight_formats import requested_dtype
     from hotcold.model.weights.attention import read_attention
@@ -114,9 +114,7 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     with TensorReader(checkpoint, dtype=dtype, max_rows=1) as reader:
         attention, head = read_attention(reader, config), read_head(reader, config)
     arrays = attention_arrays(config, spec.cache, attention, head)
-    return AttentionService(
-        spec.name, spec.index, spec.num_threads, attention_shape(config), arrays
-    )
+    return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:

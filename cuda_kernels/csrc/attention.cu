@@ -6,36 +6,36 @@
 // order. So the order of a token's sums does not depend on its batch-mates.
 #include "cache.cuh"
 #include "formats.cuh"
+#include "layer.cuh"
 
 constexpr int SPLIT = THREADS;  // positions
 constexpr int ITEMS = 8;        // of a head that a lane holds; LANES lanes hold a head
 constexpr int MAX_HEAD_DIM = WARP * ITEMS;
 
 struct Step {
+    LayerNumbers layer;
     const float* qkv;
-    int num_heads, num_kv_heads, head_dim;
     const int* positions;
     const int* slots;
-    float scale, softcap;  // softcap 0: none
-    int window;            // positions that a token sees, or 0 for all
     int num_splits;
 
     DEVICE int last_position(int token) const { return load(positions + token); }
     DEVICE int first_position(int token) const {
-        int beyond = last_position(token) + 1 - window;
-        return window > 0 && beyond > 0 ? beyond : 0;
+        int beyond = last_position(token) + 1 - layer.window;
+        return layer.window > 0 && beyond > 0 ? beyond : 0;
     }
     DEVICE float capped(float score) const {
-        return softcap > 0.0f ? softcap * tanhf(score / softcap) : score;
+        float cap = layer.softcap;
+        return cap > 0.0f ? cap * tanhf(score / cap) : score;
     }
     DEVICE const float* query(int token, int head) const {
-        i64 all_heads = num_heads + 2 * num_kv_heads;
-        return qkv + (token * all_heads + head) * head_dim;
+        i64 all_heads = layer.num_heads + 2 * layer.num_kv_heads;
+        return qkv + (token * all_heads + head) * layer.head_dim;
     }
     // A split's sum of values, its largest score, and its sum of exponentials.
     DEVICE i64 partial(int token, int head, int split) const {
-        i64 row = (static_cast<i64>(token) * num_heads + head) * num_splits + split;
-        return row * (head_dim + 2);
+        i64 row = (static_cast<i64>(token) * layer.num_heads + head) * num_splits + split;
+        return row * (layer.head_dim + 2);
     }
 };
 
@@ -93,7 +93,7 @@ DEVICE void score(
             for (int i = 0; i < ITEMS; ++i) items[u][i] = 0.0f;
             if (p < count) {
                 cache_items<FORMAT, VECTOR>(
-                    keys, shared.rows[p], step.head_dim, place.begin, items[u]);
+                    keys, shared.rows[p], step.layer.head_dim, place.begin, items[u]);
             }
         }
 #pragma unroll
@@ -109,7 +109,7 @@ DEVICE void score(
                     sum += __shfl_xor_sync(ALL_LANES, sum, offset);
                 }
                 if (place.lane == 0 && p < count) {
-                    shared.scores[q][p] = step.capped(sum * step.scale);
+                    shared.scores[q][p] = step.capped(sum * step.layer.scale);
                 }
             }
         }
@@ -150,7 +150,7 @@ DEVICE void weigh(const u8* values, const Step& step, int count, Shared<LANES, Q
             int p = round + u * Own::STRIDE;
             if (p >= count) continue;
             cache_items<FORMAT, VECTOR>(
-                values, shared.rows[p], step.head_dim, place.begin, items[u]);
+                values, shared.rows[p], step.layer.head_dim, place.begin, items[u]);
         }
 #pragma unroll
         for (int u = 0; u < Own::AHEAD; ++u) {
@@ -203,8 +203,8 @@ DEVICE void attend_split(
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 4) {
             float four[4] = {};
-            if (place.begin + i < step.head_dim) {
-                load_floats<4, VECTOR>(query, place.begin + i, step.head_dim, four);
+            if (place.begin + i < step.layer.head_dim) {
+                load_floats<4, VECTOR>(query, place.begin + i, step.layer.head_dim, four);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) queries[q][i + j] = four[j];
@@ -217,15 +217,15 @@ DEVICE void attend_split(
     __syncthreads();
     weigh<FORMAT, VECTOR, LANES, QUERIES>(values, step, count, shared);
     __syncthreads();
-    for (int i = thread; i < num_queries * step.head_dim; i += THREADS) {
-        int q = i / step.head_dim, item = i % step.head_dim;
+    for (int i = thread; i < num_queries * step.layer.head_dim; i += THREADS) {
+        int q = i / step.layer.head_dim, item = i % step.layer.head_dim;
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][q][item];
         store(partials + step.partial(token, first_head + q, split) + item, sum);
     }
     if (thread < num_queries) {
-        float* last = partials + step.partial(token, first_head + thread, split) + step.head_dim;
+        float* last = partials + step.partial(token, first_head + thread, split) + step.layer.head_dim;
         store(last, shared.tops[thread]);
         store(last + 1, shared.totals[thread]);
     }
@@ -247,7 +247,7 @@ DEVICE float block_largest(float value) {
 // out[t, h] = the splits' sums in order, each rescaled from its own largest score to the overall.
 DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     __shared__ float shares[THREADS], totals[THREADS];
-    int head = blockIdx.x, token = blockIdx.y, size = step.head_dim, thread = threadIdx.x;
+    int head = blockIdx.x, token = blockIdx.y, size = step.layer.head_dim, thread = threadIdx.x;
     int first_split = step.first_position(token) / SPLIT;
     int splits = step.last_position(token) / SPLIT + 1 - first_split;
     const float* first = partials + step.partial(token, head, first_split);
@@ -277,7 +277,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
         }
         __syncthreads();
     }
-    float* target = out + (static_cast<i64>(token) * step.num_heads + head) * size;
+    float* target = out + (static_cast<i64>(token) * step.layer.num_heads + head) * size;
 #pragma unroll
     for (int j = 0; j < MAX_HEAD_DIM / THREADS; ++j) {
         int item = thread + j * THREADS;
@@ -288,14 +288,12 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
 #define ATTEND_SPLITS(FORMAT, VECTOR, LANES, QUERIES)                                              \
     ENTRY(THREADS)                                                                                 \
     attend_splits_##FORMAT##_##VECTOR##_##LANES##_##QUERIES(                                       \
-        const float* qkv, int num_heads, int num_kv_heads, int head_dim, const u8* keys,           \
-        const u8* values, const int* positions, const int* slots, const int* page_tables,          \
-        int pages_a_slot, int page_positions, float scale, float softcap, int window,              \
-        int num_splits, float* partials) {                                                         \
-        Step step{qkv,   num_heads, num_kv_heads, head_dim, positions,                             \
-                  slots, scale,     softcap,      window,   num_splits};                           \
-        Cache cache{page_tables, pages_a_slot, page_positions, num_kv_heads};                      \
-        int group = num_heads / num_kv_heads, tiles = (group + QUERIES - 1) / QUERIES;             \
+        const LayerNumbers layer, const float* qkv, const u8* keys, const u8* values,              \
+        const int* positions, const int* slots, const int* page_tables, int pages_a_slot,          \
+        int page_positions, int num_splits, float* partials) {                                     \
+        Step step{layer, qkv, positions, slots, num_splits};                                       \
+        Cache cache{page_tables, pages_a_slot, page_positions, layer.num_kv_heads};                \
+        int group = layer.num_heads / layer.num_kv_heads, tiles = (group + QUERIES - 1) / QUERIES; \
         int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;                    \
         attend_split<FORMAT, VECTOR, LANES, QUERIES>(                                              \
             step, cache, keys, values, blockIdx.y, blockIdx.z, kv_head, kv_head * group + first,   \
@@ -305,9 +303,8 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
 #define MERGE_SPLITS()                                                                             \
     ENTRY(THREADS)                                                                                 \
     merge_splits(                                                                                  \
-        const float* partials, int num_heads, int head_dim, const int* positions, int window,      \
-        int num_splits, float* out) {                                                              \
-        Step step{nullptr, num_heads, 0,    head_dim, positions,                                   \
-                  nullptr, 0.0f,      0.0f, window,   num_splits};                                 \
+        const LayerNumbers layer, const float* partials, const int* positions, int num_splits,     \
+        float* out) {                                                                              \
+        Step step{layer, nullptr, positions, nullptr, num_splits};                                 \
         merge_head(step, partials, out);                                                           \
     }

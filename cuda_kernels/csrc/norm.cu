@@ -2,6 +2,7 @@
 //
 //     out = norm(x)    or residual + factor * norm(x)    without weights norm(x) = x
 #include "common.cuh"
+#include "layer.cuh"
 
 constexpr int NORM_THREADS = 512;
 enum NormKind { RMS_NORM = 0, LAYER_NORM = 1 };
@@ -46,9 +47,11 @@ DEVICE void norm_token(
 #define NORM_TOKENS()                                                                              \
     ENTRY(NORM_THREADS)                                                                            \
     norm_tokens(                                                                                   \
-        int kind, const float* x, const float* weight, const float* bias, float epsilon,           \
-        int width, i64 row_items, const float* residual, float factor, float* out) {               \
+        const LayerNumbers layer, int kind, const float* x, const float* weight,                   \
+        const float* bias, int width, i64 row_items, const float* residual, float* out) {          \
         i64 start = blockIdx.x * row_items + static_cast<i64>(blockIdx.y) * width;                 \
         const float* added = residual ? residual + start : nullptr;                                \
-        norm_token(kind, x + start, weight, bias, epsilon, width, added, factor, out + start);     \
+        norm_token(                                                                                \
+            kind, x + start, weight, bias, layer.norm_eps, width, added, layer.residual_scale,     \
+            out + start);                                                                          \
     }

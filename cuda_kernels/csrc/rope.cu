@@ -1,6 +1,7 @@
 // Rotates query and key heads of a step in place, all items or the first of each, and writes keys
 // and values to the cache.
 #include "cache.cuh"
+#include "layer.cuh"
 
 template <int FORMAT>
 DEVICE void store_item(u8* cache, i64 item, float value) {
@@ -42,14 +43,15 @@ DEVICE void rope_store_pair(
 #define ROPE_STORE(FORMAT)                                                                         \
     ENTRY(THREADS)                                                                                 \
     rope_store_##FORMAT(                                                                           \
-        float* qkv, int num_heads, int num_kv_heads, int head_dim, const float* rope_table,        \
-        int half, const int* positions, const int* slots, const int* page_tables,                  \
-        int pages_a_slot, int page_positions, u8* keys, u8* values) {                              \
-        int token = blockIdx.y, all_heads = num_heads + 2 * num_kv_heads;                          \
+        const LayerNumbers layer, float* qkv, const float* rope_table, int half,                   \
+        const int* positions, const int* slots, const int* page_tables, int pages_a_slot,          \
+        int page_positions, u8* keys, u8* values) {                                                \
+        int token = blockIdx.y, all_heads = layer.num_heads + 2 * layer.num_kv_heads;              \
         int pair = blockIdx.x * THREADS + threadIdx.x;                                             \
-        if (pair >= all_heads * ((head_dim + 1) / 2)) return;                                      \
-        Cache cache{page_tables, pages_a_slot, page_positions, num_kv_heads};                      \
+        if (pair >= all_heads * ((layer.head_dim + 1) / 2)) return;                                \
+        Cache cache{page_tables, pages_a_slot, page_positions, layer.num_kv_heads};                \
+        float* vectors = qkv + static_cast<i64>(token) * all_heads * layer.head_dim;               \
         rope_store_pair<FORMAT>(                                                                   \
-            qkv + static_cast<i64>(token) * all_heads * head_dim, num_heads, head_dim, rope_table, \
-            half, load(slots + token), load(positions + token), cache, keys, values, pair);        \
+            vectors, layer.num_heads, layer.head_dim, rope_table, half, load(slots + token),       \
+            load(positions + token), cache, keys, values, pair);                                   \
     }

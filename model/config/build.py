@@ -26,9 +26,9 @@ MAX_VOCAB = 1 << 24
 _WRAPPERS = {"gemma3": "gemma3_text"}
 _WRAPPER_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
-# Keys of related models that would change the result silently, and the values without effect. A
-# family may read some of them (`Family.reads`).
-_CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
+# Keys of related models that would change the result silently, and the values without effect. What
+# some family reads (`Family.reads`) is refused for all others, here or not.
+_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "num_local_experts": lambda value: value in (0, 1),
     "num_experts": lambda value: value in (0, 1),
     "n_routed_experts": lambda value: value in (0, 1),
@@ -36,16 +36,10 @@ _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(kind == "full_attention" for kind in value)
     ),
     "partial_rotary_factor": lambda value: value == 1,
-    "attn_logit_softcapping": lambda value: False,
-    "final_logit_softcapping": lambda value: False,
-    "query_pre_attn_scalar": lambda value: False,
-    "sliding_window_pattern": lambda value: False,
     "no_rope_layers": lambda value: (
         isinstance(value, list) and all(has_rope == 1 for has_rope in value)
     ),
     "scale_emb": lambda value: value == 1,
-    "scale_depth": lambda value: False,
-    "dim_model_base": lambda value: False,
     "clip_qkv": lambda value: False,
     "use_qk_norm": lambda value: value is False,
     "qk_layernorm": lambda value: value is False,
@@ -142,9 +136,9 @@ def _family(reader: ConfigReader) -> Family:
 
 
 def _refuse_unsupported(reader: ConfigReader, family: Family) -> None:
-    for key, accepted in _CHANGES_RESULT.items():
-        if key in family.reads:
-            continue
+    of_others = {key for other in FAMILIES.values() for key in other.reads} - {"sliding_window"}
+    for key in sorted({*_WITHOUT_EFFECT, *of_others} - {*family.reads}):
+        accepted = _WITHOUT_EFFECT.get(key, lambda value: False)
         reader.refuse(key, accepted, "not supported: it would change the result; use another model")
     reads_windows = "sliding_window" in family.reads
     if not reads_windows and reader.values.get("use_sliding_window") is not False:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, ActivationFn
-from hotcold.model.config.layer_order import (
-    OUTPUT_NORM,
-    PARALLEL,
-    PARALLEL_SHARED_NORM,
-    POST_NORM,
-    PRE_AND_OUTPUT_NORM,
-    PRE_NORM,
-    LayerOrder,
-)
+from hotcold.model.config.layer_spec import LayerSpec, layer_specs
 from hotcold.model.config.rope import RopeConfig
 
 WeightDtype = Literal[
@@ -28,9 +21,9 @@ MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
 class ModelConfig:
     """One model. All sizes are counts; `dtype` is the matrices' format in config.json.
 
-    Kinds of matrices in other formats, as in most GGUF files, are in `other_dtypes`. `layer_order`
-    follows from post_norm, parallel_ffn and has_..._norm. A scale of 1, a softcap of 0, an offset
-    of 0 and an empty tuple mean none.
+    Kinds of matrices in other formats, as in most GGUF files, are in `other_dtypes`. The order of a
+    layer follows from post_norm, parallel_ffn and has_..._norm. A scale of 1, a softcap of 0, an
+    offset of 0 and an empty tuple mean none.
     """
 
     family: str  # a key of `families.FAMILIES`
@@ -85,16 +78,10 @@ class ModelConfig:
         """Return the format of a kind of matrices."""
         return dict(self.other_dtypes).get(kind, self.dtype)
 
-    @property
-    def layer_order(self) -> LayerOrder:
-        """The order of norms, attention and FFN."""
-        if self.post_norm:
-            return POST_NORM
-        if self.parallel_ffn:
-            return PARALLEL if self.has_ffn_norm else PARALLEL_SHARED_NORM
-        if self.has_output_norms:
-            return PRE_AND_OUTPUT_NORM if self.has_norm else OUTPUT_NORM
-        return PRE_NORM
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer computes."""
+        return layer_specs(self)
 
     @property
     def is_sparse(self) -> bool:
@@ -105,21 +92,6 @@ class ModelConfig:
     def rope(self) -> RopeConfig | None:
         """The rope of most models' every layer; None where positions are learned."""
         return self.ropes[0] if self.ropes else None
-
-    @property
-    def score_scale(self) -> float:
-        """The factor of attention scores."""
-        return self.attention_scale or self.head_dim**-0.5
-
-    def rope_of_layer(self, layer: int) -> int:
-        """Return the index of the layer's rope; -1 where its heads are not rotated."""
-        if not self.ropes:
-            return -1
-        return self.layer_ropes[layer] if self.layer_ropes else 0
-
-    def window_of_layer(self, layer: int) -> int:
-        """Return how many positions a token attends to, its own included; 0 for all."""
-        return self.windows[layer] if self.windows else 0
 
     @property
     def qkv_rows(self) -> int:
@@ -136,17 +108,6 @@ class ModelConfig:
     def attention_size(self) -> int:
         """Width of the attention's output before its output projection."""
         return self.num_heads * self.head_dim
-
-    @property
-    def q_norm_size(self) -> int:
-        """Size of q's norm; 0 for none."""
-        return {"": 0, "head": self.head_dim, "full": self.attention_size}[self.qk_norm]
-
-    @property
-    def k_norm_size(self) -> int:
-        """Size of k's norm; 0 for none."""
-        full = self.num_kv_heads * self.head_dim
-        return {"": 0, "head": self.head_dim, "full": full}[self.qk_norm]
 
     @property
     def norm_bias(self) -> bool:

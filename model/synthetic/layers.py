@@ -60,8 +60,9 @@ class LayerMaker:
         attention_norm = self._norm(names.norm, _BIAS_SCALE if has_own else 1.0)
         ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
         if self._config.qk_norm:
-            self._write(f"{names.q_norm}.weight", torch.ones(self._config.q_norm_size))
-            self._write(f"{names.k_norm}.weight", torch.ones(self._config.k_norm_size))
+            vectors = self._config.layers[0].vectors
+            self._write(f"{names.q_norm}.weight", torch.ones(vectors["q_norm_weight"]))
+            self._write(f"{names.k_norm}.weight", torch.ones(vectors["k_norm_weight"]))
         update = self._attention(names, attention_norm(hidden_states))
         if self._config.parallel_ffn:
             ffn_input = ffn_norm(hidden_states)

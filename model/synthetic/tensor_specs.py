@@ -43,7 +43,11 @@ def _layer_specs(config: ModelConfig, names: LayerNames) -> Iterator[TensorSpec]
     hidden, ffn = config.hidden_size, config.ffn_size
     for norm in filter(None, (names.norm, names.ffn_norm)):
         yield from _norm_specs(config, norm)
-    for norm, size in ((names.q_norm, config.q_norm_size), (names.k_norm, config.k_norm_size)):
+    vectors = config.layers[0].vectors
+    for norm, size in (
+        (names.q_norm, vectors["q_norm_weight"]),
+        (names.k_norm, vectors["k_norm_weight"]),
+    ):
         if norm:
             yield TensorSpec(f"{norm}.weight", (size,))
     shapes = {name: (rows, hidden) for name, rows in zip(names.qkv, config.qkv_sizes, strict=True)}

@@ -19,30 +19,17 @@ from hotcold.model.weights.tensor_reader import (
     empty_rows,
     tensor_places,
 )
+from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
 
 
 @dataclass
 class AttentionWeights:
-    """All layers' attention. Rows of qkv: all q heads, then k heads, then v heads.
+    """All layers' attention. Rows of qkv: all q heads, then k heads, then v heads."""
 
-    norm_* is applied before attention and ffn_norm_* before the FFN; with post_norm each is applied
-    after its residual sum. ffn_norm_weight is (L, 0) where the FFN reads attention's input.
-    attention_norm_weight is for attention's output, q_norm_weight and k_norm_weight for one head of
-    q and k or for all heads together: RMSNorms, or (L, 0).
-    """
-
-    norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
-    norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
+    vectors: LayerVectors  # (L, size) float32, of the sizes of LayerSpec.vectors
     qkv: LayerRows  # of (H + 2 KV) hd rows a layer, of d bits
-    qkv_bias: np.ndarray  # (L, (H + 2 KV) hd) float32, or (L, 0)
     out: np.ndarray  # (L, d, H hd) bits
-    out_bias: np.ndarray  # (L, d) float32, or (L, 0)
-    ffn_norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
-    ffn_norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
-    attention_norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
-    q_norm_weight: np.ndarray  # (L, hd) or (L, H hd) float32, or (L, 0)
-    k_norm_weight: np.ndarray  # (L, hd) or (L, KV hd) float32, or (L, 0)
 
 
 def load_attention(
@@ -82,11 +69,11 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
     """
     one, times = _empty_attention(reader, config, range(1), by_layer=False), config.num_layers
     # Strides of 0: all layers share one layer's memory.
-    arrays = {name: array for name, array in vars(one).items() if name != "qkv"}
     first, second, *spans = one.qkv
     every = AttentionWeights(
+        vectors=LayerVectors(*(_repeated(array, times) for array in one.vectors)),
         qkv=LayerRows(first, second, *(_repeated(span, times) for span in spans)),
-        **{name: _repeated(array, times) for name, array in arrays.items()},
+        out=_repeated(one.out, times),
     )
     for layer in range(config.num_layers):
         _load_layer(reader, config, every, layer)
@@ -104,23 +91,13 @@ def _empty_attention(
     """Return arrays for the layers; refuse a checkpoint with more layers than the config."""
     names, hidden = tensor_names(config), config.hidden_size
     reader.refuse(f"{names.of_layer(config.num_layers).out}.weight")
-    first = names.of_layer(0)
-
-    def vectors(size: int, present: bool) -> np.ndarray:
-        return np.empty((len(layers), size if present else 0), np.float32)
-
+    first, sizes = names.of_layer(0), config.layers[0].vectors
     return AttentionWeights(
-        norm_weight=vectors(hidden, config.has_norm),
-        norm_bias=vectors(hidden, config.has_norm and config.norm_bias),
+        vectors=LayerVectors(
+            **{name: np.empty((len(layers), size), np.float32) for name, size in sizes.items()}
+        ),
         qkv=empty_projections(reader, config, layers, by_layer),
-        qkv_bias=vectors(config.qkv_rows, config.attention_bias),
         out=reader.matrix((len(layers), hidden, config.attention_size), f"{first.out}.weight"),
-        out_bias=vectors(hidden, config.out_bias),
-        ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
-        ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),
-        attention_norm_weight=vectors(hidden, config.has_output_norms),
-        q_norm_weight=vectors(config.q_norm_size, True),
-        k_norm_weight=vectors(config.k_norm_size, True),
     )
 
 
@@ -143,33 +120,27 @@ def _load_layer(
     reader: TensorReader, config: ModelConfig, weights: AttentionWeights, layer: int
 ) -> None:
     names = tensor_names(config).of_layer(layer)
-    _load_norms(reader, config, names, weights, layer)
+    _load_vectors(reader, config, names, weights, layer)
     _load_projections(reader, config, names, weights, layer)
 
 
-def _load_norms(
+def _load_vectors(
     reader: TensorReader,
     config: ModelConfig,
     names: LayerNames,
     weights: AttentionWeights,
     layer: int,
 ) -> None:
-    size = config.hidden_size
-    for name, weight, bias in (
-        (names.norm, weights.norm_weight, weights.norm_bias),
-        (names.ffn_norm, weights.ffn_norm_weight, weights.ffn_norm_bias),
-    ):
-        if weight.shape[1]:
-            weight[layer] = norm_weight(reader, config, name, size)
-        if bias.shape[1]:
-            bias[layer] = reader.vector(f"{name}.bias", (size,))
-    for name, weight in (
-        (names.attention_norm, weights.attention_norm_weight),
-        (names.q_norm, weights.q_norm_weight),
-        (names.k_norm, weights.k_norm_weight),
-    ):
-        if weight.shape[1]:
-            weight[layer] = norm_weight(reader, config, name, weight.shape[1])
+    """Load all vectors but the projections' biases, which come with their rows."""
+    for name, stack in weights.vectors._asdict().items():
+        role, _, part = name.rpartition("_")  # without a role: a tensor of its own
+        module, size = getattr(names, role or part), stack.shape[1]
+        if role in ("qkv", "out"):
+            continue
+        if size and part == "weight":
+            stack[layer] = norm_weight(reader, config, module, size)
+        elif size:
+            stack[layer] = reader.vector(f"{module}.{part}" if role else module, (size,))
     if not config.qk_norm:
         reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
 
@@ -202,12 +173,12 @@ def _load_projections(
         reader.rows(f"{name}.weight", num_rows, place, order)
         if config.attention_bias:
             bias = reader.vector(f"{name}.bias", (num_rows,))
-            weights.qkv_bias[layer, part] = bias if order is None else bias[order]
+            weights.vectors.qkv_bias[layer, part] = bias if order is None else bias[order]
         else:
             reader.refuse(f"{name}.bias")
     reader.rows(f"{names.out}.weight", hidden, weights.out[layer])
     if config.out_bias:
-        weights.out_bias[layer] = reader.vector(f"{names.out}.bias", (hidden,))
+        weights.vectors.out_bias[layer] = reader.vector(f"{names.out}.bias", (hidden,))
     else:
         reader.refuse(f"{names.out}.bias")
 

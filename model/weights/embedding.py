@@ -164,7 +164,7 @@ def _last_norm(reader: TensorReader, config: ModelConfig) -> tuple[np.ndarray, n
     names = tensor_names(config)
     if config.has_final_norm:
         return _norm(reader, config, names.final_norm)
-    if config.layer_order.norms_output:
+    if config.layers[-1].order.norms_output:
         return _norm(reader, config, names.of_layer(config.num_layers - 1).ffn_norm)
     return np.empty(0, np.float32), np.empty(0, np.float32)
 

@@ -41,11 +41,8 @@ def attention_bytes(config: ModelConfig) -> int:
     hidden = config.hidden_size
     matrices = config.qkv_rows * mean_row_bytes(config, hidden, "qkv")
     matrices += hidden * row_bytes(config, config.attention_size, "out")
-    num_norms = config.has_norm + config.has_ffn_norm
-    vectors = num_norms * hidden * (1 + config.norm_bias)
-    vectors += config.has_output_norms * hidden + config.q_norm_size + config.k_norm_size
-    vectors += config.qkv_rows * config.attention_bias + hidden * config.out_bias
-    return round(config.num_layers * (matrices + 4 * vectors))
+    vectors = sum(sum(layer.vectors.values()) for layer in config.layers)
+    return round(config.num_layers * matrices + 4 * vectors)
 
 
 def head_bytes(config: ModelConfig) -> int:

@@ -116,19 +116,22 @@ def softcap_kernel(values, cap):
 
 
 @njit(nogil=True, cache=True)
-def attend_kernel(query, keys, values, group, pages, start, length, scale, softcap, scores, out):
+def attend_kernel(numbers, query, keys, values, group, pages, length, scores, out):
     """out = softmax(scale * keys . query) . values for one head; checks nothing.
 
-    Over the positions start..length-1; where `softcap` is not 0, scores are first brought between
-    -softcap and softcap. Position p is in row p % P of page pages[p // P]. Pages of a multiple of
-    four positions give the same bits whatever their size and order: additions follow the positions.
+    `numbers` of the layer (LAYER_NUMBERS) has scale, window and softcap. Over the positions before
+    `length`, with a window the last of them; where softcap is not 0, scores are first brought
+    between -softcap and softcap. Position p is in row p % P of page pages[p // P]. Pages of a
+    multiple of four positions give the same bits whatever their size and order: additions follow
+    the positions.
     Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
              is scratch
     Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180
     """
-    _scores_kernel(query, keys, group, pages, start, length, scale, scores)
-    if softcap > 0:
-        softcap_kernel(scores[start:length], softcap)
+    start = max(0, length - numbers.window) if numbers.window else 0
+    _scores_kernel(query, keys, group, pages, start, length, numbers.scale, scores)
+    if numbers.softcap > 0:
+        softcap_kernel(scores[start:length], numbers.softcap)
     top = scores[start]
     for p in range(start + 1, length):
         top = max(top, scores[p])

@@ -1,9 +1,10 @@
 """The loop of an attention service's thread on the CPU: its share of attention and head.
 
-The order of norms, attention and residual is a `LayerOrder` (`model/config/layer_order.py`).
+The order of norms, attention and residual is `model/config/layer_order.py`'s; what differs between
+layers and families is read from their records and vectors (`numba_kernels/layer_record.py`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from hotcold.numba_kernels.decode.attention import (
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
+from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -44,22 +46,14 @@ NUM_COUNTERS = 6
 class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
-    keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_tables (R, P, 2, half) for
-    positions 0..P-1, R may be 0; layer_ropes (L,) int32: each layer's rope table, or -1; windows
-    (L,) int32: how many positions a token attends to, its own included, or 0 for all
+    numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim);
+    rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none
     """
 
-    norm_weight: np.ndarray
-    norm_bias: np.ndarray
-    attention_norm_weight: np.ndarray
-    q_norm_weight: np.ndarray
-    k_norm_weight: np.ndarray
+    numbers: np.ndarray
+    vectors: LayerVectors
     qkv: LayerRows
-    qkv_bias: np.ndarray
     out: np.ndarray
-    out_bias: np.ndarray
-    ffn_norm_weight: np.ndarray
-    ffn_norm_bias: np.ndarray
     final_norm_weight: np.ndarray
     final_norm_bias: np.ndarray
     project_out: np.ndarray
@@ -67,26 +61,6 @@ class AttentionArrays(NamedTuple):
     keys: np.ndarray
     values: np.ndarray
     rope_tables: np.ndarray
-    layer_ropes: np.ndarray
-    windows: np.ndarray
-
-
-class AttentionShape(NamedTuple):
-    """The model's dimensions and scalars; `order` is a `LayerOrder` of the model package.
-
-    scale: of attention scores; residual_scale: of attention's output; softcap, logit_softcap: 0 for
-    none
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_kind: int
-    norm_epsilon: np.float32
-    order: Any
-    scale: np.float32
-    softcap: np.float32
-    residual_scale: np.float32
     logit_softcap: np.float32
 
 
@@ -106,171 +80,173 @@ class AttentionScratch(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def _layer_input(hidden, layer, shape, arrays, residual):
+def _layer_input(hidden, layer, arrays, residual):
     """The layer's input: `hidden`, normed where the previous layer's output norm is still due."""
+    before, vectors = arrays.numbers[max(layer - 1, 0)], arrays.vectors
     for t in range(hidden.shape[0]):
-        if shape.order.norms_output and layer > 0:
+        if before.norms_output and layer > 0:
             norm_kernel(
-                shape.norm_kind, hidden[t], arrays.ffn_norm_weight[layer - 1],
-                arrays.ffn_norm_bias[layer - 1], shape.norm_epsilon, residual[t],
+                before.norm_kind, hidden[t], vectors.ffn_norm_weight[layer - 1],
+                vectors.ffn_norm_bias[layer - 1], before.norm_eps, residual[t],
             )  # fmt: skip
         else:
             residual[t] = hidden[t]
 
 
 @njit(nogil=True, cache=True)
-def _layer_norm_before(residual, layer, shape, arrays, normed):
+def _layer_norm_before(residual, layer, arrays, normed):
+    numbers, vectors = arrays.numbers[layer], arrays.vectors
     for t in range(residual.shape[0]):
-        if shape.order.norms_input:
+        if numbers.norms_input:
             norm_kernel(
-                shape.norm_kind, residual[t], arrays.norm_weight[layer], arrays.norm_bias[layer],
-                shape.norm_epsilon, normed[t],
+                numbers.norm_kind, residual[t], vectors.norm_weight[layer],
+                vectors.norm_bias[layer], numbers.norm_eps, normed[t],
             )  # fmt: skip
         else:
             normed[t] = residual[t]
 
 
 @njit(nogil=True, cache=True)
-def norm_whole(part, num_parts, layer, shape, arrays, qkv):
+def norm_whole(part, num_parts, layer, arrays, qkv):
     """Norm a token's query heads as one vector, and its key heads, where norms are that wide.
 
     Of every num_parts-th token. Returns whether there are such norms; checks nothing.
     """
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    norms_queries = arrays.q_norm_weight.shape[1] > shape.head_dim
-    norms_keys = arrays.k_norm_weight.shape[1] > shape.head_dim
+    numbers, q_norm, k_norm = (
+        arrays.numbers[layer], arrays.vectors.q_norm_weight, arrays.vectors.k_norm_weight,
+    )  # fmt: skip
+    queries, keys = numbers.num_heads * numbers.head_dim, numbers.num_kv_heads * numbers.head_dim
+    norms_queries = q_norm.shape[1] > numbers.head_dim
+    norms_keys = k_norm.shape[1] > numbers.head_dim
     for t in range(part, qkv.shape[0], num_parts):
         if norms_queries:
             vector = qkv[t, :queries]
-            rms_norm_kernel(vector, arrays.q_norm_weight[layer], shape.norm_epsilon, vector)
+            rms_norm_kernel(vector, q_norm[layer], numbers.norm_eps, vector)
         if norms_keys:
             vector = qkv[t, queries : queries + keys]
-            rms_norm_kernel(vector, arrays.k_norm_weight[layer], shape.norm_epsilon, vector)
+            rms_norm_kernel(vector, k_norm[layer], numbers.norm_eps, vector)
     return norms_queries or norms_keys
 
 
 @njit(nogil=True, cache=True)
-def rotate_and_store(part, num_parts, layer, buffers, shape, arrays, qkv):
+def rotate_and_store(part, num_parts, layer, buffers, arrays, qkv):
     """Norm and rotate query and key heads, write keys and values to the cache.
 
     Of every num_parts-th head; norms wider than a head are left to `norm_whole`.
     """
-    dim, rope = shape.head_dim, arrays.layer_ropes[layer]
-    norms_queries = arrays.q_norm_weight.shape[1] == dim
-    norms_keys = arrays.k_norm_weight.shape[1] == dim
-    first_value = shape.num_heads + shape.num_kv_heads
+    numbers, q_norm, k_norm = (
+        arrays.numbers[layer], arrays.vectors.q_norm_weight, arrays.vectors.k_norm_weight,
+    )  # fmt: skip
+    dim, rope, num_heads = numbers.head_dim, numbers.rope, numbers.num_heads
+    norms_queries, norms_keys = q_norm.shape[1] == dim, k_norm.shape[1] == dim
+    first_value = num_heads + numbers.num_kv_heads
     for t in range(qkv.shape[0]):
         position = buffers.positions[t]
         size = arrays.keys.shape[3]
         page, row = buffers.page_tables[buffers.slots[t], position // size], position % size
-        for head in range(part, first_value + shape.num_kv_heads, num_parts):
+        for head in range(part, first_value + numbers.num_kv_heads, num_parts):
             vector = qkv[t, head * dim : (head + 1) * dim]
-            if norms_queries and head < shape.num_heads:
-                rms_norm_kernel(vector, arrays.q_norm_weight[layer], shape.norm_epsilon, vector)
-            elif norms_keys and shape.num_heads <= head < first_value:
-                rms_norm_kernel(vector, arrays.k_norm_weight[layer], shape.norm_epsilon, vector)
+            if norms_queries and head < num_heads:
+                rms_norm_kernel(vector, q_norm[layer], numbers.norm_eps, vector)
+            elif norms_keys and num_heads <= head < first_value:
+                rms_norm_kernel(vector, k_norm[layer], numbers.norm_eps, vector)
             if rope >= 0 and head < first_value:
                 rope_kernel(vector, arrays.rope_tables[rope, position])
             if head >= first_value:
                 store_kernel(arrays.values[layer, page, head - first_value], row, vector)
-            elif head >= shape.num_heads:
-                store_kernel(arrays.keys[layer, page, head - shape.num_heads], row, vector)
+            elif head >= num_heads:
+                store_kernel(arrays.keys[layer, page, head - num_heads], row, vector)
 
 
 @njit(nogil=True, cache=True)
-def _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens):
+def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
     """Attention of the (token, head) pairs that this thread takes."""
-    dim = shape.head_dim
-    heads_a_group = shape.num_heads // shape.num_kv_heads
-    window, counters = arrays.windows[layer], scratch.counters[_HEADS]
+    numbers, counters = arrays.numbers[layer], scratch.counters[_HEADS]
+    dim, num_heads = numbers.head_dim, numbers.num_heads
+    heads_a_group = num_heads // numbers.num_kv_heads
     taken = next_block(counters, 0)
-    while taken < num_tokens * shape.num_heads:
-        t, head = taken // shape.num_heads, taken % shape.num_heads
+    while taken < num_tokens * num_heads:
+        t, head = taken // num_heads, taken % num_heads
         length, pages = buffers.positions[t] + 1, buffers.page_tables[buffers.slots[t]]
         attend_kernel(
-            scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
-            arrays.values[layer], head // heads_a_group, pages,
-            max(0, length - window) if window else 0, length, shape.scale, shape.softcap,
-            scratch.scores[thread], scratch.heads[t, head * dim : (head + 1) * dim],
+            numbers, scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
+            arrays.values[layer], head // heads_a_group, pages, length, scratch.scores[thread],
+            scratch.heads[t, head * dim : (head + 1) * dim],
         )  # fmt: skip
         taken = next_block(counters, 0)
 
 
 @njit(nogil=True, cache=True)
-def adds_late(shape):
-    """Whether attention's output is normed or scaled before it is added to the residual."""
-    return shape.order.norms_added or shape.residual_scale != 1
-
-
-@njit(nogil=True, cache=True)
-def _ffn_input(t, layer, buffers, shape, arrays, residual, normed):
-    kind, epsilon, order = shape.norm_kind, shape.norm_epsilon, shape.order
-    weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
+def _ffn_input(t, layer, buffers, arrays, residual, normed):
+    numbers, vectors = arrays.numbers[layer], arrays.vectors
+    kind, epsilon = numbers.norm_kind, numbers.norm_eps
+    weight, bias = vectors.ffn_norm_weight[layer], vectors.ffn_norm_bias[layer]
     x = buffers.ffn_input[t]
-    if adds_late(shape):
-        weights = arrays.attention_norm_weight[layer]
+    if numbers.adds_late:
+        weights = vectors.attention_norm_weight[layer]
         norm_kernel(kind, buffers.mixed[t], weights, weights[:0], epsilon, x)
         for i in range(x.shape[0]):
-            buffers.mixed[t, i] = residual[t, i] + shape.residual_scale * x[i]
-    if order.norms_sum:
+            buffers.mixed[t, i] = residual[t, i] + numbers.residual_scale * x[i]
+    if numbers.norms_sum:
         norm_kernel(
-            kind, buffers.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
+            kind, buffers.mixed[t], vectors.norm_weight[layer], vectors.norm_bias[layer], epsilon, x
         )
         buffers.mixed[t] = x
-    if order.norms_ffn_input and order.is_parallel:
+    if numbers.norms_ffn_input and numbers.is_parallel:
         norm_kernel(kind, residual[t], weight, bias, epsilon, x)
-    elif order.norms_ffn_input:
+    elif numbers.norms_ffn_input:
         norm_kernel(kind, buffers.mixed[t], weight, bias, epsilon, x)
-    elif order.is_parallel:
+    elif numbers.is_parallel:
         x[:] = normed[t]
     else:
         x[:] = buffers.mixed[t]
 
 
 @njit(nogil=True, cache=True)
-def attention_request(thread, num_threads, service, buffers, shape, arrays, scratch):
+def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     """This thread's share of the ATTENTION request in the mailbox; no checks."""
     layer = buffers.requests[service, LAYER]
     num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
     qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
-    _layer_input(buffers.hidden[:num_tokens], layer, shape, arrays, residual)
-    _layer_norm_before(residual, layer, shape, arrays, normed)
+    _layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
+    _layer_norm_before(residual, layer, arrays, normed)
     work_stealing_layer(
         scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
-        arrays.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
+        arrays.vectors.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
-    if norm_whole(thread, num_threads, layer, shape, arrays, qkv):
+    if norm_whole(thread, num_threads, layer, arrays, qkv):
         barrier_wait(buffers.cells, service, num_threads)
-    rotate_and_store(thread, num_threads, layer, buffers, shape, arrays, qkv)
+    rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)
     barrier_wait(buffers.cells, service, num_threads)
-    _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens)
+    _attend(thread, layer, buffers, arrays, scratch, num_tokens)
     barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
-    added = residual[:0] if adds_late(shape) else residual
+    added = residual[:0] if arrays.numbers[layer].adds_late else residual
     work_stealing_rows(
-        scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
+        scratch.counters[_OUT], thread, num_threads, weights, arrays.vectors.out_bias[layer], heads,
         added, mixed, 0,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
-        _ffn_input(t, layer, buffers, shape, arrays, residual, normed)
+        _ffn_input(t, layer, buffers, arrays, residual, normed)
 
 
 @njit(nogil=True, cache=True)
-def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
+def head_request(thread, num_threads, service, buffers, arrays, scratch):
     """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
     count = end - begin
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
-    num_layers = arrays.norm_weight.shape[0]
-    _layer_input(buffers.hidden[begin:end], num_layers, shape, arrays, residual)
+    num_layers = arrays.numbers.shape[0]
+    last = arrays.numbers[num_layers - 1]
+    _layer_input(buffers.hidden[begin:end], num_layers, arrays, residual)
     for t in range(count):
         norm_kernel(
-            shape.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
-            shape.norm_epsilon, normed[t],
+            last.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
+            last.norm_eps, normed[t],
         )  # fmt: skip
     no_bias = arrays.final_norm_weight[:0]
     vectors = normed
@@ -286,15 +262,15 @@ def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
         buffers.logits[:count], 0,
     )  # fmt: skip
-    if shape.logit_softcap > 0:
+    if arrays.logit_softcap > 0:
         barrier_wait(buffers.cells, service, num_threads)
-        first, last = split_range(arrays.head.shape[0], thread, num_threads, 16)
+        first, end = split_range(arrays.head.shape[0], thread, num_threads, 16)
         for t in range(count):
-            softcap_kernel(buffers.logits[t, first:last], shape.logit_softcap)
+            softcap_kernel(buffers.logits[t, first:end], arrays.logit_softcap)
 
 
 @njit(nogil=True, cache=True)
-def serve_attention(thread, num_threads, service, seen, buffers, shape, arrays, scratch):
+def serve_attention(thread, num_threads, service, seen, buffers, arrays, scratch):
     """Serve requests after `seen` until one is left to Python; returns its number.
 
     Left to Python are STOP, and more tokens than `scratch` holds. All threads return for it; the
@@ -307,9 +283,9 @@ def serve_attention(thread, num_threads, service, seen, buffers, shape, arrays, 
         request = buffers.requests[service]
         operation, num_tokens = request[OPERATION], request[NUM_TOKENS]
         if operation == ATTENTION and num_tokens <= max_tokens:
-            attention_request(thread, num_threads, service, buffers, shape, arrays, scratch)
+            attention_request(thread, num_threads, service, buffers, arrays, scratch)
         elif operation == HEAD and num_tokens - request[FIRST_LOGIT] <= max_tokens:
-            head_request(thread, num_threads, service, buffers, shape, arrays, scratch)
+            head_request(thread, num_threads, service, buffers, arrays, scratch)
         elif operation != PING:
             return number
         finish_request(

@@ -216,8 +216,8 @@ def part_costs(
     kinds = [ATTENTION] * layers + [HEAD]
     held = [weights + kv] * layers + [head_bytes(config)]
     read = [
-        weights + round(kv * seen_share(config.window_of_layer(layer), context_length))
-        for layer in range(layers)
+        weights + round(kv * seen_share(layer.attention.window, context_length))
+        for layer in config.layers
     ]
     read.append(head_bytes(config))
     if predictor is not None:

@@ -102,25 +102,28 @@ class NumpyKernels:
     def __init__(self, device: NumpyDevice) -> None:
         self._device = device
 
-    def norm(self, kind, x, weight, bias, epsilon, out, residual=None, factor=1.0):
+    def norm(self, layer, x, weight, bias, out, residual=None):
         assert x.shape[0] <= 32 and x.shape == out.shape
 
         def run() -> None:
             found = x
             if weight.shape[0]:
-                centred = x if kind == 0 else x - x.mean(axis=1, keepdims=True)
-                scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + np.float32(epsilon))
+                numbers = layer.numbers
+                centred = x if numbers.norm_kind == 0 else x - x.mean(axis=1, keepdims=True)
+                scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + numbers.norm_eps)
                 found = centred * scale * weight + (bias if bias.shape[0] else 0)
-            out[:] = found if residual is None else residual + np.float32(factor) * found
+            if residual is not None:
+                found = residual + layer.numbers.residual_scale * found
+            out[:] = found
 
         self._device.run(run)
 
-    def norm_parts(self, x, first, last, weight, epsilon):
+    def norm_parts(self, layer, x, first, last, weight):
         assert x.shape[0] <= 32 and (last - first) % weight.shape[0] == 0
 
         def run() -> None:
             parts = x[:, first:last].reshape(x.shape[0], -1, weight.shape[0])
-            scale = 1 / np.sqrt((parts**2).mean(axis=2, keepdims=True) + np.float32(epsilon))
+            scale = 1 / np.sqrt((parts**2).mean(axis=2, keepdims=True) + layer.numbers.norm_eps)
             x[:, first:last] = (parts * scale * weight).reshape(x.shape[0], -1)
 
         self._device.run(run)
@@ -142,14 +145,14 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def rope_store(
-        self, qkv, num_heads, num_kv_heads, table, positions, slots, tables, keys, values
-    ):
+    def rope_store(self, layer, qkv, cache):
         assert qkv.shape[0] <= 32
+        keys, values, positions, slots, tables = cache
+        num_heads, num_kv_heads = layer.numbers.num_heads, layer.numbers.num_kv_heads
+        table = layer.rope_table
 
         def run() -> None:
-            dim = keys.shape[3]
-            heads = qkv.reshape(qkv.shape[0], -1, dim)
+            heads = qkv.reshape(qkv.shape[0], -1, keys.shape[3])
             first_value = num_heads + num_kv_heads
             if table.shape[0]:
                 cos, sin = (table[positions, part][:, None] for part in (0, 1))
@@ -164,11 +167,11 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def decode_attention(
-        self, qkv, num_heads, num_kv_heads, keys, values, positions, slots, tables, scale,
-        max_length, scratch, out, window=0, softcap=0.0,
-    ):  # fmt: skip
+    def decode_attention(self, layer, qkv, cache, max_length, scratch, out):
         assert qkv.shape[0] <= 32
+        keys, values, positions, slots, tables = cache
+        numbers, window, softcap = layer.numbers, layer.numbers.window, layer.numbers.softcap
+        num_heads, num_kv_heads = numbers.num_heads, numbers.num_kv_heads
         assert scratch.size >= self.attention_scratch_items(32, num_heads, keys.shape[3], 1)
 
         def run() -> None:
@@ -184,9 +187,9 @@ class NumpyKernels:
                     .repeat(num_heads // num_kv_heads, axis=0)
                     for cache in (keys, values)
                 ]  # fmt: skip
-                scores = np.einsum("hd,hpd->hp", heads[t], near[0]) * np.float32(scale)
+                scores = np.einsum("hd,hpd->hp", heads[t], near[0]) * numbers.scale
                 if softcap:
-                    scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+                    scores = softcap * np.tanh(scores / softcap)
                 if window:
                     scores[:, : max(0, length - window)] = -np.inf
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM
+from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, fill_masks
 from hotcold.cuda_kernels.sizes import FfnLayout
@@ -25,6 +25,7 @@ from hotcold.numba_kernels.decode.activations import (
 )
 from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
 from hotcold.numba_kernels.formats import is_quantized, row_width
+from tests.kernels.layer_numbers import device_layer
 from tests.kernels.numba_calls import floats
 from tests.kernels.quantized_rows import KINDS
 
@@ -52,7 +53,8 @@ class DeviceCalls:
     ) -> np.ndarray:
         shift = self.to_device(floats(bias))
         out = self.to_device(x[None])  # and in place
-        self.kernels.norm(kind, out, self.to_device(weight), shift, epsilon, out)
+        layer = device_layer(self.to_device, norm_kind=kind, norm_eps=epsilon)
+        self.kernels.norm(layer, out, self.to_device(weight), shift, out)
         return self.to_host(out)[0]
 
     def rope(self, heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
@@ -61,9 +63,9 @@ class DeviceCalls:
         qkv = self.to_device(np.concatenate([heads, heads[:2]]).reshape(1, -1))
         cache = np.zeros((2, 1, 1, 64, heads.shape[1]), np.float32)
         place, first = np.ones(1, np.int32), np.zeros(1, np.int32)
-        self.kernels.rope_store(
-            qkv, len(heads), 1, *map(self.to_device, (table, place, first, first[None], *cache))
-        )
+        sizes = {"num_heads": len(heads), "num_kv_heads": 1, "head_dim": heads.shape[1]}
+        arrays = PagedCache(*map(self.to_device, (*cache, place, first, first[None])))
+        self.kernels.rope_store(device_layer(self.to_device, table, **sizes), qkv, arrays)
         return self.to_host(qkv).reshape(-1, heads.shape[1])[: len(heads)]
 
     def gemv(
@@ -180,11 +182,14 @@ class DeviceCalls:
         out = self.to_device(np.empty((1, queries.size), np.float32))
         one = np.zeros(1, np.int32)
         arrays = (np.ascontiguousarray(keys), np.ascontiguousarray(values), one + length - 1, one)
+        layer = device_layer(
+            self.to_device, num_heads=len(queries), num_kv_heads=num_groups, head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap,
+        )  # fmt: skip
         self.kernels.decode_attention(
-            self.to_device(qkv), len(queries), num_groups,
-            *map(self.to_device, (*arrays, pages[None])),
-            head_dim**-0.5 if scale is None else scale, length,
-            self.to_device(np.full(items, np.nan, np.float32)), out, window, softcap,
+            layer, self.to_device(qkv),
+            PagedCache(*map(self.to_device, (*arrays, pages[None]))), length,
+            self.to_device(np.full(items, np.nan, np.float32)), out,
         )  # fmt: skip
         return self.to_host(out).reshape(queries.shape)
 

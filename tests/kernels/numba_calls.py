@@ -20,6 +20,7 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.ffn_rows import FfnArrays, FfnScratch, new_scratch
 from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from tests.kernels.layer_numbers import layer_numbers
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -58,13 +59,12 @@ def decode_attention(
     if pages is None:
         keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
     out, scores = np.empty_like(queries), np.empty(length, np.float32)
-    factor = np.float32(queries.shape[1] ** -0.5 if scale is None else scale)
-    start, heads_a_group = max(0, length - window) if window else 0, len(queries) // keys.shape[1]
+    factor = queries.shape[1] ** -0.5 if scale is None else scale
+    numbers = layer_numbers(scale=factor, window=window, softcap=softcap)
+    heads_a_group = len(queries) // keys.shape[1]
     for h in range(len(queries)):
-        attend_kernel(
-            queries[h], keys, values, h // heads_a_group, pages, start, length, factor,
-            np.float32(softcap), scores, out[h],
-        )  # fmt: skip
+        group = h // heads_a_group
+        attend_kernel(numbers, queries[h], keys, values, group, pages, length, scores, out[h])
     return out
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items
 from hotcold.numba_kernels.decode.activations import activation, not_zero
@@ -16,6 +19,7 @@ from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.layer_numbers import device_layer
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
@@ -41,6 +45,12 @@ class Step:
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.positions, self.slots, self.page_tables
 
+    def layer(self, put: Callable[[np.ndarray], Any], table: np.ndarray) -> Layer:
+        """With `table` as its rope."""
+        dim = self.cache.shape[-1]
+        facts: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return device_layer(put, table, head_dim=dim, scale=dim**-0.5, **facts)
+
     def token(self, t: int) -> Step:
         """The step of one token alone."""
         rows = slice(t, t + 1)
@@ -51,15 +61,15 @@ class Step:
     def run(self, device: DeviceCalls, max_length: int) -> tuple[np.ndarray, np.ndarray]:
         """The heads' outputs, and the cache afterwards."""
         kernels, put = device.kernels, device.to_device
-        qkv, cache = put(self.qkv), [put(part) for part in self.cache]
-        places, counts = [put(place) for place in self.places], (self.num_heads, self.num_kv_heads)
-        kernels.rope_store(qkv, *counts, put(self.table), *places, *cache)
+        qkv, cache = put(self.qkv), PagedCache(*map(put, (*self.cache, *self.places)))
+        layer = self.layer(put, self.table)
+        kernels.rope_store(layer, qkv, cache)
         dim, num_tokens = self.cache.shape[-1], len(self.qkv)
         items = kernels.attention_scratch_items(num_tokens, self.num_heads, dim, max_length)
         scratch = put(np.full(items, np.nan, np.float32))
         out = put(np.empty((num_tokens, self.num_heads * dim), np.float32))
-        kernels.decode_attention(qkv, *counts, *cache, *places, dim**-0.5, max_length, scratch, out)
-        return device.to_host(out), np.stack([device.to_host(part) for part in cache])
+        kernels.decode_attention(layer, qkv, cache, max_length, scratch, out)
+        return device.to_host(out), np.stack([device.to_host(part) for part in cache[:2]])
 
 
 def make_step(dtype: type, heads: tuple[int, int], dim: int, positions: list[int]) -> Step:
@@ -131,10 +141,10 @@ def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls)
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
 def test_without_rope_only_the_cache_changes(device: DeviceCalls, dtype: type) -> None:
     step = make_step(dtype, (4, 2), 6, [5, 6, 70])
-    qkv, cache = device.to_device(step.qkv), [device.to_device(part) for part in step.cache]
-    places = [device.to_device(place) for place in step.places]
-    none = device.to_device(np.empty((0, 2, 0), np.float32))
-    device.kernels.rope_store(qkv, 4, 2, none, *places, *cache)
+    qkv, put = device.to_device(step.qkv), device.to_device
+    cache = PagedCache(*map(put, (*step.cache, *step.places)))
+    layer = step.layer(put, np.empty((0, 2, 0), np.float32))
+    device.kernels.rope_store(layer, qkv, cache)
     assert (device.to_host(qkv) == step.qkv).all()
     heads = reference.narrowed(step.qkv.reshape(3, 8, 6), dtype)
     for t, position in enumerate(step.positions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_misshapen_rows_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     file_of(tiny(intermediate_size=256), path, {"ffn_down": "Q4_K"})
     config = read_config(path)
-    wider = type(config)(**{**vars(config), "ffn_size": 512})
+    wider = replace(config, ffn_size=512)
     with (
         TensorReader(Checkpoint(path)) as reader,
         pytest.raises(CheckpointError, match="has shape"),

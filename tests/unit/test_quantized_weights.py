@@ -81,10 +81,10 @@ def test_matrices_are_quantized_row_by_row(
     tokens = floats(checkpoint, f"{names.tokens if is_tied else 'lm_head'}.weight")
     np.testing.assert_array_equal(rows_of(head.head), laid_out(tokens, name))
     assert load_embedding(checkpoint, config).tokens.dtype == np.int16
-    for array in (plain.norm_weight, plain.norm_bias, plain.qkv_bias, head.final_norm_weight):
+    for array in (*plain.vectors[:2], plain.vectors.qkv_bias, head.final_norm_weight):
         assert array.dtype == np.float32
-    np.testing.assert_array_equal(attention.norm_weight, plain.norm_weight)
-    np.testing.assert_array_equal(attention.qkv_bias, plain.qkv_bias)
+    np.testing.assert_array_equal(attention.vectors.norm_weight, plain.vectors.norm_weight)
+    np.testing.assert_array_equal(attention.vectors.qkv_bias, plain.vectors.qkv_bias)
 
 
 @pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])

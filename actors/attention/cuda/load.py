@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.arrays import cache_array, position_arrays
+from hotcold.actors.attention.arrays import attention_arrays
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
@@ -21,10 +20,9 @@ from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.check import weight_shapes
 from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.layer_rows import LayerRows, one_format
+from hotcold.numba_kernels.layer_record import LayerVectors
+from hotcold.numba_kernels.layer_rows import one_format
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
-
-Stack = np.ndarray | LayerRows  # of all layers
 
 
 class CudaLoading:
@@ -61,17 +59,17 @@ class CudaLoading:
         def keep(layer: int, weights: AttentionWeights) -> None:
             if arrays is None:
                 return
-            for name, stack in vars(weights).items():
-                target = getattr(arrays, name)
-                if layer < _num_layers(target):
-                    _of_layer(target, layer)[...] = _of_layer(stack, 0)
+            for target, stack in zip(arrays.vectors, weights.vectors, strict=True):
+                target[layer] = stack[0]
+            if layer < self._gpu.first_layer:
+                arrays.qkv.matrix(layer)[...] = weights.qkv.matrix(0)
+                arrays.out[layer] = weights.out[0]
 
         head = self._model.fill(on_bytes, keep)
         if arrays is not None:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
-            spec, shape = self.spec, self._model.shape
-            inner = AttentionService("gpu", spec.index, spec.num_threads, shape, arrays)
+            inner = AttentionService("gpu", self.spec.index, self.spec.num_threads, arrays)
             self._service.host = HostPart(inner)
         return self._service
 
@@ -89,38 +87,22 @@ class CudaLoading:
         return self._gpu.first_layer == 0 and self._gpu.has_head
 
     def _host_arrays(self) -> AttentionArrays:
-        """Empty arrays for the part that the GPU does not hold, with the norms of all layers."""
+        """Empty arrays for the part that the GPU does not hold, with the vectors of all layers."""
         spec, config, layers = self.spec, self._config, self._gpu.first_layer
         none = [np.empty(0, np.int32)] * config.num_layers
         checkpoint = Checkpoint(Path(spec.model_path))
         attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
-        found: dict[str, Any] = {
-            name: _empty_stack(stack, config.num_layers if "norm" in name else layers)
-            for name, stack in vars(attention).items()
-        }
-        return AttentionArrays(
-            **found,
-            **vars(_no_head(head)),
-            keys=cache_array(config, self._cache, layers),
-            values=cache_array(config, self._cache, layers),
-            **position_arrays(config, self._cache),
+        here = AttentionWeights(
+            vectors=LayerVectors(*map(np.empty_like, attention.vectors)),
+            qkv=one_format(_empty_stack(attention.qkv.matrix(0), layers)),
+            out=_empty_stack(attention.out[0], layers),
         )
+        return attention_arrays(config, self._cache, here, _no_head(head))
 
 
-def _num_layers(stack: Stack) -> int:
-    return len(stack.first_rows if isinstance(stack, LayerRows) else stack)
-
-
-def _of_layer(stack: Stack, layer: int) -> np.ndarray:
-    found: np.ndarray = stack.matrix(layer) if isinstance(stack, LayerRows) else stack[layer]
-    return found
-
-
-def _empty_stack(like: Stack, num_layers: int) -> Stack:
-    """An uninitialized stack of layers in the format of the first one."""
-    layer = _of_layer(like, 0)
-    stack = aligned_empty((num_layers, *layer.shape), layer.dtype)
-    return one_format(stack) if isinstance(like, LayerRows) else stack
+def _empty_stack(layer: np.ndarray, num_layers: int) -> np.ndarray:
+    """An uninitialized stack of layers like `layer`."""
+    return aligned_empty((num_layers, *layer.shape), layer.dtype)
 
 
 def _no_head(like: HeadWeights) -> HeadWeights:

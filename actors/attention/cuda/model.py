@@ -6,15 +6,16 @@ So lack of memory shows before anything is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.arrays import attention_shape, position_arrays
+from hotcold.actors.attention.arrays import layer_numbers, rope_tables
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.cuda_kernels.kernels import Layer
 from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
 from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.model_config import ModelConfig
@@ -28,6 +29,7 @@ from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.load.convert import row_lengths
 
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
@@ -36,26 +38,11 @@ _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
 
 
 @dataclass(frozen=True)
-class Norms:
-    """A layer's norms, by their names in `AttentionWeights`: float32, (0,) where there is none."""
-
-    norm_weight: Any
-    norm_bias: Any
-    ffn_norm_weight: Any
-    ffn_norm_bias: Any
-    attention_norm_weight: Any
-    q_norm_weight: Any
-    k_norm_weight: Any
-
-
-@dataclass(frozen=True)
 class AttentionPart:
     """One layer's projections and KV cache; keys, values (pages, KV, 64, head_dim)."""
 
     qkv: DeviceMatrix
-    qkv_bias: Any
     out: DeviceMatrix
-    out_bias: Any
     keys: Any
     values: Any
 
@@ -85,6 +72,7 @@ class Share:
 class CudaModel:
     """A share of a model on a device. The constructor allocates arrays, `fill` reads them.
 
+    layers[l] has what kernels know of a layer beside its matrices, of every layer of the model.
     attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
     int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
     (d,) or (0,) is there for every layer: neuron upload, which computes whole layers, adds it.
@@ -107,13 +95,11 @@ class CudaModel:
         """
         self.config, self.share = config, share
         self._keeps_pages = keeps_pages
-        self.shape = attention_shape(config)
         self.activation = activation(config.activation_fn, config.activation_threshold)
         self._device, self._path, self._dtype = device, path, weight_dtype
         shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
         attention, head, ffn = shapes
-        self._place_ropes(cache)
-        self.norms = [self._norms(attention) for _ in range(config.num_layers)]
+        self.layers = self._layers(attention, cache)
         self.down_bias = [self._like(ffn.down_bias[0, 0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if share.has_head else None
         self.attention = [
@@ -163,15 +149,12 @@ class CudaModel:
             self._fill_ffn(layer, next(layers))
 
     def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
-        norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload
-        for name, norm in vars(norms).items():
-            upload(norm, getattr(weights, name)[0])
-        if part is None:
-            return
-        upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
-        upload(part.qkv_bias, weights.qkv_bias[0])
-        upload(part.out.data, _bits(weights.out[0]))
-        upload(part.out_bias, weights.out_bias[0])
+        part, upload = self.attention[layer], self._device.upload
+        for target, stack in zip(self.layers[layer].vectors, weights.vectors, strict=True):
+            upload(target, stack[0])
+        if part is not None:
+            upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
+            upload(part.out.data, _bits(weights.out[0]))
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
@@ -200,9 +183,18 @@ class CudaModel:
         data = self._device.empty(shape, kind)
         return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
 
-    def _norms(self, weights: AttentionWeights) -> Norms:
-        names = [field.name for field in fields(Norms)]
-        return Norms(**{name: self._like(getattr(weights, name)[0]) for name in names})
+    def _layers(self, weights: AttentionWeights, cache: CacheSpec) -> list[Layer]:
+        tables = [self._uploaded(table) for table in rope_tables(self.config, cache)]
+        tables.append(self._device.empty((0, 2, 0), np.float32))  # of a layer without rope, at -1
+        return [
+            Layer(numbers, LayerVectors(*map(self._like, like)), tables[numbers.rope])
+            for numbers, *like in zip(layer_numbers(self.config), *weights.vectors, strict=True)
+        ]
+
+    def _uploaded(self, array: np.ndarray) -> Any:
+        target = self._like(array)
+        self._device.upload(target, array)
+        return target
 
     def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
         config = self.config
@@ -210,9 +202,7 @@ class CudaModel:
         kind = np.float32 if cache.dtype == "float32" else np.uint16
         return AttentionPart(
             qkv=self._matrix(weights.qkv.matrix(0)),
-            qkv_bias=self._like(weights.qkv_bias[0]),
             out=self._matrix(weights.out[0]),
-            out_bias=self._like(weights.out_bias[0]),
             keys=self._device.empty(pages, kind),
             values=self._device.empty(pages, kind),
         )
@@ -242,16 +232,6 @@ class CudaModel:
             project_out=self._matrix(weights.project_out) if projects else None,
             head=self._matrix(weights.head),
         )
-
-    def _place_ropes(self, cache: CacheSpec) -> None:
-        """rope_tables[l] (P, 2, half), or (0, 2, 0) of a layer without rope; windows[l]."""
-        host = position_arrays(self.config, cache)
-        found = [self._device.empty(table.shape, table.dtype) for table in host["rope_tables"]]
-        for target, table in zip(found, host["rope_tables"], strict=True):
-            self._device.upload(target, table)
-        none = self._device.empty((0, 2, 0), np.float32)
-        self.rope_tables = [found[rope] if rope >= 0 else none for rope in host["layer_ropes"]]
-        self.windows = host["windows"].tolist()
 
 
 def format_of(dtype: np.dtype) -> str:

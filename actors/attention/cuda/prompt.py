@@ -14,12 +14,12 @@ from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.step import norm_queries_and_keys, whole_length
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.serve.serve_attention import adds_late
 
 _BLOCK_BYTES = 64 << 20  # of dequantized weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
@@ -30,7 +30,7 @@ class PromptWork:
 
     def __init__(self, device: Device, model: CudaModel, attention_scratch: Any) -> None:
         """`attention_scratch` is large enough for the longest sequence."""
-        self._device, self._model, self._shape = device, model, model.shape
+        self._device, self._model = device, model
         self._scratch = attention_scratch
         self._wide: Any = None
 
@@ -38,24 +38,25 @@ class PromptWork:
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any]:
         """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), the others (T,)."""
-        norms = self._model.norms[layer]
-        part = self._model.attention[layer]
+        own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
+        vectors, cache = own.vectors, PagedCache(part.keys, part.values, positions, slots, tables)
 
         def add_attention(x: Any, residual: Any) -> Any:
-            qkv = self.linear(x, part.qkv, part.qkv_bias)
-            heads = self._attend(layer, qkv, positions, slots, tables, last_position)
-            out = self.linear(heads, part.out, part.out_bias)
-            if adds_late(self._shape):
-                out = self._norm(out, norms.attention_norm_weight, norms.attention_norm_weight[:0])
-                out *= self._shape.residual_scale
+            qkv = self.linear(x, part.qkv, vectors.qkv_bias)
+            heads = self._attend(own, qkv, cache, last_position)
+            out = self.linear(heads, part.out, vectors.out_bias)
+            if own.numbers.adds_late:
+                weight = vectors.attention_norm_weight
+                out = self._norm(own, out, weight, weight[:0])
+                out *= own.numbers.residual_scale
             out += residual
             return out
 
         return mixed_and_ffn_input(
-            self._shape.order,
+            own.numbers,
             self._layer_input(layer, hidden),
-            norm=lambda x: self._norm(x, norms.norm_weight, norms.norm_bias),
+            norm=lambda x: self._norm(own, x, vectors.norm_weight, vectors.norm_bias),
             ffn_norm=lambda x: self._ffn_norm(layer, x),
             add_attention=add_attention,
         )
@@ -118,10 +119,11 @@ class PromptWork:
         x = self._layer_input(self._model.config.num_layers, hidden)
         no_bias = part.norm_bias[:0]
         if part.norm_weight.shape[0]:
-            x = self._norm(x, part.norm_weight, part.norm_bias)
+            x = self._norm(self._model.layers[-1], x, part.norm_weight, part.norm_bias)
         if part.project_out is not None:
             x = self.linear(x, part.project_out, no_bias)
-        logits, cap = self.linear(x, part.head, no_bias), self._shape.logit_softcap
+        cap = np.float32(self._model.config.logit_softcap)
+        logits = self.linear(x, part.head, no_bias)
         return cap * self._device.xp.tanh(logits / cap) if cap else logits
 
     def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
@@ -168,55 +170,35 @@ class PromptWork:
             self._device.kernels.widen(weights, first, last, wide)
             multiply(wide, first, last)
 
-    def _attend(
-        self,
-        layer: int,
-        qkv: Any,
-        positions: Any,
-        slots: Any,
-        tables: Any,
-        last_position: int,
-    ) -> Any:
+    def _attend(self, layer: Layer, qkv: Any, cache: PagedCache, last_position: int) -> Any:
         """Write keys and values to the cache, then compute causal attention."""
-        shape, kernels = self._shape, self._device.kernels
-        model, part = self._model, self._model.attention[layer]
-        assert part is not None
-        groups = shape.num_heads, shape.num_kv_heads
-        cache, scale, softcap = (part.keys, part.values), float(shape.scale), float(shape.softcap)
-        most = whole_length(last_position + 1, tables.shape[1] * PAGE_POSITIONS)
-        heads = self._device.empty((qkv.shape[0], shape.num_heads * shape.head_dim), np.float32)
-        for few in _few_at_once(qkv.shape[0]):
-            place = positions[few], slots[few], tables
-            norm_queries_and_keys(kernels, shape, model.norms[layer], qkv[few])
-            kernels.rope_store(qkv[few], *groups, model.rope_tables[layer], *place, *cache)
-        for few in _few_at_once(qkv.shape[0]):
-            place = positions[few], slots[few], tables
-            kernels.decode_attention(
-                qkv[few],
-                *groups,
-                *cache,
-                *place,
-                scale,
-                most,
-                self._scratch,
-                heads[few],
-                model.windows[layer],
-                softcap,
-            )
+        numbers, kernels = layer.numbers, self._device.kernels
+        most = whole_length(last_position + 1, cache.page_tables.shape[1] * PAGE_POSITIONS)
+        shape = qkv.shape[0], int(numbers.num_heads * numbers.head_dim)
+        heads = self._device.empty(shape, np.float32)
+        parts = [
+            (few, cache._replace(positions=cache.positions[few], slots=cache.slots[few]))
+            for few in _few_at_once(qkv.shape[0])
+        ]
+        for few, own in parts:
+            norm_queries_and_keys(kernels, layer, qkv[few])
+            kernels.rope_store(layer, qkv[few], own)
+        for few, own in parts:
+            kernels.decode_attention(layer, qkv[few], own, most, self._scratch, heads[few])
         return heads
 
     def _layer_input(self, layer: int, hidden: Any) -> Any:
-        return layer_input(self._shape.order, layer, hidden, self._ffn_norm)
+        before = self._model.layers[max(layer - 1, 0)].numbers
+        return layer_input(before, layer, hidden, self._ffn_norm)
 
     def _ffn_norm(self, layer: int, x: Any) -> Any:
-        norms = self._model.norms[layer]
-        return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias)
+        own = self._model.layers[layer]
+        return self._norm(own, x, own.vectors.ffn_norm_weight, own.vectors.ffn_norm_bias)
 
-    def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
-        shape, out = self._shape, self._device.empty(x.shape, np.float32)
+    def _norm(self, layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
+        out = self._device.empty(x.shape, np.float32)
         for few in _few_at_once(x.shape[0]):
-            kernels = self._device.kernels
-            kernels.norm(shape.norm_kind, x[few], weight, bias, float(shape.norm_epsilon), out[few])
+            self._device.kernels.norm(layer, x[few], weight, bias, out[few])
         return out
 
 

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.model import CudaModel, Norms
+from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.neurons import DeviceSelection
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
-from hotcold.numba_kernels.serve.serve_attention import AttentionShape, adds_late
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -36,16 +35,15 @@ def whole_length(length: int, most: int) -> int:
     return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
 
 
-def norm_queries_and_keys(
-    kernels: CudaKernels, shape: AttentionShape, norms: Norms, qkv: Any
-) -> None:
+def norm_queries_and_keys(kernels: CudaKernels, layer: Layer, qkv: Any) -> None:
     """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
-    queries = shape.num_heads * shape.head_dim
-    keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
-    if norms.q_norm_weight.shape[0]:
-        kernels.norm_parts(qkv, 0, queries, norms.q_norm_weight, epsilon)
-    if norms.k_norm_weight.shape[0]:
-        kernels.norm_parts(qkv, queries, queries + keys, norms.k_norm_weight, epsilon)
+    numbers, vectors = layer.numbers, layer.vectors
+    queries = int(numbers.num_heads * numbers.head_dim)
+    keys = int(numbers.num_kv_heads * numbers.head_dim)
+    if vectors.q_norm_weight.shape[0]:
+        kernels.norm_parts(layer, qkv, 0, queries, vectors.q_norm_weight)
+    if vectors.k_norm_weight.shape[0]:
+        kernels.norm_parts(layer, qkv, queries, queries + keys, vectors.k_norm_weight)
 
 
 class StepWork:
@@ -59,7 +57,7 @@ class StepWork:
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
         """Errors: DeviceMemoryError."""
-        self._device, self._model, self._shape = device, model, model.shape
+        self._device, self._model = device, model
         config, tokens, width = model.config, KERNEL_TOKENS, layout.width
         self.most_length = layout.pages_a_slot * PAGE_POSITIONS
 
@@ -70,7 +68,8 @@ class StepWork:
         self.hidden = floats(tokens, width)
         self._residual, self._normed = floats(tokens, width), floats(tokens, width)
         self._qkv = floats(tokens, config.qkv_rows)
-        self._added = floats(tokens, width if adds_late(self._shape) else 0)
+        is_late = any(layer.adds_late for layer in config.layers)
+        self._added = floats(tokens, width if is_late else 0)
         self._heads = floats(tokens, config.attention_size)
         self.mixed_and_input = floats(2, tokens * width)
         self.input = self.mixed_and_input[1]
@@ -95,62 +94,50 @@ class StepWork:
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
         """hidden → mixed_and_input."""
-        norms, normed = self._model.norms[layer], self._normed[:num_tokens]
+        own, normed = self._model.layers[layer], self._normed[:num_tokens]
         mixed, ffn_input = self.outputs(num_tokens)
 
         def norm(x: Any) -> Any:
             out = ffn_input if x is mixed else normed
-            return self._norm(x, norms.norm_weight, norms.norm_bias, out)
+            return self._norm(own, x, own.vectors.norm_weight, own.vectors.norm_bias, out)
 
         def add_attention(x: Any, residual: Any) -> Any:
             self._add_attention(layer, x, residual, max_length, mixed)
             return mixed
 
         found = mixed_and_ffn_input(
-            self._shape.order,
+            own.numbers,
             self._layer_input(layer, num_tokens),
             norm=norm,
-            ffn_norm=lambda x: self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, ffn_input),
+            ffn_norm=lambda x: self._ffn_norm(layer, x, ffn_input),
             add_attention=add_attention,
         )
+        nothing = self.place[:0]
         for source, target in zip(found, (mixed, ffn_input), strict=True):
-            if source is not target:
-                self._copy(source, target)
+            if source is not target:  # a norm without weights copies, and can be in a graph
+                self._norm(own, source, nothing, nothing, target)
 
     def _add_attention(
         self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any
     ) -> None:
         """mixed = residual + attention(x): (T, d) each."""
-        shape, kernels, num_tokens = self._shape, self._device.kernels, x.shape[0]
-        part = self._model.attention[layer]
+        kernels, num_tokens = self._device.kernels, x.shape[0]
+        own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
         qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
-        kernels.gemv(part.qkv, part.qkv_bias, x, qkv)
+        kernels.gemv(part.qkv, own.vectors.qkv_bias, x, qkv)
         place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
-        cache = part.keys, part.values
-        groups = shape.num_heads, shape.num_kv_heads
-        norm_queries_and_keys(kernels, shape, self._model.norms[layer], qkv)
-        kernels.rope_store(qkv, *groups, self._model.rope_tables[layer], *place, *cache)
-        window, softcap = self._model.windows[layer], float(shape.softcap)
-        kernels.decode_attention(
-            qkv,
-            *groups,
-            *cache,
-            *place,
-            float(shape.scale),
-            max_length,
-            self.attention_scratch,
-            heads,
-            window,
-            softcap,
-        )
-        if not adds_late(shape):
-            kernels.gemv(part.out, part.out_bias, heads, mixed, residual)
+        cache = PagedCache(part.keys, part.values, *place)
+        norm_queries_and_keys(kernels, own, qkv)
+        kernels.rope_store(own, qkv, cache)
+        kernels.decode_attention(own, qkv, cache, max_length, self.attention_scratch, heads)
+        if not own.numbers.adds_late:
+            kernels.gemv(part.out, own.vectors.out_bias, heads, mixed, residual)
             return
         added = self._added[:num_tokens]
-        kernels.gemv(part.out, part.out_bias, heads, added)
-        weight = self._model.norms[layer].attention_norm_weight
-        self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
+        kernels.gemv(part.out, own.vectors.out_bias, heads, added)
+        weight = own.vectors.attention_norm_weight
+        self._norm(own, added, weight, weight[:0], mixed, residual)
 
     def hot(
         self,
@@ -185,7 +172,7 @@ class StepWork:
         no_bias = part.norm_bias[:0]
         if part.norm_weight.shape[0]:
             normed = self._normed[:num_tokens]
-            self._norm(x, part.norm_weight, part.norm_bias, normed)
+            self._norm(self._model.layers[-1], x, part.norm_weight, part.norm_bias, normed)
             x = normed
         if part.project_out is not None:
             projected = self._projected[:num_tokens]
@@ -193,8 +180,8 @@ class StepWork:
             x = projected
         logits = self.logits[:num_tokens]
         kernels.gemv(part.head, no_bias, x, logits)
-        if self._shape.logit_softcap:
-            kernels.softcap(logits, float(self._shape.logit_softcap))
+        if self._model.config.logit_softcap:
+            kernels.softcap(logits, self._model.config.logit_softcap)
 
     def outputs(self, num_tokens: int) -> tuple[Any, Any]:
         """mixed and ffn_input: (T, d) each."""
@@ -204,22 +191,20 @@ class StepWork:
 
     def _layer_input(self, layer: int, num_tokens: int) -> Any:
         def ffn_norm(layer: int, x: Any) -> Any:
-            norms, out = self._model.norms[layer], self._residual[:num_tokens]
-            return self._norm(x, norms.ffn_norm_weight, norms.ffn_norm_bias, out)
+            return self._ffn_norm(layer, x, self._residual[:num_tokens])
 
-        return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
+        before = self._model.layers[max(layer - 1, 0)].numbers
+        return layer_input(before, layer, self.hidden[:num_tokens], ffn_norm)
+
+    def _ffn_norm(self, layer: int, x: Any, out: Any) -> Any:
+        own = self._model.layers[layer]
+        return self._norm(own, x, own.vectors.ffn_norm_weight, own.vectors.ffn_norm_bias, out)
 
     def _norm(
-        self, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None, factor: float = 1.0
+        self, layer: Layer, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None
     ) -> Any:
-        kind, epsilon = self._shape.norm_kind, float(self._shape.norm_epsilon)
-        self._device.kernels.norm(kind, x, weight, bias, epsilon, out, residual, factor)
+        self._device.kernels.norm(layer, x, weight, bias, out, residual)
         return out
-
-    def _copy(self, source: Any, target: Any) -> None:
-        """A norm without weights copies, and can be in a graph."""
-        nothing = source.reshape(-1)[:0]
-        self._norm(source, nothing, nothing, target)
 
 
 class TokenPositions:

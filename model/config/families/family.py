@@ -31,7 +31,7 @@ class Family:
     tied_embeddings: bool = False
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
     tensor_names: TensorNames | Callable[[ModelConfig], TensorNames] = LLAMA_NAMES
-    reads: tuple[str, ...] = ()  # keys that `model.config.build` refuses for other families
+    reads: tuple[str, ...] = ()  # keys that are refused for families that do not name them
     # Of keys that are required for other families.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,62 @@
+"""What kernels know of a layer beside its matrices: a record of numbers, and learned vectors.
+
+Both are filled by name from a `LayerSpec` of the model package; `LayerNumbers` in
+`cuda_kernels/csrc/layer.cuh` is the same record for a GPU.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Fields of a LayerSpec, of its AttentionSpec, and of its LayerOrder. In Numba an array of it gives
+# records, in Python objects with these attributes.
+LAYER_NUMBERS = np.dtype(
+    (
+        np.record,
+        np.dtype(
+            [
+                ("num_heads", np.int32),
+                ("num_kv_heads", np.int32),
+                ("head_dim", np.int32),
+                ("rope", np.int32),  # which of the model's, or -1: heads are not rotated
+                ("window", np.int32),  # positions that a token sees, its own too; 0: all
+                ("norm_kind", np.int32),  # as in numba_kernels.decode.norm
+                ("norm_eps", np.float32),
+                ("scale", np.float32),  # of scores
+                ("softcap", np.float32),  # of scores; 0: none
+                ("residual_scale", np.float32),  # of what attention and FFN add
+                ("adds_late", np.bool_),  # attention's output is normed or scaled, then added
+                ("norms_input", np.bool_),
+                ("norms_sum", np.bool_),
+                ("is_parallel", np.bool_),
+                ("norms_ffn_input", np.bool_),
+                ("norms_output", np.bool_),
+            ],
+            align=True,
+        ),
+    )
+)
+
+
+class LayerVectors(NamedTuple):
+    """A layer's norms and biases outside of the FFN: (L, size) float32, on a GPU (size,) each.
+
+    size is 0 where there is none. norm is before attention and ffn_norm before the FFN, or after
+    their sums; attention_norm is of attention's output, q_norm and k_norm are of one head or of all
+    together.
+    """
+
+    norm_weight: Any
+    norm_bias: Any
+    ffn_norm_weight: Any
+    ffn_norm_bias: Any
+    attention_norm_weight: Any
+    q_norm_weight: Any
+    k_norm_weight: Any
+    qkv_bias: Any
+    out_bias: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(vector.nbytes for vector in self)
