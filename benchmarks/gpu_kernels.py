@@ -24,6 +24,7 @@ from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
+from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.cuda_kernels.timing import graph_seconds, measure_gpu_bandwidth
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
@@ -161,16 +162,17 @@ class Bench:
         items = self.kernels.ffn_scratch_items(num_tokens, height, width)
         scratch = self.to_device(np.empty(items, np.float32))
         counts = self.to_device(np.zeros((num_layers, 2), np.int32))  # who fires; whose up is read
-        no_norms = self.to_device(np.empty(0, np.float32))
+        none = self.to_device(np.empty(0, np.float32))
         bias = self.to_device(np.full(height, self._bias_for(first, density), np.float32))
+
+        layers = [
+            DeviceNeurons(gate, bias, up, none, down, none, none)
+            for gate, up, down in zip(matrices[0::3], matrices[1::3], matrices[2::3], strict=True)
+        ]
 
         def work() -> None:
             for layer, x in enumerate(xs):
-                gate, up, down = matrices[3 * layer : 3 * layer + 3]
-                self.kernels.hot_ffn(
-                    gate, bias, up, None, down, None, x, _RELU, _FIRES, no_norms, scratch,
-                    out, counts[layer],
-                )  # fmt: skip
+                self.kernels.hot_ffn(layers[layer], x, _RELU, _FIRES, scratch, out, counts[layer])
 
         seconds = graph_seconds(work) / num_layers
         num_fired = float(self.to_host(counts)[:, 0].mean())

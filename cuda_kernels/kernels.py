@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher
+from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
+from hotcold.cuda_kernels.neurons import ALL, DeviceNeurons, DeviceSelection
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -134,14 +135,18 @@ class CudaKernels:
         num_tokens, num_rows = _checked_tokens(x), weights.num_rows
         if num_rows == 0:
             return
-        vectors, at = self._vectors(weights, x), self._at(weights.data)
-        is_vector = has_whole_pieces(weights.format, weights.width, at, vectors[0])
+        vectors, at = self._input(weights.format, x), self._at(weights.data)
+        is_vector = has_whole_pieces(weights.format, weights.width, at, *vectors["x"])
         tiles = product_tiles(num_tokens, is_vector)
         entry = _entry("gemv", "GEMV", weights.format, is_vector, tiles.tokens)
+        matrix = record(
+            weights=at,
+            bias=self._at(bias),
+            row_bytes=np.int64(weights.row_bytes),
+            num_rows=np.int64(num_rows),
+        )
         arguments = (
-            at, np.int64(weights.row_bytes), np.int64(num_rows), np.int32(weights.width),
-            self._at(bias), *vectors, np.int32(num_tokens), np.int32(tiles.num_tiles),
-            self._at(residual), self._at(out),
+            matrix, vectors, np.int32(tiles.num_tiles), self._at(residual), self._at(out),
         )  # fmt: skip
         grid = ceil_div(num_rows, product_rows_a_block(weights.format, tiles))
         self._launcher.launch(entry, (grid, 1, 1), THREADS, arguments)
@@ -207,91 +212,102 @@ class CudaKernels:
 
     def hot_ffn(
         self,
-        gate: DeviceMatrix,
-        gate_bias: Any,
-        up: DeviceMatrix | None,
-        up_bias: Any,
-        down: DeviceMatrix,
-        down_bias: Any,
+        neurons: DeviceNeurons,
         x: Any,
         function: Any,
         thresholds: Any,
-        down_norms: Any,
         scratch: Any,
         out: Any,
         num_fired: Any,
-        token_masks: Any = None,
+        selection: DeviceSelection = ALL,
     ) -> None:
-        """The FFN of the hot neurons, those on the device.
+        """The FFN of the hot neurons, those on the device, without the layer's down bias.
 
-        out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
+        out[t] = sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) weight[t, n] down[n]
 
         function, thresholds: `Activation` and `Thresholds` of numba_kernels; drelu applies relu to
-        both factors. A neuron whose gate passes for no token costs its gate row; one that only
-        fails the product threshold also costs its up row. num_fired is set to the number of neurons
-        that fire for any token, and of up rows read. token_masks (N,) uint32: bit t where a neuron
-        is active for token t, None for all. scratch: `ffn_scratch_items`.
-        Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
-                 (d,) or (0,); down_norms (N,) or (0,); num_fired (2,) int32
+        both factors. weight: of the neuron's block, 1 without `selection.block_weights`. A neuron
+        that is selected for no token costs nothing; one whose gate passes for none its gate row;
+        one that only fails the product threshold also its up row. num_fired is set to the number of
+        neurons that fire for any token, and of up rows read. scratch: `ffn_scratch_items`.
+        Shapes:  x, out (T, d); num_fired (2,) int32; there may be no neurons
         """
-        layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
+        layout = FfnLayout(_checked_tokens(x), neurons.num_neurons, neurons.gate.width)
         if layout.num_neurons:
-            self._gates(
-                gate, gate_bias, up, up_bias, x, function, thresholds, down_norms, token_masks,
-                layout, scratch,
-            )  # fmt: skip
-            self._down(down, layout, scratch)
-        _, _, counts, partials, _ = self._parts_of(scratch, layout)
-        cells = layout.num_tokens * layout.width
-        run_partials = RUN_PARTS // layout.parts_a_block
-        arguments = (
-            partials, np.int64(cells), np.int32(layout.width), np.int32(layout.num_partials),
-            np.int32(run_partials), self._at(down_bias), self._at(out), counts,
-            np.int32(layout.num_parts), self._at(num_fired),
-        )  # fmt: skip
+            vectors = self._input(neurons.gate.format, x)
+            rule = record(
+                threshold=np.float32(function.threshold),
+                gate_threshold=np.float32(thresholds.gate),
+                product_threshold=np.float32(thresholds.product),
+                code=np.int32(function.code),
+            )
+            self._gates(neurons, vectors, rule, selection, self._places_of(scratch, layout))
+            self._down(neurons.down, layout, self._places_of(scratch, layout))
+        cells, places = layout.num_tokens * layout.width, self._places_of(scratch, layout)
+        sums = record(
+            partials=places.partials,
+            fired_counts=places.fired_counts,
+            cells=np.int64(cells),
+            num_partials=np.int32(layout.num_partials),
+            run_partials=np.int32(RUN_PARTS // layout.parts_a_block),
+            num_parts=np.int32(layout.num_parts),
+        )
+        arguments = sums, self._at(out), self._at(num_fired)
         self._launcher.launch(_SUM_PARTS, (ceil_div(cells, WARP), 1, 1), THREADS, arguments)
 
     def _gates(
         self,
-        gate: DeviceMatrix,
-        gate_bias: Any,
-        up: DeviceMatrix | None,
-        up_bias: Any,
-        x: Any,
-        function: Any,
-        thresholds: Any,
-        down_norms: Any,
-        token_masks: Any,
-        layout: FfnLayout,
-        scratch: Any,
+        neurons: DeviceNeurons,
+        vectors: np.ndarray,
+        rule: np.ndarray,
+        selection: DeviceSelection,
+        places: _FfnPlaces,
     ) -> None:
-        vectors = self._vectors(gate, x)
+        gate, up = neurons.gate, neurons.up
         at = self._at(gate.data), self._at(None if up is None else up.data)
-        is_vector = has_whole_pieces(gate.format, gate.width, *at, vectors[0])
-        tiles = product_tiles(layout.num_tokens, is_vector)
-        h, is_fired, *_ = self._parts_of(scratch, layout)
+        is_vector = has_whole_pieces(gate.format, gate.width, *at, *vectors["x"])
+        tiles = product_tiles(int(vectors["num_tokens"][0]), is_vector)
+        rows = record(
+            gate=at[0],
+            up=at[1],
+            gate_bias=self._at(neurons.gate_bias),
+            up_bias=self._at(neurons.up_bias),
+            down_norms=self._at(neurons.down_norms),
+            starts=self._at(neurons.starts),
+            row_bytes=np.int64(gate.row_bytes),
+            num_neurons=np.int32(neurons.num_neurons),
+            num_blocks=np.int32(max(1, neurons.starts.size - 1)),
+        )
+        chosen = record(
+            token_masks=self._at(selection.token_masks),
+            block_weights=self._at(selection.block_weights),
+        )
         arguments = (
-            *at, self._at(gate_bias), self._at(up_bias), self._at(down_norms),
-            self._at(token_masks),
-            np.int64(gate.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
-            *vectors, np.int32(layout.num_tokens), np.int32(function.code),
-            np.float32(function.threshold), np.float32(thresholds.gate),
-            np.float32(thresholds.product), np.int32(tiles.num_tiles), h, is_fired,
+            rows, vectors, rule, chosen, np.int32(tiles.num_tiles), places.h, places.is_fired,
         )  # fmt: skip
         entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
-        grid = ceil_div(layout.num_neurons, product_rows_a_block(gate.format, tiles))
+        grid = ceil_div(neurons.num_neurons, product_rows_a_block(gate.format, tiles))
         self._launcher.launch(entry, (grid, 1, 1), THREADS, arguments)
 
-    def _down(self, down: DeviceMatrix, layout: FfnLayout, scratch: Any) -> None:
+    def _down(self, down: DeviceMatrix, layout: FfnLayout, places: _FfnPlaces) -> None:
         at = self._at(down.data)
-        h, is_fired, counts, partials, _ = self._parts_of(scratch, layout)
-        is_vector = has_whole_pieces(down.format, down.width, at, partials)
+        is_vector = has_whole_pieces(down.format, down.width, at, places.partials)
         tiles = down_tiles(down.format, layout.num_tokens, is_vector)
-        arguments = (
-            at, np.int64(down.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
-            is_fired, h, np.int32(layout.num_tokens), np.int32(layout.part_size),
-            np.int32(layout.parts_a_block), np.int32(tiles.num_tiles), partials, counts,
-        )  # fmt: skip
+        rows = record(
+            down=at,
+            is_fired=places.is_fired,
+            h=places.h,
+            row_bytes=np.int64(down.row_bytes),
+            num_neurons=np.int32(layout.num_neurons),
+            width=np.int32(layout.width),
+            num_tokens=np.int32(layout.num_tokens),
+        )
+        parts = record(
+            part_size=np.int32(layout.part_size),
+            parts_a_block=np.int32(layout.parts_a_block),
+            tiles=np.int32(tiles.num_tiles),
+        )
+        arguments = rows, parts, places.partials, places.fired_counts
         columns = down_columns_a_thread(down.format, is_vector) * THREADS // tiles.num_tiles
         grid = (ceil_div(layout.width, columns), layout.num_partials, 1)
         entry = _entry("down", "DOWN_PARTS", down.format, is_vector, tiles.tokens)
@@ -321,20 +337,29 @@ class CudaKernels:
         """The address of an array; null for None and for an empty one."""
         return NULL if array is None or array.size == 0 else self._launcher.pointer(array)
 
-    def _parts_of(self, scratch: Any, layout: FfnLayout) -> list[np.uint64]:
-        """Addresses of the parts of `FfnLayout.offsets`."""
+    def _places_of(self, scratch: Any, layout: FfnLayout) -> _FfnPlaces:
         needed = layout.offsets[-1]
         if scratch.size < needed:
             raise ValueError(f"scratch has {scratch.size} items, the hot FFN needs {needed}")
         base = self._at(scratch)
-        return [base + np.uint64(4 * offset) for offset in layout.offsets]
+        return _FfnPlaces(*(base + np.uint64(4 * offset) for offset in layout.offsets[:-1]))
 
-    def _vectors(
-        self, weights: DeviceMatrix, x: Any
-    ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-        """Pointers of `Input`: x, and for quantized weights values, scales and sums."""
-        if weights.format in ITEM_BYTES:
-            return self._at(x), NULL, NULL, NULL
+    def _input(self, weight_format: str, x: Any) -> np.ndarray:
+        """The record `Input`: x, and for quantized weights values, scales and sums."""
+        num_tokens, width = x.shape
+        values = scales = sums = NULL
+        if weight_format not in ITEM_BYTES:
+            values, scales, sums = self._quantized_vectors(x)
+        return record(
+            x=self._at(x),
+            values=values,
+            scales=scales,
+            sums=sums,
+            num_tokens=np.int32(num_tokens),
+            width=np.int32(width),
+        )
+
+    def _quantized_vectors(self, x: Any) -> tuple[np.uint64, np.uint64, np.uint64]:
         num_tokens, width = x.shape
         scratch = self._quantized.get(width)
         if scratch is None:
@@ -347,7 +372,16 @@ class CudaKernels:
         arguments = self._at(x), np.int32(width), at, at + scales, at + sums
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
         at = self._at(scratch)
-        return self._at(x), at, at + scales, at + sums
+        return at, at + scales, at + sums
+
+
+class _FfnPlaces(NamedTuple):
+    """Addresses of the parts of `FfnLayout.offsets`."""
+
+    h: np.uint64
+    is_fired: np.uint64
+    fired_counts: np.uint64
+    partials: np.uint64
 
 
 def _entry(file: str, macro: str, weight_format: str, is_vector: bool, *numbers: int) -> Entry:

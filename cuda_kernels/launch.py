@@ -15,6 +15,12 @@ Argument = np.generic | np.ndarray
 NULL = np.uint64(0)
 
 
+def record(**members: np.generic) -> np.ndarray:
+    """A struct of a kernel's source by value, with these members in this order: (1,)."""
+    kind = np.dtype([(name, value.dtype) for name, value in members.items()], align=True)
+    return np.array([tuple(members.values())], kind)
+
+
 class Launcher(Protocol):
     """Runs kernels over arrays of its own kind."""
 
@@ -28,7 +34,7 @@ class Launcher(Protocol):
         self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[Argument]
     ) -> None:
         """Run a kernel; arguments are uint64 (addresses), int32, int64, float32, and structures:
-        arrays () of a structured dtype, passed by value.
+        arrays () or (1,) of a structured dtype, passed by value.
         """
 
 

@@ -14,7 +14,7 @@ from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.ffn import UNIT, block_sizes
+from hotcold.model.weights.ffn import UNIT
 from hotcold.placement.plan import PlacementPlan, load_plan
 
 Layers = list[np.ndarray]  # int32 ids of each layer
@@ -147,7 +147,7 @@ def cold_shards(
     config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None, others: Layers
 ) -> list[Layers]:
     """Each CPU service's neurons in loading order: its planned ones and its share of `others`."""
-    sizes = [block_sizes(config, layer) for layer in range(config.num_layers)]
+    sizes = [layer.ffn.block_sizes for layer in config.layers]
     assigned = [assign_in_blocks(ids, own, threads) for ids, own in zip(others, sizes, strict=True)]
     shards = [list(layers) for layers in zip(*assigned, strict=True)]
     if planned is None:

@@ -145,11 +145,15 @@ DEVICE int list_fired(
 
 struct DownRows {
     const u8* down;
-    i64 row_bytes;
-    int num_neurons, width;
     const int* is_fired;
     const float* h;
-    int num_tokens;
+    i64 row_bytes;
+    int num_neurons, width, num_tokens;
+};
+
+struct Parts {
+    int part_size, parts_a_block;
+    int tiles;  // of tokens
 };
 
 // Adds a part's listed rows to `sums`; a thread has a few of them in flight.
@@ -213,28 +217,28 @@ DEVICE void store_sums(
 // partials (grid.y, T, width): the sums of each block's parts; fired_counts (all parts,).
 template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void down_parts(
-    const DownRows& from, int part_size, int parts_a_block, int tiles, float* partials,
-    int* fired_counts) {
+    const DownRows& from, const Parts& parts, float* partials, int* fired_counts) {
     constexpr int MAX_TILES = MAX_STEP_TOKENS / TOKENS;
     constexpr int STEP_TOKENS = TOKENS < 4 ? TOKENS : TOKENS * MAX_TILES;
     using Own = Piece<FORMAT, VECTOR>;
     __shared__ Fired<STEP_TOKENS> fired;
-    int columns = THREADS / tiles, tile = threadIdx.x / columns, first_token = tile * TOKENS;
+    int columns = THREADS / parts.tiles, tile = threadIdx.x / columns, first_token = tile * TOKENS;
     Own piece(blockIdx.x * columns + threadIdx.x % columns, from.width);
-    int first_part = blockIdx.y * parts_a_block;
-    for (int p = 0; p < parts_a_block; ++p) {
-        i64 first = static_cast<i64>(first_part + p) * part_size;
+    int first_part = blockIdx.y * parts.parts_a_block;
+    for (int p = 0; p < parts.parts_a_block; ++p) {
+        i64 first = static_cast<i64>(first_part + p) * parts.part_size;
+        i64 last = first + parts.part_size;
         if (first >= from.num_neurons) break;
-        i64 last = first + part_size < from.num_neurons ? first + part_size : from.num_neurons;
+        if (last > from.num_neurons) last = from.num_neurons;
         int counts = list_fired(
             from.is_fired, from.h, static_cast<int>(first), static_cast<int>(last), from.num_tokens,
-            TOKENS * tiles, fired);
+            TOKENS * parts.tiles, fired);
         int count = counts & ((1 << UP_SHIFT) - 1);
         if (blockIdx.x == 0 && threadIdx.x == 0) store(fired_counts + first_part + p, counts);
         if (!piece.is_inside()) continue;
         float sums[TOKENS][Own::ITEMS] = {};
         add_part<FORMAT, VECTOR, TOKENS>(
-            from, piece, fired, count, TOKENS * tiles, first_token, sums);
+            from, piece, fired, count, TOKENS * parts.tiles, first_token, sums);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             i64 row = static_cast<i64>(blockIdx.y) * from.num_tokens + first_token + t;
@@ -247,10 +251,6 @@ DEVICE void down_parts(
 #define DOWN_PARTS(FORMAT, VECTOR, TOKENS)                                                         \
     ENTRY(THREADS)                                                                                 \
     down_parts_##FORMAT##_##VECTOR##_##TOKENS(                                                     \
-        const u8* down, i64 row_bytes, int num_neurons, int width, const int* is_fired,            \
-        const float* h, int num_tokens, int part_size, int parts_a_block, int tiles,               \
-        float* partials, int* fired_counts) {                                                      \
-        DownRows from{down, row_bytes, num_neurons, width, is_fired, h, num_tokens};               \
-        down_parts<FORMAT, VECTOR, TOKENS>(                                                        \
-            from, part_size, parts_a_block, tiles, partials, fired_counts);                        \
+        DownRows from, Parts parts, float* partials, int* fired_counts) {                          \
+        down_parts<FORMAT, VECTOR, TOKENS>(from, parts, partials, fired_counts);                   \
     }

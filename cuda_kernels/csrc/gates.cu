@@ -1,7 +1,7 @@
 // The hot FFN's first kernel: which neurons fire, and their h. A warp takes a few neurons: their
 // gate rows, and where a gate passes for any token, its up row.
 //
-//     h[n, t] = fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n])
+//     h[n, t] = fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * weight[t, block]
 //
 // A neuron fires where |fn(gate . x)| passes the gate threshold and |h|, times its down row's norm
 // where that is known, the product threshold; there is none below zero. With drelu both factors are
@@ -26,28 +26,60 @@ DEVICE float activate(int code, float threshold, float value) {
 // A NaN passes, so that it reaches the output.
 DEVICE bool passes(float value, float threshold) { return !(fabsf(value) <= threshold); }
 
+// A layer's neurons, in blocks: block b has the rows starts[b] to starts[b + 1] - 1.
 struct GateRows {
     const u8* gate;
     const u8* up;  // null in a two-matrix FFN
     const float* gate_bias;
     const float* up_bias;
     const float* down_norms;  // null: all are one
-    const u32* token_masks;   // bit t: whether the neuron is active for token t; null: all are
+    const int* starts;        // null: one block
     i64 row_bytes;
-    int num_neurons;
+    int num_neurons, num_blocks;
 };
+
+// Which neurons a step computes for which of its tokens; null: all.
+struct Chosen {
+    const u32* token_masks;      // bit t: whether the neuron is computed for token t
+    const float* block_weights;  // (T, B): factors of h; 0: the block is not computed for the token
+
+    DEVICE bool is_all() const { return !token_masks && !block_weights; }
+};
+
+struct FiringRule {
+    float threshold;  // of the function
+    float gate_threshold, product_threshold;
+    int code;  // of the function
+};
+
+DEVICE float block_weight(const GateRows& from, const Chosen& chosen, i64 row, int token) {
+    int block = 0;
+    for (int end = from.num_blocks; end - block > 1;) {
+        int middle = (block + end) / 2;
+        if (load(from.starts + middle) <= row) block = middle;
+        else end = middle;
+    }
+    return load(chosen.block_weights + token * from.num_blocks + block);
+}
+
+// Bits of the warp's rows that any of its own lanes has.
+template <int ROWS, int TOKENS>
+DEVICE u32 rows_of_lanes(bool has) {
+    u32 lanes = __ballot_sync(ALL_LANES, has), rows = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        u32 of_row = lanes >> r * TOKENS & ((1u << TOKENS) - 1);
+        rows |= of_row ? 1u << r : 0;
+    }
+    return rows;
+}
 
 // Bits of the warp's rows: whether each fires in any of the warps that share it.
 template <int ROWS, int TOKENS>
 DEVICE u32 rows_that_fire(bool fires, const WarpTile<ROWS, TOKENS>& tile, int tiles) {
     __shared__ u32 of_warps[WARPS];
     if (tiles > 1) __syncthreads();  // the last call's may still be read
-    u32 lanes = __ballot_sync(ALL_LANES, fires), rows = 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        u32 of_row = lanes >> r * TOKENS & ((1u << TOKENS) - 1);
-        rows |= of_row ? 1u << r : 0;
-    }
+    u32 rows = rows_of_lanes<ROWS, TOKENS>(fires);
     if (tiles == 1) return rows;
     if (tile.lane == 0) of_warps[threadIdx.x / WARP] = rows;
     __syncthreads();
@@ -57,37 +89,47 @@ DEVICE u32 rows_that_fire(bool fires, const WarpTile<ROWS, TOKENS>& tile, int ti
 }
 
 // h (N, T): rows of neurons that fire for no token are left as they are. is_fired (N,): bit 0 where
-// a neuron fires, bit 1 where its up row was read.
+// a neuron fires, bit 1 where its up row was read. Rows that no token chose are not read.
 template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void gates(
-    const GateRows& from, const Input& in, int code, float threshold, float gate_threshold,
-    float product_threshold, int tiles, float* h, int* is_fired) {
+    const GateRows& from, const Input& in, const FiringRule& rule, const Chosen& chosen, int tiles,
+    float* h, int* is_fired) {
     constexpr int ROWS = rows_of(FORMAT, TOKENS);
     WarpTile<ROWS, TOKENS> tile(tiles, from.num_neurons);
     Rows rows = tile.rows(from.gate, from.row_bytes);
     i64 row = tile.first_row + tile.row();
-    bool is_valid = tile.is_valid(in.num_tokens);
-    float value = dot_products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
-    bool is_active = is_valid;
-    if (is_valid && from.token_masks) is_active = load(from.token_masks + row) >> tile.token() & 1;
+    bool is_valid = tile.is_valid(in.num_tokens), is_active = is_valid;
+    float value = 0.0f;
+    if (!chosen.is_all()) {
+        if (is_active && chosen.token_masks) {
+            is_active = load(chosen.token_masks + row) >> tile.token() & 1;
+        }
+        if (is_active && chosen.block_weights) {
+            is_active = block_weight(from, chosen, row, tile.token()) != 0.0f;
+        }
+        rows.active &= rows_of_lanes<ROWS, TOKENS>(is_active);
+    }
+    if (rows.active) {
+        value = dot_products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
+    }
     if (is_valid && from.gate_bias) value += load(from.gate_bias + row);
-    value = is_active ? activate(code, threshold, value) : 0.0f;
-    bool fires = is_active && passes(value, gate_threshold);
+    value = is_active ? activate(rule.code, rule.threshold, value) : 0.0f;
+    bool fires = is_active && passes(value, rule.gate_threshold);
     if (!fires) value = 0.0f;
     u32 fired = rows_that_fire(fires, tile, tiles), passed = fired;
-    bool drops = product_threshold >= 0.0f && from.up;
-    if (from.up && (fired != 0 || drops)) {  // with `drops` the block syncs again: all warps go on
+    if (from.up && fired) {
         rows = tile.rows(from.up, from.row_bytes);
         rows.active &= fired;
         float factor =
             dot_products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
         if (is_valid && from.up_bias) factor += load(from.up_bias + row);
-        if (code == DRELU && factor <= 0.0f) factor = 0.0f;
+        if (rule.code == DRELU && factor <= 0.0f) factor = 0.0f;
         if (fires) value *= factor;
     }
-    if (drops) {
+    if (fires && chosen.block_weights) value *= block_weight(from, chosen, row, tile.token());
+    if (from.up && rule.product_threshold >= 0.0f) {
         float norm = is_valid && from.down_norms ? load(from.down_norms + row) : 1.0f;
-        fires = fires && passes(value * norm, product_threshold);
+        fires = fires && passes(value * norm, rule.product_threshold);
         if (!fires) value = 0.0f;
         fired = rows_that_fire(fires, tile, tiles);
     }
@@ -103,14 +145,7 @@ DEVICE void gates(
 #define GATES(FORMAT, VECTOR, TOKENS)                                                              \
     ENTRY(THREADS)                                                                                 \
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
-        const u8* gate, const u8* up, const float* gate_bias, const float* up_bias,                \
-        const float* down_norms, const u32* token_masks, i64 row_bytes, int num_neurons,           \
-        int width, const float* x, const u8* values, const float* scales, const float* sums,       \
-        int num_tokens, int code, float threshold, float gate_threshold, float product_threshold,  \
-        int tiles, float* h, int* is_fired) {                                                      \
-        GateRows from{                                                                             \
-            gate, up, gate_bias, up_bias, down_norms, token_masks, row_bytes, num_neurons};        \
-        Input in{x, values, scales, sums, num_tokens, width};                                      \
-        gates<FORMAT, VECTOR, TOKENS>(                                                             \
-            from, in, code, threshold, gate_threshold, product_threshold, tiles, h, is_fired);     \
+        GateRows from, Input in, FiringRule rule, Chosen chosen, int tiles, float* h,              \
+        int* is_fired) {                                                                           \
+        gates<FORMAT, VECTOR, TOKENS>(from, in, rule, chosen, tiles, h, is_fired);                 \
     }

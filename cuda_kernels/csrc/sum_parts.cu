@@ -19,31 +19,35 @@ DEVICE float run_sum(const float* partials, i64 cells, int first, int last) {
     return sum;
 }
 
-// partials (num_partials, T, width), of which `run_partials` (RUN_PARTS or 1) are a run.
-DEVICE void sum_runs(
-    const float* partials, i64 cells, int width, int num_partials, int run_partials,
-    const float* bias, float* out) {
+// partials (num_partials, cells), of which `run_partials` (RUN_PARTS or 1) are a run; fired_counts
+// (num_parts,).
+struct PartSums {
+    const float* partials;
+    const int* fired_counts;
+    i64 cells;  // of the output
+    int num_partials, run_partials, num_parts;
+};
+
+DEVICE void sum_runs(const PartSums& from, float* out) {
     __shared__ float sums[WARPS][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     i64 cell = static_cast<i64>(blockIdx.x) * WARP + lane;
-    int num_runs = (num_partials + run_partials - 1) / run_partials;
+    int num_runs = (from.num_partials + from.run_partials - 1) / from.run_partials;
     float total = 0.0f;
     for (int begin = 0; begin < num_runs; begin += WARPS) {
         int run = begin + warp;
         float sum = 0.0f;
-        if (cell < cells && run < num_runs) {
-            int first = run * run_partials;
-            int last = min_of(first + run_partials, num_partials);
-            sum = run_sum(partials + cell, cells, first, last);
+        if (cell < from.cells && run < num_runs) {
+            int first = run * from.run_partials;
+            int last = min_of(first + from.run_partials, from.num_partials);
+            sum = run_sum(from.partials + cell, from.cells, first, last);
         }
         sums[warp][lane] = sum;
         __syncthreads();
         for (int i = 0; i < WARPS && begin + i < num_runs; ++i) total += sums[i][lane];
         __syncthreads();
     }
-    if (warp > 0 || cell >= cells) return;
-    if (bias) total += load(bias + static_cast<int>(cell % width));
-    store(out + cell, total);
+    if (warp == 0 && cell < from.cells) store(out + cell, total);
 }
 
 // num_fired (2,): neurons that fire, and up rows read, from the two halves of each count.
@@ -64,9 +68,7 @@ DEVICE void count_fired(const int* fired_counts, int num_parts, int* num_fired) 
 
 #define SUM_PARTS()                                                                                \
     ENTRY(THREADS)                                                                                 \
-    sum_parts(                                                                                     \
-        const float* partials, i64 cells, int width, int num_partials, int run_partials,           \
-        const float* bias, float* out, const int* fired_counts, int num_parts, int* num_fired) {   \
-        count_fired(fired_counts, num_parts, num_fired);                                           \
-        sum_runs(partials, cells, width, num_partials, run_partials, bias, out);                   \
+    sum_parts(PartSums from, float* out, int* num_fired) {                                         \
+        count_fired(from.fired_counts, from.num_parts, num_fired);                                 \
+        sum_runs(from, out);                                                                       \
     }

@@ -32,11 +32,6 @@ UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows ca
 _ROWS_AT_ONCE = 64
 
 
-def block_sizes(config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Neurons of each of a layer's blocks, whose ids follow each other."""
-    return (config.ffn_size,)
-
-
 @dataclass
 class FfnWeights:
     """N neurons of L layers, each layer's in B blocks.
@@ -180,13 +175,13 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
 
 def _blocks_of(config: ModelConfig, layer: int, ids: np.ndarray) -> np.ndarray:
     """The block of each of these neurons."""
-    ends = np.cumsum(block_sizes(config, layer))
+    ends = np.cumsum(config.layers[layer].ffn.block_sizes)
     return np.searchsorted(ends, ids, side="right")
 
 
 def _starts(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
     """`FfnWeights.starts`; where a layer has fewer blocks than others, empty ones follow."""
-    num_blocks = max(len(block_sizes(config, layer)) for layer in range(config.num_layers))
+    num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
     sizes = [
         np.bincount(_blocks_of(config, layer, ids), minlength=num_blocks)
         for layer, ids in enumerate(neuron_ids)

@@ -38,6 +38,7 @@ class CudaInProcess(InProcessSystem):
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            num_blocks=self.num_blocks,
             bundle_bytes=self.bundle_bytes,
         )
         return replace(super().gpu_spec(), gpu_layout=layout)

@@ -107,6 +107,7 @@ class InProcessSystem:
     has_down_norms: bool = False
     bundle_bytes: int = 0
     predictor_words: int = 0
+    num_blocks: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -127,6 +128,7 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            num_blocks=self.num_blocks,
             predictor_words=self.predictor_words,
             bundle_bytes=self.bundle_bytes,
         )

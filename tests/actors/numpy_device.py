@@ -19,6 +19,7 @@ import torch
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
+from hotcold.cuda_kernels.neurons import ALL
 from hotcold.model.config import activations
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from hotcold.numba_kernels.load.convert import to_float32
@@ -195,26 +196,34 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def hot_ffn(
-        self, gate, gate_bias, up, up_bias, down, down_bias, x, function, thresholds,
-        down_norms, scratch, out, num_fired,
-    ):  # fmt: skip
+    def hot_ffn(self, neurons, x, function, thresholds, scratch, out, num_fired, selection=ALL):
+        size = neurons.num_neurons
         assert x.shape[0] <= 32
-        assert scratch.size >= self.ffn_scratch_items(x.shape[0], gate.num_rows, x.shape[1])
+        assert scratch.size >= self.ffn_scratch_items(x.shape[0], size, x.shape[1])
+
+        def linear(matrix, bias):
+            return x @ as_floats(matrix).T + (bias if bias.size else 0)
 
         def run() -> None:
-            h = activated(function, x @ as_floats(gate).T + (gate_bias if gate_bias.size else 0))
+            h = activated(function, linear(neurons.gate, neurons.gate_bias))
             fires = ~(np.abs(h) <= thresholds.gate)
+            masks, weights = selection
+            if masks is not None:
+                fires &= (masks >> np.arange(x.shape[0])[:, None]) & 1 != 0
+            if weights is not None:
+                starts = neurons.starts if neurons.starts.size else [0, size]
+                weights = weights.repeat(np.diff(starts), axis=1)
+                fires &= weights != 0
             num_fired[:] = np.count_nonzero(fires.any(axis=0))
-            if up is not None:
-                factors = x @ as_floats(up).T + (up_bias if up_bias.size else 0)
-                h = h * activated_up(function, factors)
-                if thresholds.product >= 0:
-                    sizes = np.abs(h) * (down_norms if down_norms.size else 1)
-                    fires &= ~(sizes <= thresholds.product)
-                    num_fired[0] = np.count_nonzero(fires.any(axis=0))
-            h = np.where(fires, h, np.float32(0))
-            out[:] = h @ as_floats(down) + (down_bias if down_bias.size else 0)
+            if neurons.up is not None:
+                h = h * activated_up(function, linear(neurons.up, neurons.up_bias))
+            if weights is not None:
+                h = h * weights
+            if neurons.up is not None and thresholds.product >= 0:
+                sizes = np.abs(h) * (neurons.down_norms if neurons.down_norms.size else 1)
+                fires &= ~(sizes <= thresholds.product)
+                num_fired[0] = np.count_nonzero(fires.any(axis=0))
+            out[:] = np.where(fires, h, np.float32(0)) @ as_floats(neurons.down)
 
         self._device.run(run)
 

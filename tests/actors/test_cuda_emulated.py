@@ -59,9 +59,8 @@ class LaterLauncher:
         self._device.run(run)
 
 
-@pytest.fixture(scope="module")
-def device() -> Callable[[], NumpyDevice]:
-    """Makes devices whose kernels are CUDA's."""
+def emulated_devices() -> Callable[[], NumpyDevice]:
+    """Makes devices whose kernels are CUDA's; skips the test without a compiler."""
     try:
         library = emulated_library()
     except FileNotFoundError as problem:
@@ -71,6 +70,12 @@ def device() -> Callable[[], NumpyDevice]:
         return CudaKernels(LaterLauncher(device, library))
 
     return lambda: NumpyDevice(make_kernels=kernels)
+
+
+@pytest.fixture(scope="module")
+def device() -> Callable[[], NumpyDevice]:
+    """`emulated_devices`."""
+    return emulated_devices()
 
 
 @pytest.mark.sweep(keep=4)

@@ -26,7 +26,7 @@ from tests.kernels import (
     test_rows,
 )
 from tests.kernels.arrays import random_bits, random_floats
-from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.quantized_rows import SUMMED, random_rows
 from tests.kernels.reference import narrowed, widened
 
@@ -103,16 +103,13 @@ def test_a_graph_gives_the_same_bits(device: DeviceCalls, kind: str) -> None:
             np.concatenate([random_rows(s, kind, 64, width).rows] * (height // 64))
             for s in (1, 2, 3)
         ]
-    gate, up, down = (device_matrix(matrix, device.to_device) for matrix in values)
+    neurons = device.neurons(*values)
     x, out = cupy.asarray(random_floats(4, 4, width)), cupy.empty((4, width), np.float32)
     scratch = cupy.empty(device.kernels.ffn_scratch_items(4, height, width), np.float32)
-    count, no_norms = cupy.empty(2, np.int32), cupy.empty(0, np.float32)
-    relu, fires = activation("relu"), not_zero("relu")
+    relu, fires, count = activation("relu"), not_zero("relu"), cupy.empty(2, np.int32)
 
     def run() -> None:
-        device.kernels.hot_ffn(
-            gate, None, up, None, down, None, x, relu, fires, no_norms, scratch, out, count
-        )
+        device.kernels.hot_ffn(neurons, x, relu, fires, scratch, out, count)
 
     run()
     expected = [out.get()]

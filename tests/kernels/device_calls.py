@@ -13,6 +13,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, fill_masks
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
@@ -22,6 +23,7 @@ from hotcold.numba_kernels.decode.activations import (
     activation,
     not_zero,
 )
+from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
 from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from tests.kernels.layer_numbers import device_layer
 from tests.kernels.numba_calls import floats
@@ -97,37 +99,58 @@ class DeviceCalls:
     ) -> tuple[np.ndarray, np.ndarray]:
         if thresholds is None:
             thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
-        num_neurons = gate.shape[0]
-        biases = [floats(gate_bias), floats(up_bias), floats(down_norms)]
-        function = activation(activation_fn, threshold)
-        own = np.arange(num_neurons, dtype=np.int32) if ids is None else ids
+        own = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
         if not own.size:
             return np.zeros_like(x), own
-        masks = None
-        if ids is not None:  # a device computes all neurons, those not listed for no token
-            masks = np.zeros(num_neurons, np.uint32)
-            masks[own] = 0xFFFFFFFF if token_masks is None else token_masks
-        out, is_fired = self._ffn((gate, up, down), biases, x, masks, function, thresholds)
+        selection = EVERYTHING
+        if ids is not None:
+            masks = np.full(own.size, 0xFFFFFFFF, np.uint32) if token_masks is None else token_masks
+            selection = Selection(True, own, masks, EVERYTHING.block_weights)
+        neurons = self.neurons(gate, up, down, gate_bias, up_bias, down_norms)
+        function = activation(activation_fn, threshold)
+        out, is_fired = self.selected_ffn(neurons, x, selection, function, thresholds)
         return out, own if thresholds == ALL_FIRE else own[is_fired[own]]
 
-    def _ffn(
+    def neurons(
         self,
-        matrices: tuple[np.ndarray, np.ndarray | None, np.ndarray],
-        biases: list[np.ndarray],
+        gate: np.ndarray,
+        up: np.ndarray | None,
+        down: np.ndarray,
+        gate_bias: np.ndarray | None = None,
+        up_bias: np.ndarray | None = None,
+        down_norms: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+    ) -> DeviceNeurons:
+        """A layer's neurons, copied to the device."""
+        biases = [self.to_device(floats(each)) for each in (gate_bias, up_bias, down_norms)]
+        matrices = [None if each is None else self._matrix(each) for each in (gate, up, down)]
+        blocks = np.empty(0, np.int32) if starts is None else starts.astype(np.int32)
+        assert matrices[0] is not None and matrices[2] is not None
+        return DeviceNeurons(
+            matrices[0], biases[0], matrices[1], biases[1], matrices[2], biases[2],
+            self.to_device(blocks),
+        )  # fmt: skip
+
+    def selected_ffn(
+        self,
+        neurons: DeviceNeurons,
         x: np.ndarray,
-        masks: np.ndarray | None,
+        selection: Selection,
         function: Activation,
         thresholds: Thresholds,
     ) -> tuple[np.ndarray, np.ndarray]:
-        gate, up, down = (m if m is None else self._matrix(m) for m in matrices)
-        layout = FfnLayout(len(x), len(matrices[0]), x.shape[1])
-        items = self.kernels.ffn_scratch_items(len(x), len(matrices[0]), x.shape[1])
+        """The output (T, d), and whether each neuron fires for any token (N,)."""
+        layout = FfnLayout(len(x), neurons.num_neurons, x.shape[1])
+        items = self.kernels.ffn_scratch_items(len(x), neurons.num_neurons, x.shape[1])
         scratch = self.to_device(np.full(items, np.nan, np.float32))
-        out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.zeros(2, np.int32))
+        out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.full(2, -1, "i4"))
+        masks = np.empty(neurons.num_neurons * selection.is_listed, np.uint32)
+        if selection.is_listed:
+            fill_masks(masks, selection.ids, selection.token_masks)
+        chosen = [self.to_device(each) for each in (masks, selection.block_weights)]
         self.kernels.hot_ffn(
-            gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
-            self.to_device(x), function, thresholds, self.to_device(biases[2]), scratch, out, count,
-            None if masks is None else self.to_device(masks),
+            neurons, self.to_device(x), function, thresholds, scratch, out, count,
+            DeviceSelection(*chosen),
         )  # fmt: skip
         first = layout.offsets[1]
         flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)

@@ -13,6 +13,7 @@ from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items
 from hotcold.numba_kernels.decode.activations import activation, not_zero
+from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels import reference
@@ -202,18 +203,20 @@ def test_hot_ffn_of_many_parts(device: DeviceCalls, kind: str, num_tokens: int) 
     height, width = 333, 256
     kinds = (kind, kind, "q8" if kind in KINDS and kind not in SUMMED else kind)
     matrices = [random_matrix(s, k, height, width) for s, k in zip((7, 8, 9), kinds, strict=True)]
-    x, down_bias = random_floats(10, num_tokens, width), random_floats(11, width)
+    x = random_floats(10, num_tokens, width)
     gate, up, down = (m[1] for m in matrices)
     gate_bias = random_floats(12, height) - np.float32(2 * np.sqrt(width) * gate.std())
-    found, count = run_hot_ffn(device, [m[0] for m in matrices], gate_bias, x, down_bias)
+    neurons = device.neurons(matrices[0][0], matrices[1][0], matrices[2][0], gate_bias)
+    found, fired = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
+    count = np.count_nonzero(fired)
     vectors = x if kind in BITS else rounded(x)
     h = np.maximum(vectors @ gate.T + gate_bias, 0)
     assert count == (h != 0).any(axis=0).sum() and 0 < count < height
-    expected = (h * (vectors @ up.T)) @ down + down_bias
+    expected = (h * (vectors @ up.T)) @ down
     sizes = (h * (np.abs(vectors) @ np.abs(up).T)) @ np.abs(down)
     sizes += (np.abs(x) @ np.abs(gate).T * np.abs(vectors @ up.T)) @ np.abs(down)  # h's rounding
     assert (np.abs(found - expected) <= 4e-6 * sizes + 1e-5).all()
-    alone, _ = run_hot_ffn(device, [m[0] for m in matrices], gate_bias, x[-1:], down_bias)
+    alone, _ = device.selected_ffn(neurons, x[-1:], EVERYTHING, RELU, not_zero("relu"))
     assert (alone[0] == found[-1]).all()
 
 
@@ -225,29 +228,11 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (values * (largest / np.float32(127))).reshape(x.shape)
 
 
-def run_hot_ffn(
-    device: DeviceCalls,
-    rows: list[np.ndarray],
-    gate_bias: np.ndarray,
-    x: np.ndarray,
-    down_bias: np.ndarray,
-) -> tuple[np.ndarray, int]:
-    kernels, put = device.kernels, device.to_device
-    gate, up, down = (device_matrix(matrix, put) for matrix in rows)
-    scratch = put(np.full(kernels.ffn_scratch_items(32, 400, x.shape[1]), np.nan, np.float32))
-    out, count = put(np.full_like(x, np.nan)), put(np.full(2, -1, np.int32))
-    kernels.hot_ffn(
-        gate, put(gate_bias), up, None, down, put(down_bias), put(x), RELU, not_zero("relu"),
-        put(np.empty(0, np.float32)), scratch, out, count,
-    )  # fmt: skip
-    return device.to_host(out), int(device.to_host(count)[0])
-
-
 def test_no_hot_neurons(device: DeviceCalls) -> None:
-    bias = random_floats(1, 24)
-    rows = [np.empty((0, 24), np.uint16)] * 3
-    found, count = run_hot_ffn(device, rows, bias[:0], random_floats(2, 3, 24), bias)
-    assert count == 0 and (found == bias).all()
+    neurons = device.neurons(*[np.empty((0, 24), np.uint16)] * 3)
+    x = random_floats(2, 3, 24)
+    found, fired = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
+    assert not found.any() and not fired.size
 
 
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])

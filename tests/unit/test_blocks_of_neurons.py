@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from hotcold.actors.setup.assignment import assign_in_blocks, assign_neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights import ffn
 from hotcold.model.weights.ffn import load_ffn
 from tests.conftest import TinyCheckpoint
 
@@ -40,7 +40,10 @@ def test_where_blocks_begin_in_a_shard(
     path = tiny("llama-relu").path
     config = read_config(path)
     sizes = (10, 30, config.ffn_size - 40)
-    monkeypatch.setattr(ffn, "block_sizes", lambda config, layer: sizes if layer else sizes[:1])
+    one, *others = config.layers
+    layers = [replace(one, ffn=replace(one.ffn, block_sizes=sizes[:1]))]
+    layers += [replace(each, ffn=replace(each.ffn, block_sizes=sizes)) for each in others]
+    monkeypatch.setitem(vars(config), "layers", tuple(layers))
     ids = [np.array([2, 9, 1], np.int32)] * config.num_layers
     ids[1] = np.array([9, 0, 39, 12, 50], np.int32)
     starts = load_ffn(Checkpoint(path), config, ids, include_down_bias=False).starts

@@ -50,7 +50,8 @@ class _Sizes:
         tokens = layout.max_tokens
         width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size
         prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * neurons)
-        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
+        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size + layout.num_blocks)
+        step += neurons  # masks of which are computed
         step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
         step += kernels.attention_scratch_items(
             KERNEL_TOKENS,

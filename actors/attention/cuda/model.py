@@ -16,6 +16,7 @@ from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
 from hotcold.cuda_kernels.kernels import Layer
 from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
@@ -42,23 +43,6 @@ class AttentionPart:
 
 
 @dataclass(frozen=True)
-class FfnPart:
-    """One layer's hot neurons."""
-
-    gate: DeviceMatrix
-    gate_bias: Any
-    up: DeviceMatrix | None
-    up_bias: Any
-    down: DeviceMatrix
-    down_norms: Any  # (N,) float32: lengths of down's rows; (0,) if not needed
-
-    @property
-    def num_neurons(self) -> int:
-        """N."""
-        return self.gate.num_rows
-
-
-@dataclass(frozen=True)
 class HeadPart:
     """Final norm, projection and head: from the last hidden state to logits."""
 
@@ -73,9 +57,10 @@ class CudaModel:
     or not, and its neurons. The constructor allocates arrays, `fill` reads them.
 
     layers[l] has what kernels know of a layer beside its matrices, of every layer of the model.
-    attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
-    (0,) is there for every layer: neuron upload, which computes whole layers, adds it. `ffn_like`
-    has the shapes and dtypes of the model's neurons.
+    attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
+    int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
+    (d,) or (0,) is there for every layer: neuron upload, which computes whole layers, adds it.
+    `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
     def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
@@ -101,8 +86,8 @@ class CudaModel:
             for layer in range(config.num_layers)
         ]
         self.ffn_like = ffn
-        sizes = ffn.starts[:, -1] - ffn.starts[:, 0]
-        self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
+        self.starts = (ffn.starts - ffn.starts[:, :1]).astype(np.int32)
+        self.ffn = [self._ffn(ffn, starts) if starts[-1] else None for starts in self.starts]
 
     def fill(
         self,
@@ -161,6 +146,8 @@ class CudaModel:
             upload(part.up.data, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
         upload(part.down.data, _bits(weights.down))
+        if part.starts.shape[0]:
+            upload(part.starts, self.starts[layer])
         if self._spec.system.has_down_norms:
             upload(part.down_norms, row_lengths(weights.down))
 
@@ -199,20 +186,21 @@ class CudaModel:
             values=self._device.empty(pages, kind),
         )
 
-    def _ffn(self, weights: FfnWeights, size: int) -> FfnPart:
-        has_up = weights.up.shape[0] > 0
+    def _ffn(self, weights: FfnWeights, starts: np.ndarray) -> DeviceNeurons:
+        has_up, size = weights.up.shape[0] > 0, int(starts[-1])
         no_floats = self._device.empty((0,), np.float32)
 
         def biases(like: np.ndarray) -> Any:
             return self._device.empty((size,), np.float32) if like.size else no_floats
 
-        return FfnPart(
+        return DeviceNeurons(
             gate=self._matrix(weights.gate, size),
             gate_bias=biases(weights.gate_bias),
             up=self._matrix(weights.up, size) if has_up else None,
             up_bias=biases(weights.up_bias),
             down=self._matrix(weights.down, size),
             down_norms=self._device.empty((size * self._spec.system.has_down_norms,), np.float32),
+            starts=self._device.empty((starts.size if starts.size > 2 else 0,), np.int32),
         )
 
     def _head(self, weights: HeadWeights) -> HeadPart:

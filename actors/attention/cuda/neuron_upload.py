@@ -11,11 +11,12 @@ import numpy as np
 
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.link import Link
-from hotcold.actors.attention.cuda.model import CudaModel, FfnPart, format_of
+from hotcold.actors.attention.cuda.model import CudaModel, format_of
 from hotcold.actors.attention.cuda.prompt import PromptWork
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, read_count
 from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.numba_kernels.formats import row_width
 
 
@@ -97,7 +98,7 @@ class NeuronUpload:
     def _bundle_bytes(self) -> int:
         return int(self._places.shape[2])
 
-    def _part(self, place: Any, num_rows: int) -> FfnPart:
+    def _part(self, place: Any, num_rows: int) -> DeviceNeurons:
         """The neurons of a bundle on the device."""
         ffn = self._model.ffn_like
 
@@ -113,7 +114,8 @@ class NeuronUpload:
         gate, down = matrix(0, ffn.gate), matrix(2, ffn.down)
         assert gate is not None and down is not None
         no_norms = place[:0].view(np.float32)  # without thresholds
-        return FfnPart(gate, bias(3), matrix(1, ffn.up), bias(4), down, no_norms)
+        one_block = place[:0].view(np.int32)
+        return DeviceNeurons(gate, bias(3), matrix(1, ffn.up), bias(4), down, no_norms, one_block)
 
 
 def _round_bytes(layout: ArenaLayout) -> int:

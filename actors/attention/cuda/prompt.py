@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.model import CudaModel, FfnPart
+from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.step import norm_queries_and_keys, whole_length
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -60,10 +61,42 @@ class PromptWork:
             add_attention=add_attention,
         )
 
-    def hot(self, part: FfnPart, x: Any, out: Any, *, add: bool, counts: Any = None) -> None:
+    def hot_blocks(
+        self, layer: int, x: Any, weights: np.ndarray, out: Any, *, counts: Any = None
+    ) -> None:
+        """`hot` of the layer's neurons, where weights (T, B) choose blocks for each token.
+
+        Each block that any token chose meets all tokens; the others are not read. Products of each
+        block with its own tokens alone would stand here.
+        """
+        part, starts = self._model.ffn[layer], self._model.starts[layer]
+        assert part is not None
+        on_device = self._device.empty(weights.shape, np.float32)
+        self._device.upload(on_device, weights)
+        out[...] = 0
+        if counts is not None:
+            counts[...] = 0
+        for block in np.flatnonzero(weights.any(axis=0) & (np.diff(starts) > 0)):
+            first, last = int(starts[block]), int(starts[block + 1])
+            own_counts = None if counts is None else counts[first:last]
+            own_weights = on_device[:, block : block + 1]
+            rows = part.rows(first, last)
+            self.hot(rows, x, out, add=True, counts=own_counts, weights=own_weights)
+
+    def hot(
+        self,
+        part: DeviceNeurons,
+        x: Any,
+        out: Any,
+        *,
+        add: bool,
+        counts: Any = None,
+        weights: Any = None,
+    ) -> None:
         """out = the neurons' output for x (T, d), or out += with `add`.
 
-        counts (N,) int64, if given: tokens for which neuron n's activation is not 0.
+        weights (T, 1), if given: factors of the activations. counts (N,) int64, if given: tokens
+        for which neuron n's activation is not 0.
         """
         gates = self.linear(x, part.gate, part.gate_bias)
         factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
@@ -71,8 +104,12 @@ class PromptWork:
             alone = gates.copy()
             drelu_factors = factors if self._model.activation.code == DRELU else None
             self._device.activate(self._model.activation, alone, drelu_factors)
+            if weights is not None:
+                alone *= weights
             counts[:] = (alone != 0).sum(axis=0)
         self._device.activate(self._model.activation, gates, factors)
+        if weights is not None:
+            gates *= weights
         self._combine(gates, part.down, out, add)
 
     def head(self, hidden: Any) -> Any:

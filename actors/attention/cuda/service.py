@@ -24,7 +24,9 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
+from hotcold.cuda_kernels.neurons import fill_masks
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
+from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
@@ -40,14 +42,16 @@ from hotcold.numba_kernels.serve.mailbox import (
     PING,
     ROUND,
     STREAM,
+    WEIGHS_BLOCKS,
     decode_thresholds,
     next_request,
+    read_selection,
 )
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hot neurons that have been launched: for which request, and how to finish."""
+    """Hot neurons that have been launched, all of a layer: for which request, and how to finish."""
 
     request: tuple[int, int, Thresholds]  # layer, tokens, which neurons fire
     event: Any
@@ -86,6 +90,7 @@ class CudaAttentionService(Service):
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
+        self._token_masks = device.pinned((max(sizes),), np.uint32)
         self._begun: _Begun | None = None
         self.times = DeviceTimes(device)
 
@@ -162,7 +167,7 @@ class CudaAttentionService(Service):
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
-                self._hot(layer, num_tokens, decode_thresholds(request))
+                self._hot(layer, num_tokens, decode_thresholds(request), self._selection())
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
             elif operation == STREAM:
@@ -201,16 +206,25 @@ class CudaAttentionService(Service):
         land = self._link.download("mixed", targets, found)
         self.times.mark("copies")
         done = self._device.record(spin=True)  # the rest of the system is idle
-        if self._model.ffn[layer] is not None:
-            self._begun = self._begin_hot(layer, num_tokens, thresholds)
+        # Which of several blocks are computed is not known before the neurons' request.
+        if self._model.ffn[layer] is not None and self._model.starts.shape[1] == 2:
+            self._begun = self._begin_hot(layer, num_tokens, thresholds, EVERYTHING)
         self._device.wait(done)
         land()
 
-    def _begin_hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> _Begun:
+    def _selection(self) -> Selection:
+        found: Selection = read_selection.py_func(self.buffers, self.index)
+        return found
+
+    def _begin_hot(
+        self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
+    ) -> _Begun:
         work, whole = self._work, whole_step(num_tokens)
-        key = "hot", layer, whole, thresholds
+        self._put_selection(layer, selection, whole)
+        chosen = selection.is_listed, selection.block_weights.size > 0
+        key = "hot", layer, whole, thresholds, *chosen
         self.times.mark("")
-        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds))
+        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, *chosen))
         self.times.mark("hot neurons")
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
@@ -221,12 +235,26 @@ class CudaAttentionService(Service):
         event = self._device.record(spin=False)
         return _Begun((layer, num_tokens, thresholds), event, land)
 
-    def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
+    def _put_selection(self, layer: int, selection: Selection, whole: int) -> None:
+        """Put masks and weights on the stream, where the selection has any."""
+        part, weights = self._model.ffn[layer], selection.block_weights
+        assert part is not None
+        if selection.is_listed:
+            masks = self._token_masks[: part.num_neurons]
+            fill_masks(masks, selection.ids, selection.token_masks)
+            self._device.copy_in(self._work.token_masks[: part.num_neurons], masks)
+        if weights.size:
+            self._link.upload("block_weights", self._work.block_weights, weights, whole)
+
+    def _hot(
+        self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
+    ) -> None:
         begun, self._begun = self._begun, None
-        if begun is None or begun.request != (layer, num_tokens, thresholds):
+        is_part = selection.is_listed or selection.block_weights.size > 0
+        if is_part or begun is None or begun.request != (layer, num_tokens, thresholds):
             x, whole = self.buffers.ffn_input[:num_tokens], whole_step(num_tokens)
             self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
-            begun = self._begin_hot(layer, num_tokens, thresholds)
+            begun = self._begin_hot(layer, num_tokens, thresholds, selection)
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
@@ -282,12 +310,15 @@ class CudaAttentionService(Service):
         part = self._model.ffn[layer]
         assert part is not None
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
-        size = part.num_neurons
+        size, weights = part.num_neurons, self._selection().block_weights
         with self._device.stream():
             x = self._uploaded(self.buffers.ffn_input[:num_tokens])
             out = self._device.empty(x.shape, np.float32)
             fired = self._device.empty((size,), np.int64) if counts else None
-            self._prompts.hot(part, x, out, add=False, counts=fired)
+            if weights.size:
+                self._prompts.hot_blocks(layer, x, weights, out, counts=fired)
+            else:
+                self._prompts.hot(part, x, out, add=False, counts=fired)
             if fired is not None:
                 self._device.copy_out(self._counts[:size], fired)
         self._finish(self._link.download("partial", [target], out.reshape(-1)))
@@ -301,6 +332,8 @@ class CudaAttentionService(Service):
         self._begun, upload = None, self._neuron_upload
         if upload is None:
             raise ValueError(f"{self.name} has no buffers for neuron upload")
+        if self.buffers.requests[self.index, WEIGHS_BLOCKS]:
+            raise ValueError("neurons are uploaded without their blocks, so they cannot be weighed")
         if number == 0:
             with self._device.stream():
                 x = self._uploaded(self.buffers.ffn_input[:num_tokens])

@@ -16,6 +16,7 @@ from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
+from hotcold.cuda_kernels.neurons import DeviceSelection
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -50,7 +51,8 @@ class StepWork:
 
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
     (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (slots,
-    pages) int32 are one array, `place`.
+    pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot neurons,
+    and block_weights (T, B).
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -87,6 +89,8 @@ class StepWork:
         )
         most = max((part.num_neurons for part in model.ffn if part is not None), default=0)
         self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
+        self.token_masks = device.empty((most,), np.uint32)
+        self.block_weights = floats(tokens, layout.num_blocks)
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
         """hidden → mixed_and_input."""
@@ -135,25 +139,29 @@ class StepWork:
         weight = own.vectors.attention_norm_weight
         self._norm(own, added, weight, weight[:0], mixed, residual)
 
-    def hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
-        """ffn_input → partial, num_fired."""
-        part = self._model.ffn[layer]
-        assert part is not None
-        no_bias = part.gate_bias[:0]
+    def hot(
+        self,
+        layer: int,
+        num_tokens: int,
+        thresholds: Thresholds,
+        has_masks: bool = False,
+        has_weights: bool = False,
+    ) -> None:
+        """ffn_input → partial, num_fired; by `token_masks` and `block_weights`, or of all."""
+        neurons = self._model.ffn[layer]
+        assert neurons is not None
         self._device.kernels.hot_ffn(
-            part.gate,
-            part.gate_bias,
-            part.up,
-            part.up_bias,
-            part.down,
-            no_bias,
+            neurons,
             self.outputs(num_tokens)[1],
             self._model.activation,
             thresholds,
-            part.down_norms,
             self._ffn_scratch,
             self.partial[:num_tokens],
             self.num_fired,
+            DeviceSelection(
+                self.token_masks[: neurons.num_neurons] if has_masks else None,
+                self.block_weights[:num_tokens] if has_weights else None,
+            ),
         )
 
     def head(self, num_tokens: int) -> None:

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <ucontext.h>
 #include <type_traits>
 #include <utility>
@@ -226,7 +227,7 @@ inline bool run_block(bool is_reversed) {
 }
 
 struct Launch {
-    const char* kinds;  // of the arguments: p(ointer), i(nt32), l(ong), f(loat), s(tructure)
+    const char* kinds;  // of the arguments: p(ointer), i(nt32), l(ong), f(loat), s(truct and size)
     void** arguments;
     const void** buffers;
     const size_t* buffer_bytes;
@@ -261,17 +262,16 @@ inline const char* run(void (*kernel)(void**), const Launch& launch) {
 // ---- kernels by name
 
 template <typename T>
-constexpr char kind_of() {
-    if constexpr (std::is_pointer_v<T>) return 'p';
-    if constexpr (std::is_class_v<T>) return 's';
-    if constexpr (std::is_same_v<T, float>) return 'f';
-    return sizeof(T) == 8 ? 'l' : 'i';
+std::string kind_of() {
+    if constexpr (std::is_class_v<T>) return "s" + std::to_string(sizeof(T));
+    if constexpr (std::is_pointer_v<T>) return "p";
+    if constexpr (std::is_same_v<T, float>) return "f";
+    return sizeof(T) == 8 ? "l" : "i";
 }
 
 template <typename... P>
 bool takes(void (*)(P...), const char* kinds) {
-    const char own[] = {kind_of<P>()..., 0};
-    return strcmp(own, kinds) == 0;
+    return (kind_of<P>() + ... + std::string()) == kinds;
 }
 
 template <typename... P, size_t... I>

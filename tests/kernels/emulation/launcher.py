@@ -11,7 +11,7 @@ import numpy as np
 from hotcold.cuda_kernels.launch import Argument, Grid
 from hotcold.cuda_kernels.source import Entry
 
-_KINDS = {np.uint64: b"p", np.int32: b"i", np.int64: b"l", np.float32: b"f", np.record: b"s"}
+_KINDS = {np.uint64: b"p", np.int32: b"i", np.int64: b"l", np.float32: b"f"}
 
 
 class _Launch(ctypes.Structure):
@@ -58,11 +58,11 @@ class EmulatedLauncher:
     ) -> None:
         """See `Launcher`."""
         assert min(grid) > 0 and max(grid[1:]) < 1 << 16, grid
-        cells = [np.array([value]) for value in arguments]
+        cells = [np.atleast_1d(value) for value in arguments]
         places = [cell.ctypes.data for cell in cells]
         buffers = list(self._allowed.values())
         launch = _Launch(
-            kinds=b"".join(_KINDS[value.dtype.type] for value in arguments),
+            kinds=b"".join(map(_kind, arguments)),
             arguments=(ctypes.c_void_p * len(places))(*places),
             buffers=(ctypes.c_void_p * len(buffers))(*(array.ctypes.data for array in buffers)),
             buffer_bytes=(ctypes.c_size_t * len(buffers))(*(array.nbytes for array in buffers)),
@@ -75,6 +75,10 @@ class EmulatedLauncher:
         self._allowed.clear()
         if problem:
             raise RuntimeError(f"{entry.name}: {problem.decode()}")
+
+
+def _kind(value: Argument) -> bytes:
+    return b"s%d" % value.nbytes if isinstance(value, np.ndarray) else _KINDS[type(value)]
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""A layer's neurons on a device, and which of them a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotcold.cuda_kernels.matrix import DeviceMatrix
+
+
+@dataclass(frozen=True)
+class DeviceNeurons:
+    """N neurons of one layer, in B blocks.
+
+    gate, up, down (N, d), up None in a two-matrix FFN; gate_bias, up_bias (N,) float32 or (0,)
+    down_norms (N,) float32: lengths of down's rows; (0,) where no product threshold needs them
+    starts (B + 1,) int32: block b has the rows starts[b] to starts[b + 1] - 1; (0,): one block
+    """
+
+    gate: DeviceMatrix
+    gate_bias: Any
+    up: DeviceMatrix | None
+    up_bias: Any
+    down: DeviceMatrix
+    down_norms: Any
+    starts: Any
+
+    @property
+    def num_neurons(self) -> int:
+        """N."""
+        return self.gate.num_rows
+
+    def rows(self, first: int, last: int) -> DeviceNeurons:
+        """Neurons first..last-1, of one block."""
+        own = slice(first, last)
+
+        def matrix(whole: DeviceMatrix) -> DeviceMatrix:
+            return replace(whole, data=whole.data[own])
+
+        return DeviceNeurons(
+            gate=matrix(self.gate),
+            gate_bias=self.gate_bias[own],
+            up=None if self.up is None else matrix(self.up),
+            up_bias=self.up_bias[own],
+            down=matrix(self.down),
+            down_norms=self.down_norms[own],
+            starts=self.starts[:0],
+        )
+
+
+class DeviceSelection(NamedTuple):
+    """As `numba_kernels.decode.selection.Selection`, with a mask for each neuron of the layer.
+
+    token_masks (N,) uint32: bit t where a neuron is computed for token t; None: all, for all
+    block_weights (T, B) float32: the factors of activations, 0 where a block is not computed for
+    the token; None: all blocks, without factors
+    """
+
+    token_masks: Any = None
+    block_weights: Any = None
+
+
+ALL = DeviceSelection()
+
+
+def fill_masks(masks: np.ndarray, ids: np.ndarray, token_masks: np.ndarray) -> None:
+    """Fill masks (N,) uint32 of a `Selection` that lists `ids`; 0 where a neuron is not listed."""
+    masks[:] = 0
+    masks[ids] = token_masks if token_masks.size else np.uint32(0xFFFFFFFF)
