@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,18 +47,21 @@ _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 class Layer(NamedTuple):
     """A layer as kernels see it; its arrays are on the device.
 
-    numbers: a record of LAYER_NUMBERS, which kernels get by value; vectors: a `LayerVectors` of
-    (size,) arrays; rope_table (P, 2, half), or (0, 2, 0) without rope
+    struct: () of LAYER_NUMBERS, an argument of launches; numbers: the same as Python's, by name
+    vectors: a `LayerVectors` of (size,) arrays; rope_table (P, 2, half), or (0, 2, 0) without rope
     """
 
+    struct: np.ndarray
     numbers: Any
     vectors: Any
     rope_table: Any
 
-    @property
-    def struct(self) -> np.ndarray:
-        """`numbers` as an argument of a launch."""
-        return np.array(self.numbers)
+    @classmethod
+    def of(cls, record: Any, vectors: Any, rope_table: Any) -> Layer:
+        """A layer with a record of LAYER_NUMBERS."""
+        struct = np.array(record)
+        named = zip(struct.dtype.names or (), struct.item(), strict=True)
+        return cls(struct, SimpleNamespace(**dict(named)), vectors, rope_table)
 
 
 class PagedCache(NamedTuple):
@@ -163,8 +167,8 @@ class CudaKernels:
             *self._places(cache), self._at(cache.keys), self._at(cache.values),
         )  # fmt: skip
         entry = Entry("rope", "ROPE_STORE", (_cache_format(cache.keys),))
-        all_heads = int(numbers.num_heads + 2 * numbers.num_kv_heads)
-        pairs = all_heads * ceil_div(int(numbers.head_dim), 2)
+        all_heads = numbers.num_heads + 2 * numbers.num_kv_heads
+        pairs = all_heads * ceil_div(numbers.head_dim, 2)
         self._launcher.launch(
             entry, (ceil_div(pairs, THREADS), qkv.shape[0], 1), THREADS, arguments
         )
@@ -180,8 +184,8 @@ class CudaKernels:
         Shapes:  qkv as in `rope_store`; out (T, H * dim); dim <= 256
         """
         numbers, num_tokens = layer.numbers, qkv.shape[0]
-        num_heads, num_kv_heads = int(numbers.num_heads), int(numbers.num_kv_heads)
-        head_dim, group = int(numbers.head_dim), num_heads // num_kv_heads
+        num_heads, num_kv_heads = numbers.num_heads, numbers.num_kv_heads
+        head_dim, group = numbers.head_dim, num_heads // num_kv_heads
         if not 0 < head_dim <= _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
         at = self._at(qkv), self._at(cache.keys), self._at(cache.values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,8 +18,13 @@ NULL = np.uint64(0)
 
 def record(**members: np.generic) -> np.ndarray:
     """A struct of a kernel's source by value, with these members in this order: (1,)."""
-    kind = np.dtype([(name, value.dtype) for name, value in members.items()], align=True)
+    kind = _struct(tuple((name, value.dtype) for name, value in members.items()))
     return np.array([tuple(members.values())], kind)
+
+
+@functools.cache
+def _struct(members: tuple[tuple[str, np.dtype], ...]) -> np.dtype:
+    return np.dtype(list(members), align=True)
 
 
 class Launcher(Protocol):

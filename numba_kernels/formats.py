@@ -131,11 +131,6 @@ class RowFormat(NamedTuple):
         return self.factors.has_halves
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether several groups share float16 numbers."""
-        return self.factors.block_groups > 1
-
-    @property
     def is_plain(self) -> bool:
         """Whether codes are bytes or nibbles, and factors float16: nothing takes long to unpack."""
         return self.codes in (BYTES, NIBBLES) and self.factors in (SCALES, MINIMA)

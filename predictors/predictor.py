@@ -77,7 +77,8 @@ class NeuronPredictor:
         )
         self._team = _of_threads(PredictTeam(1, 0, signs, lowrank, work), 0, 1)
         zeros = np.zeros((len(layers), 1), np.int64)
-        self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
+        bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
+        self._bounds = np.ascontiguousarray(bounds)  # one type for compiled code
         self._cells = np.zeros(0, np.int32)  # where helpers sleep
         self._helpers: list[threading.Thread] = []
 

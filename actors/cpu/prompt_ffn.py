@@ -46,13 +46,12 @@ def prompt_ffn(
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
-    `block_weights` as in `Selection`: what they multiply with zero counts as not fired.
-
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
-    where gate and up need not be multiplied together.
+    where gate and up need not be multiplied together. `block_weights` as in `Selection`: what they
+    multiply with zero counts as not fired.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])

@@ -225,7 +225,8 @@ DEVICE void attend_split(
         store(partials + step.partial(token, first_head + q, split) + item, sum);
     }
     if (thread < num_queries) {
-        float* last = partials + step.partial(token, first_head + thread, split) + step.layer.head_dim;
+        float* values = partials + step.partial(token, first_head + thread, split);
+        float* last = values + step.layer.head_dim;
         store(last, shared.tops[thread]);
         store(last + 1, shared.totals[thread]);
     }

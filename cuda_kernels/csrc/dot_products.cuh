@@ -210,7 +210,8 @@ DEVICE void add_quantized_products(
     }
 }
 
-// `add_quantized_products` of 6 bits: a lane's unit is four groups of a chunk; each half has its sum.
+// `add_quantized_products` of 6 bits: a lane's unit is four groups of a chunk; each half has
+// its sum.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_six_bit_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {

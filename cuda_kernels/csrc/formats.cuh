@@ -209,8 +209,8 @@ DEVICE void word_values(u32 word, float (&out)[values_of(FORMAT)]) {
     }
 }
 
-// Values of 6 bits as signed bytes: four low nibbles or the high ones (half 1), and above them two bits
-// of each byte of `pairs`: of its low half for steps 0 and 1, of its high half for 2 and 3.
+// Values of 6 bits as signed bytes: four low nibbles or the high ones (half 1), and above them two
+// bits of each byte of `pairs`: of its low half for steps 0 and 1, of its high half for 2 and 3.
 DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
     u32 low = nibbles >> 4 * half & 0x0f0f0f0fu;
     u32 values = low | (pairs >> (4 * (step / 2) + 2 * half) & 0x03030303u) << 4;

@@ -217,7 +217,7 @@ def _empty_ffn(
         down=matrix(names.down, num_rows if has_down else 0),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
-        down_bias=np.empty(
+        down_bias=np.zeros(
             (config.num_layers, num_blocks, hidden if has_down_bias else 0), np.float32
         ),
     )

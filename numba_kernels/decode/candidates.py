@@ -86,5 +86,8 @@ def first_place(spans, selection, thread, num_threads):
     """How many candidates lower threads have: where a thread's own begin in shared work space."""
     place = np.int64(0)
     for span in spans:
-        place += own_part(span, selection, thread, num_threads)[0] - span[FIRST]
+        first, _ = split_range(span[END_ROW] - span[ROW], thread, num_threads, 4)
+        if selection.is_listed:
+            first = np.int64(_first_from(selection.ids, span[ROW] + first)) - span[FIRST]
+        place += first
     return place

@@ -60,11 +60,12 @@ def add(source, share, scratch):
 def add_up(source, share, scratch):
     """out = down . h and the biases, in rows that threads share by work stealing."""
     out, rows, layer = share.out, share.rows, share.layer
-    num_tokens, biases, none = out.shape[0], rows.down_bias[layer], rows.down_norms[:0]
-    addend = np.empty((num_tokens if biases.shape[1] else 0, out.shape[1]), np.float32)
-    if biases.shape[1]:
+    num_tokens, biases, addend = out.shape[0], rows.down_bias[layer], out[:0]
+    bias = biases[0]
+    if biases.shape[1] and (biases.shape[0] > 1 or share.selection.block_weights.shape[0]):
+        bias, addend = biases[0, :0], np.empty(out.shape, np.float32)
         set_bias(share.selection.block_weights, biases, addend, 0, out.shape[1])
     work_stealing_layer(
         scratch.counters[DOWN : DOWN_SECOND + 1], share.thread, share.num_threads, rows.down, layer,
-        none, scratch.sums[0, :num_tokens], scratch.inputs, addend, out,
+        bias, scratch.sums[0, :num_tokens], scratch.inputs, addend, out,
     )  # fmt: skip

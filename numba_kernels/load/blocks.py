@@ -52,11 +52,6 @@ COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
 
-def stays_exact(blocks: np.dtype, dtype: np.dtype) -> bool:
-    """Whether rows of these blocks become rows of `dtype` to the bit."""
-    return blocks in BLOCK_FORMATS and dtype in BLOCK_FORMATS[blocks].exact
-
-
 def dequantize_rows(
     rows: np.ndarray, row_ids: np.ndarray, first_block: int = 0, num_blocks: int | None = None
 ) -> np.ndarray:

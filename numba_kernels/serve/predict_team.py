@@ -265,7 +265,8 @@ def help_predict(thread, seen, buffers, team):
             return
         # Enter, then check: either `close_task` sees this thread, or this thread sees it closed.
         atomic_add(doors, INSIDE * INTS_A_CELL, np.int32(1))
-        if number != seen and atomic_load(doors, OPEN * INTS_A_CELL) == number:
+        is_open = atomic_load(doors, OPEN * INTS_A_CELL) == number
+        if is_open and number > 0 and number != seen:
             _score_task(thread, team, buffers)
         atomic_add(doors, INSIDE * INTS_A_CELL, np.int32(-1))
         seen = number
@@ -281,7 +282,7 @@ def close_task(work):
         if inside == 0:
             break
         wait_change(work.doors, INSIDE, inside, SPINS, _POLL_NS)
-    work.counters[:] = 0
+    work.counters[: max(_SCORE_COLUMNS + 1, work.task[NUM_TOKENS])] = 0
     work.doors[NUM_HIDDEN * INTS_A_CELL] = 0
 
 

@@ -20,8 +20,8 @@ _UNIT = 48  # rows; whole tiles of every format
 def new_block_counters(num_kinds, num_threads):
     """Counters of `num_kinds` kinds of work in one request: (kinds, threads * 16) int32, zero.
 
-    A cell counts the blocks taken of a thread's part. `mailbox.finish_request` zeroes all counters,
-    so a kind is used once in a request.
+    A cell counts the blocks taken of a thread's part. A kind is used once, then zeroed: for
+    attention by `mailbox.finish_request`, for the FFN by `layer_ffn` after its first barrier.
     """
     return np.zeros((num_kinds, num_threads * INTS_A_CELL), np.int32)
 

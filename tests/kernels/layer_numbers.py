@@ -30,4 +30,4 @@ def device_layer(
     """A layer of a device, with `layer_numbers(**facts)` and no vectors but those given."""
     every = dict.fromkeys(LayerVectors._fields, np.empty(0, np.float32)) | (vectors or {})
     found = LayerVectors(**{name: put(vector) for name, vector in every.items()})
-    return Layer(layer_numbers(**facts), found, put(rope_table))
+    return Layer.of(layer_numbers(**facts), found, put(rope_table))

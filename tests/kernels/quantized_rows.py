@@ -11,7 +11,7 @@ from hotcold.numba_kernels.formats import ROW_FORMATS
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
 KINDS: dict[str, np.dtype] = {row.name: dtype for dtype, row in ROW_FORMATS.items()}
-IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].in_blocks]
+IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].factors.block_groups > 1]
 # The K formats differ from others in their factors alone, which products of rows show.
 IN_LAYERS = [kind for kind in KINDS if not kind.endswith("_k")]
 # That down rows may be in.

@@ -27,7 +27,6 @@ from hotcold.numba_kernels.load.blocks import (
     blocks_into,
     blocks_status,
     dequantize_rows,
-    stays_exact,
 )
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import (
@@ -98,7 +97,7 @@ def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
         values = expected(rows.view(np.uint8), name)
     exact = {"Q4_0": (Q8, Q4), "Q4_1": (Q4_1,)}
     is_exact = dtype in exact.get(name, (Q8,))
-    assert stays_exact(rows.dtype, dtype) == is_exact
+    assert (dtype in BLOCK_FORMATS[rows.dtype].exact) == is_exact
     ids = np.array([3, 3, 0, 6])
     out = np.zeros((4, row_items(dtype, WIDTH)), dtype)
     assert blocks_into(rows, ids, out) == DONE
@@ -109,7 +108,7 @@ def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
 def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
     rows, values = blocks(name)
     for dtype in FROM_FLOATS:
-        if stays_exact(rows.dtype, dtype) or (name, dtype) == ("Q4_K", Q4_1):
+        if (dtype in BLOCK_FORMATS[rows.dtype].exact) or (name, dtype) == ("Q4_K", Q4_1):
             continue
         out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
         assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
@@ -132,7 +131,7 @@ def test_what_has_a_format_of_its_own(
         raw[..., at + 1] &= 0xBB  # no infinite ones
     raw = raw.reshape(HEIGHT, -1)
     rows, values = raw.view(block_dtype(name)), expected(raw, name)
-    assert stays_exact(rows.dtype, dtype)
+    assert dtype in BLOCK_FORMATS[rows.dtype].exact
     ids = np.array([3, 3, 0, 6])
     out = np.zeros((4, row_items(dtype, width)), dtype)
     assert blocks_into(rows, ids, out) == DONE

@@ -166,7 +166,7 @@ class CudaModel:
         tables = [self._uploaded(table) for table in rope_tables(self.config, cache)]
         tables.append(self._device.empty((0, 2, 0), np.float32))  # of a layer without rope, at -1
         return [
-            Layer(numbers, LayerVectors(*map(self._like, like)), tables[numbers.rope])
+            Layer.of(numbers, LayerVectors(*map(self._like, like)), tables[numbers.rope])
             for numbers, *like in zip(layer_numbers(self.config), *weights.vectors, strict=True)
         ]
 

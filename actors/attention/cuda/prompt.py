@@ -66,8 +66,7 @@ class PromptWork:
     ) -> None:
         """`hot` of the layer's neurons, where weights (T, B) choose blocks for each token.
 
-        Each block that any token chose meets all tokens; the others are not read. Products of each
-        block with its own tokens alone would stand here.
+        Each block that any token chose meets all tokens; the others are not read.
         """
         part, starts = self._model.ffn[layer], self._model.starts[layer]
         assert part is not None
@@ -174,7 +173,7 @@ class PromptWork:
         """Write keys and values to the cache, then compute causal attention."""
         numbers, kernels = layer.numbers, self._device.kernels
         most = whole_length(last_position + 1, cache.page_tables.shape[1] * PAGE_POSITIONS)
-        shape = qkv.shape[0], int(numbers.num_heads * numbers.head_dim)
+        shape = qkv.shape[0], numbers.num_heads * numbers.head_dim
         heads = self._device.empty(shape, np.float32)
         parts = [
             (few, cache._replace(positions=cache.positions[few], slots=cache.slots[few]))

@@ -28,6 +28,7 @@ from hotcold.cuda_kernels.neurons import fill_masks
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
 from hotcold.numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
     ATTENTION,
     COUNT_FFN,
     FFN,
@@ -213,6 +214,9 @@ class CudaAttentionService(Service):
         land()
 
     def _selection(self) -> Selection:
+        request = self.buffers.requests[self.index]
+        if request[NUM_IDS] == ALL_NEURONS and not request[WEIGHS_BLOCKS]:
+            return EVERYTHING  # soon: each layer of each step asks
         found: Selection = read_selection.py_func(self.buffers, self.index)
         return found
 

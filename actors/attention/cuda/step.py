@@ -38,8 +38,8 @@ def whole_length(length: int, most: int) -> int:
 def norm_queries_and_keys(kernels: CudaKernels, layer: Layer, qkv: Any) -> None:
     """Norm q and k of qkv (T, rows) in place, by head or as a whole, if the layer does so."""
     numbers, vectors = layer.numbers, layer.vectors
-    queries = int(numbers.num_heads * numbers.head_dim)
-    keys = int(numbers.num_kv_heads * numbers.head_dim)
+    queries = numbers.num_heads * numbers.head_dim
+    keys = numbers.num_kv_heads * numbers.head_dim
     if vectors.q_norm_weight.shape[0]:
         kernels.norm_parts(layer, qkv, 0, queries, vectors.q_norm_weight)
     if vectors.k_norm_weight.shape[0]:
