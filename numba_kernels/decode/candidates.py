@@ -31,7 +31,7 @@ def _first_from(ids, row):
     return low
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _tokens_of(block_weights, block, num_tokens):
     """Bits of the tokens that chose the block: all without weights."""
     if block_weights.shape[0] == 0:
@@ -43,7 +43,7 @@ def _tokens_of(block_weights, block, num_tokens):
     return tokens
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def list_spans(selection, starts, num_tokens, spans):
     """Write a span for each chosen block, ascending; returns those.
 
@@ -65,13 +65,13 @@ def list_spans(selection, starts, num_tokens, spans):
     return spans[:count]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def shift_of(span):
     """Row of a candidate less its number, where no ids are listed."""
     return span[ROW] - span[FIRST]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def own_part(span, selection, thread, num_threads):
     """First and last of a span's candidates in a thread's part of the block's rows."""
     first, last = split_range(span[END_ROW] - span[ROW], thread, num_threads, 4)
@@ -81,7 +81,7 @@ def own_part(span, selection, thread, num_threads):
     return np.int64(_first_from(ids, row + first)), np.int64(_first_from(ids, row + last))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def first_place(spans, selection, thread, num_threads):
     """How many candidates lower threads have: where a thread's own begin in shared work space."""
     place = np.int64(0)

@@ -95,7 +95,7 @@ def begin_layers(
     layer_state[OWN_FFN] = own_ffn
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def requested_services(layer_state, facts):
     """The services that the loop sends requests to now, or adds partial outputs of: int64."""
     layer = layer_state[AT_LAYER]
@@ -129,7 +129,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request mixed and ffn_input. A GPU also starts with its hot neurons."""
     number = layer_state[NEXT_NUMBER]
@@ -142,7 +142,7 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     return _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _choose(layer_state, buffers, facts, selector):
     """Write the FFN's requests, for the neurons that the selector chooses."""
     layer_state[ATTENTION_BUSY_NS] += _longest_busy(layer_state, buffers, facts)
@@ -158,13 +158,13 @@ def _choose(layer_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _compute(layer_state, request_state, buffers, facts):
     """Request the FFN's partial outputs."""
     return COMPUTE if layer_state[OWN_FFN] else _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, which some models norm and scale."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
@@ -218,7 +218,7 @@ def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, s
             target[i] = mixed[t, i] + scale * target[i]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _write_requests(layer_state, buffers, facts, selector):
     """Write the words of what is REQUESTED; of an FFN's the selector writes the others."""
     layer = layer_state[AT_LAYER]
@@ -230,7 +230,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _send(layer_state, request_state, buffers, facts):
     layer_state[IS_SENT], layer_state[REQUEST_WAITED_NS] = 1, 0
     if request_state.shape[0] == 0:
@@ -242,7 +242,7 @@ def _send(layer_state, request_state, buffers, facts):
     return DONE if is_done else RESUME
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _longest_busy(layer_state, buffers, facts):
     longest_ns = 0
     for service in requested_services(layer_state, facts):
@@ -250,7 +250,7 @@ def _longest_busy(layer_state, buffers, facts):
     return longest_ns
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _count_ffn(layer_state, buffers, facts):
     """Add the replies of the FFN to the loop's sums."""
     layer_state[IS_SENT] = 0
