@@ -1,1 +1,1 @@
-"""The running system: a driver, a GPU service, CPU services, and the exchange between them."""
+"""The running system: a driver, services with attention, CPU services, and their exchange."""

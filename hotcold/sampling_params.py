@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from hotcold.model import sampling
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.parameters import require_int
+from hotcold.model.parameters import LARGEST_SEED, require_int
 
 if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import Grammar
 
-_LARGEST_SEED = (1 << 63) - 1
 _MAX_ANSWERS = 2048
 _MAX_TOP = 1024  # likeliest tokens beside a logprob
 _SHAPES = ("json_schema", "regex", "choice", "grammar")
@@ -54,7 +53,7 @@ class SamplingParams(sampling.SamplingParams):
                 f"SamplingParams has no option {unknown[0]!r}; known are {', '.join(known)}"
             )
         made = super().__new__(cls)
-        object.__setattr__(made, "_given", given)
+        object.__setattr__(made, "_given", tuple(given))
         return made
 
     def __post_init__(self) -> None:
@@ -73,9 +72,9 @@ class SamplingParams(sampling.SamplingParams):
 
     @property
     def _own(self) -> dict[str, Any]:
-        """The options that were given."""
-        found: dict[str, Any] = getattr(self, "_given")  # noqa: B009  # not a field
-        return found
+        """The options that were given, as they are kept."""
+        names: tuple[str, ...] = getattr(self, "_given")  # noqa: B009  # not a field
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{k}={v!r}' for k, v in self._own.items())})"
@@ -90,7 +89,7 @@ class SamplingParams(sampling.SamplingParams):
         base = sampling.SamplingParams.of_given(given, defaults)
         if base.seed is None:
             return [base] * self.n
-        return [replace(base, seed=(base.seed + i) & _LARGEST_SEED) for i in range(self.n)]
+        return [replace(base, seed=(base.seed + i) & LARGEST_SEED) for i in range(self.n)]
 
     @property
     def has_shape(self) -> bool:

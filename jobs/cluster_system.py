@@ -18,9 +18,11 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
 
 _LINE_EVERY_S = 5.0
-# Not compared with those of a running system as they are: it has what the model has without the
-# first, and limits of memory count at its start.
-_NOT_COMPARED = ("weight_dtype", "gpu_memory_bytes")
+# Not compared with those of a running system: files and limits of memory count at its start, and
+# without a --dtype it has what the model has.
+_NOT_COMPARED = frozenset(
+    ("predictors", "thresholds", "plan", "weight_dtype", "gpu_memory_bytes", "cpu_memory_bytes")
+)
 
 
 def job_system(
@@ -65,7 +67,7 @@ def _difference(running: SystemConfig, model: str | None, given: SystemOptions) 
     if model is not None and str(resolved_model(locate_model(model))) != running.model_path:
         return f"has the model {running.model_path}"
     for name, option in OPTIONS.items():
-        if name in _NOT_COMPARED or not hasattr(running, name):
+        if name in _NOT_COMPARED:
             continue
         asked, value = getattr(given, name), getattr(running, name)
         if (name, asked) == ("mode", AUTO_MODE) and running.auto_mode:

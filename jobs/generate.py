@@ -5,7 +5,7 @@
 
 As many requests run at once as the system lets (--parallel). A line of the requests is an object of
 `id`, one of `prompt`, `messages` and `ids`, and perhaps `sampling` with the keys of
-model.sampling.SamplingParams. A line of the answers has the request's `id` and what it gave, or an
+model.sampling.PARAMETERS. A line of the answers has the request's `id` and what it gave, or an
 `error`; answers stand in the order of the requests, and each is written as soon as its request and
 all before it have ended. Requests stand in a file because a job's command line is public on the
 dashboard. A job runs in a copy of the working directory: give absolute paths.

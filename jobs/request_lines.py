@@ -93,7 +93,7 @@ def _request(values: dict[str, Any], defaults: SamplingParams) -> GenerateReques
     sampling = values.get("sampling")
     if not isinstance(sampling, dict | None):
         raise UsageError(f"sampling is {shown(sampling)}; give an object of options")
-    params = SamplingParams.from_json(sampling or {}, defaults)
+    params = SamplingParams.of_given(sampling or {}, defaults)
     match given[0], values[given[0]]:
         case "prompt", str() as text:
             return GenerateRequest(params, prompt=text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hotcold.model.errors import HotcoldError, UsageError, shown
 
+LARGEST_SEED = (1 << 63) - 1
 _LAST_ID = (1 << 31) - 1
 
 
@@ -90,21 +90,21 @@ class TokenIds(Kind):
 
 
 class Biases(Kind):
-    """Token ids, each with a number from -100 to 100: pairs, or a mapping."""
+    """Token ids, each with a number: pairs, or a mapping."""
+
+    wanted = "token ids, each once, with a number from -100 to 100"
 
     def kept(self, value: Any) -> Any:
-        """As a tuple of pairs. Errors: UsageError for a key that is no token id."""
+        """As a tuple of pairs; a mapping's keys may be texts, as JSON has them."""
         if isinstance(value, Mapping):
             return tuple((_token_id(key), bias) for key, bias in value.items())
         return _as_tuple(value)
 
     def check(self, name: str, value: Any) -> None:
         """As `Kind`."""
-        if not isinstance(value, tuple) or any(not isinstance(one, tuple) for one in value):
-            raise _out_of_range(name, value, "an object of token ids and numbers")
-        for token_id, bias in value:
-            require_int(name, token_id, 0, _LAST_ID)
-            require_number(name, bias, -100.0, 100.0)
+        are_biases = isinstance(value, tuple) and all(map(_is_bias, value))
+        if not are_biases or len(dict(value)) < len(value):
+            raise _out_of_range(name, value, self.wanted)
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,11 @@ class Parameter:
 
 def bias_of(text: str) -> tuple[int, float]:
     """The pair of a text such as 1234=-5. Errors: UsageError."""
-    token_id, is_there, bias = text.partition("=")
+    key, _, bias = text.partition("=")
+    token_id = _token_id(key.strip())
     try:
-        if is_there:
-            return _token_id(token_id.strip()), float(bias)
+        if isinstance(token_id, int):
+            return token_id, float(bias)
     except ValueError:
         pass
     raise UsageError(f"{shown(text)} is no token id with a number; write it like 1234=-5")
@@ -146,24 +147,35 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _token_id(key: str | int) -> int:
-    """Also of a text, as JSON has it for a key."""
-    if isinstance(key, int):
-        return key
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
-    return int(key)
+def _token_id(key: Any) -> Any:
+    """The number of a text of digits; anything else as it is."""
+    has_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+    return int(key) if has_digits else key
+
+
+def _is_bias(pair: Any) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    return _is_int(pair[0], 0, _LAST_ID) and _is_number(pair[1], -100.0, 100.0)
+
+
+def _is_int(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and bool(low <= value <= high)
 
 
 def require_int(name: str, value: Any, low: int, high: int) -> None:
     """Raise UsageError unless `value` is a whole number from `low` to `high`."""
-    if type(value) is not int or not low <= value <= high:
+    if not _is_int(value, low, high):
         raise _out_of_range(name, value, f"a whole number from {low} to {high}")
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise UsageError unless `value` is a number from `low` to `high`."""
-    if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
+    if not _is_number(value, low, high):
         raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
 
 

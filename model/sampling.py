@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.parameters import (
+    LARGEST_SEED,
     Biases,
     Kind,
     Number,
@@ -79,7 +80,7 @@ class SamplingParams:
         0.05, Number(0.0, 1.0), "Leave out those so much less likely than the first.",
         ollama="min_p", is_models=True)
     seed: int | None = _parameter(
-        None, Whole(0, (1 << 63) - 1, or_none=True), "The same seed gives the same text.",
+        None, Whole(0, LARGEST_SEED, or_none=True), "The same seed gives the same text.",
         http=Whole(-(1 << 63), 1 << 63), ollama="seed")
     stop: Sequence[str] = _parameter(
         (), Texts(), "End before this text; may be given several times.", ollama="stop")
@@ -147,39 +148,31 @@ class SamplingParams:
         return cls(**found)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-        """Return `defaults` changed by a request's `values`, which are JSON.
-
-        Errors:  UsageError for an unknown key or a value out of range
-        """
-        known = {field.name: getattr(defaults, field.name) for field in fields(cls)}
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise UsageError(f"unknown option {shown(unknown[0])}; known are {', '.join(known)}")
-        return cls(**(known | values))
-
-    @classmethod
     def of_given(cls, values: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` changed by the values of PARAMETERS that are given; None: is not.
 
-        Presence and frequency penalties count all of the answer, as OpenAI's, unless `SAYS_WINDOW`
-        says otherwise; `repetition_penalty` counts all of prompt and answer, as vLLM's.
-        Errors:  UsageError for a value out of range, and for two names of one
+        Presence and frequency penalties count all of the answer, as OpenAI's, unless another value
+        says what is counted; `repetition_penalty` counts all of prompt and answer, as vLLM's.
+        Errors:  UsageError for an unknown name, a value out of range, and two names of one
         """
+        if unknown := sorted(values.keys() - PARAMETERS.keys()):
+            known = ", ".join(PARAMETERS)
+            raise UsageError(f"unknown option {shown(unknown[0])}; known are {known}")
         given = {name: value for name, value in values.items() if value is not None}
         require_one_repeat(given)
         found: dict[str, Any] = {}
         counts = given.get("presence_penalty") or given.get("frequency_penalty")
-        if counts and not given.keys() & SAYS_WINDOW:
+        if counts and not given.keys() & _SAYS_WINDOW:
             found = {"repeat_last_n": -1, "penalize_prompt": False}
         if (repeat := given.pop(REPETITION, None)) is not None:
             PARAMETERS[REPETITION].kind.check(REPETITION, repeat)
             found |= {"repeat_penalty": repeat, "repeat_last_n": -1}
-        return cls.from_json({**found, **given}, defaults)
+        return cls(**vars(defaults) | found | given)
 
 
 REPETITION = "repetition_penalty"
-SAYS_WINDOW = frozenset(("repeat_penalty", "repeat_last_n", "penalize_prompt"))
+REPEATS = frozenset((REPETITION, "repeat_penalty"))  # two names of one
+_SAYS_WINDOW = frozenset(("repeat_penalty", "repeat_last_n", "penalize_prompt"))
 
 # By their names. The last one is no field of `SamplingParams`: `of_given` reads it.
 PARAMETERS: dict[str, Parameter] = {
@@ -195,7 +188,7 @@ PARAMETERS: dict[str, Parameter] = {
 
 def require_one_repeat(given: Iterable[str]) -> None:
     """Raise UsageError where both names of the repeat penalty are given."""
-    if {REPETITION, "repeat_penalty"} <= set(given):
+    if REPEATS.issubset(given):
         raise UsageError(f"{REPETITION} and repeat_penalty were both given; leave one out")
 
 

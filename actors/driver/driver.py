@@ -80,7 +80,7 @@ class ServiceChange(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """Reaches them, and the GPU service after `move`."""
+        """Reaches them, and services with attention after `move`."""
         ...
 
     def prepare(self) -> None:

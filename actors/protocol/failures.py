@@ -60,7 +60,7 @@ class SystemLost(ServiceError):
 
 
 class CacheLost(ServiceError):
-    """The GPU service was replaced: it serves, but its KV cache is empty."""
+    """A service with attention was replaced: it serves, but its KV cache is empty."""
 
 
 def cause_of(error: BaseException) -> str:

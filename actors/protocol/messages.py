@@ -33,7 +33,7 @@ class SystemConfig:
     model_path: str
     mode: str = "exact"
     num_cpu_actors: int = 1
-    num_threads: int = 1  # cores to use; the GPU service on device="cpu" takes them in turn
+    num_threads: int = 1  # cores to use; attention on device="cpu" takes them in turn
     context_length: int = 2048
     max_batch: int = 8  # requests that run at once; others wait
     kv_positions: int = 0  # in the KV cache, of all requests together; 0: one context
@@ -46,10 +46,10 @@ class SystemConfig:
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
     plan_path: str = ""  # where neurons go; assigned in turn without one
-    device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
+    device: str = "cpu"  # of services with attention: "cpu" or "cuda"
     requires_gpu: bool = False  # an error where "cuda" is not available; else "cpu" is used
     gpu_memory_bytes: int = 0  # VRAM to use; 0: the free VRAM, less a reserve
-    num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
+    num_hot_neurons: int = -1  # in services with attention, of all layers; -1: the plan's
     num_host_layers: int = 0  # the first ones, whose attention "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
@@ -93,7 +93,7 @@ class CacheSpec:
     dtype: str  # "float32" or "float16"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServicePart:
     """A service's part of the model; all parts together are a `actors.protocol.topology.Topology`.
 
@@ -118,7 +118,7 @@ class ServicePart:
         return not self.attention and not self.has_head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServiceSpec(ServicePart):
     """A service with all that its process needs to load; `index` is its row in the buffers."""
 
@@ -300,7 +300,7 @@ class DriverLoad:
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # the share of the KV cache's pages that is allocated
-    device: str = "cpu"  # of the GPU service
+    device: str = "cpu"  # of services with attention
 
 
 # Stages that count bytes: of weights, and of files that other hosts lack.

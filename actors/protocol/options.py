@@ -33,9 +33,9 @@ class Option(NamedTuple):
     default: Any
 
     def value_of(self, given: Any) -> Any:
-        """A keyword's value as it is kept. Errors: UsageError."""
+        """A keyword's value as it is kept; None: the default. Errors: UsageError."""
         if given is None:
-            return None
+            return self.default
         if self.reads == "choice" and given not in self.choices:
             raise UsageError(
                 f"{self.keyword} is {shown(given)}; give one of {', '.join(self.choices)}"

@@ -10,7 +10,7 @@ import numpy as np
 from hotcold.actors.protocol.messages import ServicePart
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topology:
     """The parts of all services, in the order of their rows in the buffers; L layers, S services.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,9 @@ from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import load_conversation, read_attachment, save_conversation
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.parameters import Biases, Switch, Texts, TokenIds, Whole, bias_of
-from hotcold.model.sampling import PARAMETERS as ALL_PARAMETERS
-from hotcold.model.sampling import SamplingParams
+from hotcold.model.sampling import PARAMETERS
 
-_OLLAMAS = {"num_predict": "max_tokens"}
-PARAMETERS = tuple(field.name for field in fields(SamplingParams))
+_OLLAMAS = {one.ollama: name for name, one in PARAMETERS.items() if one.ollama}
 SWITCHES = ("history", "nohistory", "markdown", "nomarkdown", "verbose", "quiet")
 SHOWN = ("info", "parameters", "system", "messages")
 
@@ -135,13 +133,12 @@ class Commands:
     def _set_parameter(self, name: str, text: str) -> str:
         if not text:
             raise UsageError(f"{name} is to be what? Write it like /set {name} {self._value(name)}")
-        value = _value(name, text)
-        changed = SamplingParams.from_json({name: value}, self.conversation.sampling)
-        self.conversation.sampling = changed
+        self.conversation.give(name, _value(name, text))
         return f"{name} is {self._value(name)}"
 
     def _value(self, name: str) -> str:
-        return _shown_value(getattr(self.conversation.sampling, name))
+        found = self.conversation.given.get(name) or PARAMETERS[name].default
+        return _shown_value(getattr(self.conversation.sampling, name, found))
 
     def show(self, rest: str) -> str:
         """/show: one of SHOWN, or most of them."""
@@ -259,13 +256,11 @@ def last_answer(conversation: Conversation) -> str:
 
 
 def _value(name: str, text: str) -> object:
-    """The value of a parameter of its kind. Errors: UsageError."""
-    kind = ALL_PARAMETERS[name].kind
-    is_list = isinstance(kind, (Texts, TokenIds, Biases))
-    if text == "none" and (is_list or ALL_PARAMETERS[name].default is None):
-        return [] if is_list else None
+    """The value of a parameter of its kind; None: it is not given. Errors: UsageError."""
+    if text == "none":
+        return None
     try:
-        match kind:
+        match PARAMETERS[name].kind:
             case Texts():
                 return _words(text)
             case TokenIds():

@@ -6,10 +6,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.model.sampling import SamplingParams
+from hotcold.model.sampling import REPEATS, SamplingParams
 
 Message = dict[str, str]
 _JOINT = "\n\n"  # between a question and what is attached to it
@@ -74,7 +74,8 @@ class Conversation:
 
     running: Running
     facts: Facts
-    sampling: SamplingParams
+    defaults: SamplingParams  # the model's own
+    given: dict[str, Any] = field(default_factory=dict)  # of PARAMETERS: what differs from these
     system_prompt: str = ""
     messages: list[Message] = field(default_factory=list)  # without the system prompt
     attached: list[str] = field(default_factory=list)  # texts that go with the next question
@@ -87,6 +88,18 @@ class Conversation:
     _typed: str = ""  # the last question, without what was attached to it by command:
     _typed_with: list[str] = field(default_factory=list)
     _told: str = ""  # the whole of that question
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How answers are drawn."""
+        return SamplingParams.of_given(self.given, self.defaults)
+
+    def give(self, name: str, value: Any) -> None:
+        """Change how answers are drawn; None: by the model's default. Errors: UsageError."""
+        others = {one: old for one, old in self.given.items() if not {one, name} <= REPEATS}
+        given = {**others, name: value}
+        SamplingParams.of_given(given, self.defaults)  # for its errors
+        self.given = given
 
     @property
     def last_question(self) -> str:

@@ -20,13 +20,14 @@ from prompt_toolkit.styles import Style
 from rich.console import Console
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.jobs.chat.commands import COMMANDS, PARAMETERS, SHOWN, SWITCHES, Settings
+from hotcold.jobs.chat.commands import COMMANDS, SHOWN, SWITCHES, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.history import history_path, open_history
 from hotcold.jobs.chat.live_answer import LiveAnswer
 from hotcold.jobs.chat.markdown import plain
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.model.errors import UsageError
+from hotcold.model.sampling import PARAMETERS
 
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
 _SECONDS = {"/set": (*PARAMETERS, "system", *SWITCHES), "/show": SHOWN}

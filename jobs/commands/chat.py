@@ -21,15 +21,16 @@ from hotcold.jobs.chat.session import Session
 from hotcold.jobs.kept.client import GONE, GoneError, KeptSystem
 from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.support.options import (
+    given_sampling,
     kept_options,
     sampling_options,
-    split_sampling,
     split_system_options,
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model, model_name
+from hotcold.model.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from hotcold.actors.system import System
@@ -61,11 +62,12 @@ def chat(
     options = split_system_options(values)
     kept = find_system(model, options, keep_s, is_own)
     path = locate_model(model) if kept is None else kept.model_path
-    sampling = split_sampling(path, values)
+    given, defaults = given_sampling(values), SamplingParams.defaults(path)
+    SamplingParams.of_given(given, defaults)  # for its errors
     name = model_name(model, path)
     with ExitStack() as stack:
         running, facts = _entered(stack, path, kept, options, name)
-        conversation = Conversation(running, facts, sampling, system_prompt or "")
+        conversation = Conversation(running, facts, defaults, given, system_prompt or "")
         settings = Settings(history=is_rich and not no_history, can_use_files=_is_typed())
         screen = _terminal(conversation, settings) if is_rich else PlainScreen()
         Session(conversation, screen, settings).run()

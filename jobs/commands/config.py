@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from collections.abc import Iterator
@@ -119,6 +120,8 @@ def _example_value(param: click.Parameter) -> str:
     if isinstance(param, click.Option) and param.is_flag:
         return "true"
     default = param.default
+    if param.multiple:
+        return json.dumps(default if isinstance(default, tuple) else [])
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         return str(default)
     if isinstance(default, str) and default:

@@ -11,7 +11,7 @@ from hotcold.jobs.support.settings import flag_of
 from hotcold.jobs.support.settings import shared_option as _option
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.parameters import Biases, Kind, Number, Parameter, Switch, Texts, Whole, bias_of
-from hotcold.model.sampling import PARAMETERS, SamplingParams
+from hotcold.model.sampling import PARAMETERS, REPEATS, SamplingParams
 
 
 class Bytes(click.ParamType[int]):
@@ -147,8 +147,19 @@ def split_system_options(values: dict[str, Any]) -> SystemOptions:
     return SystemOptions(**{name: values.pop(name) for name in OPTIONS if name in values})
 
 
+def given_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the sampling options out of a running command's keyword arguments; those given.
+
+    Of the repeat penalty's two names the line's wins over one of settings.
+    """
+    taken = {name: values.pop(name) for name in PARAMETERS if name in values}
+    given = {name: value for name, value in taken.items() if value not in (None, ())}
+    source = click.get_current_context().get_parameter_source
+    sources = {name: source(name) or 0 for name in REPEATS & given.keys()}
+    first = min(sources.values(), default=0)  # the line's is less than that of settings
+    return {name: value for name, value in given.items() if sources.get(name, first) == first}
+
+
 def split_sampling(path: Path, values: dict[str, Any]) -> SamplingParams:
-    """Take the sampling options out of a command's keyword arguments; the model's defaults else."""
-    given = {name: values.pop(name) for name in PARAMETERS if name in values}
-    told = {name: value for name, value in given.items() if value != ()}
-    return SamplingParams.of_given(told, SamplingParams.defaults(path))
+    """`given_sampling` as changes of the model's defaults."""
+    return SamplingParams.of_given(given_sampling(values), SamplingParams.defaults(path))

@@ -70,10 +70,6 @@ class ModelsArgument(click.Argument):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, nargs=-1, type=_OneName(), **kwargs)
 
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """The names as a tuple."""
-        return super().type_cast_value(ctx, (value,) if isinstance(value, str) else value)
-
 
 def shared_option(*names: str, **kwargs: Any) -> Callable[..., Any]:
     """Like `click.option`, for one of SHARED_OPTIONS."""
@@ -190,7 +186,9 @@ def let_settings_decide(
         if value is None and setting.is_shared and not isinstance(content.get(setting.key), dict):
             value = content.get(setting.key)  # a table at the top is the command of that name
         if value is not None:
-            found[str(param.name)] = _plain(value, setting.key)
+            takes_list = param.multiple or param.nargs == -1
+            is_one = takes_list and not isinstance(value, list)
+            found[str(param.name)] = _plain([value] if is_one else value, setting.key)
     for key, value in table.items():
         if key not in known and not isinstance(value, dict):
             where = f"[{'.'.join(names)}] of {settings_path()}"

@@ -133,6 +133,7 @@ def _family(reader: ConfigReader) -> Family:
 
 
 def _refuse_unsupported(reader: ConfigReader, family: Family) -> None:
+    # Windows are refused below: a config may name their size and not use them.
     of_others = {key for other in FAMILIES.values() for key in other.reads} - {"sliding_window"}
     for key in sorted({*_WITHOUT_EFFECT, *of_others} - {*family.reads}):
         accepted = _WITHOUT_EFFECT.get(key, lambda value: False)

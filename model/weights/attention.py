@@ -133,14 +133,14 @@ def _load_vectors(
 ) -> None:
     """Load all vectors but the projections' biases, which come with their rows."""
     for name, stack in weights.vectors._asdict().items():
-        role, _, part = name.rpartition("_")  # without a role: a tensor of its own
-        module, size = getattr(names, role or part), stack.shape[1]
+        role, _, part = name.rpartition("_")
+        module, size = getattr(names, role), stack.shape[1]
         if role in ("qkv", "out"):
             continue
         if size and part == "weight":
             stack[layer] = norm_weight(reader, config, module, size)
         elif size:
-            stack[layer] = reader.vector(f"{module}.{part}" if role else module, (size,))
+            stack[layer] = reader.vector(f"{module}.{part}", (size,))
     if not config.qk_norm:
         reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
 

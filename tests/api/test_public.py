@@ -12,7 +12,7 @@ import pytest
 
 import hotcold
 from hotcold import LLM, SamplingParams, UsageError
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.jobs.support.options import system_options
 from hotcold.model import sampling
 
@@ -57,6 +57,21 @@ def test_only_what_is_given_changes_a_models_own_sampling() -> None:
     assert (found.stop, found.biases) == (("end",), ((5, -1.0),))
     assert [one.seed for one in SamplingParams(n=2, seed=4).of_requests(DEFAULTS)] == [4, 5]
     assert type(found) is sampling.SamplingParams
+
+
+def test_params_are_as_they_were_given() -> None:
+    stop, biases = ["end"], {5: -1.0}
+    params = SamplingParams(stop=stop, logit_bias=biases)
+    stop.append("")
+    biases[5] = 1000.0
+    for one in (params, params.changed()):
+        (found,) = one.of_requests(DEFAULTS)
+        assert (found.stop, found.biases) == (("end",), ((5, -1.0),))
+
+
+def test_none_is_the_default_of_each_option() -> None:
+    keywords = {one.keyword: None for one in OPTIONS.values()}
+    assert SystemOptions.of_keywords(keywords) == SystemOptions()
 
 
 def test_penalties_count_as_those_of_vllm() -> None:

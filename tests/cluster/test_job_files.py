@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def test_good_requests(tmp_path: Path) -> None:
     content = b"""\xef\xbb\xbf{"id": "a", "prompt": "Hi", "sampling": {"top_k": 3, "stop": "x"}}
 
     {"id": 1, "ids": [1, 2], "prompt": null, "sampling": null}\r
-    {"id": "1", "messages": [{"role": "user", "content": ""}]}"""
-    first, second, third = read(tmp_path, content)
+    {"id": "1", "messages": [{"role": "user", "content": ""}]}
+    {"id": 2, "prompt": "x", "sampling": {"repetition_penalty": 1.5, "temperature": null}}"""
+    first, second, third, fourth = read(tmp_path, content)
     assert (first.request_id, second.request_id, third.request_id) == ("a", 1, "1")
     assert first.request and second.request and third.request
     assert first.request.prompt == "Hi"
@@ -43,6 +45,8 @@ def test_good_requests(tmp_path: Path) -> None:
     assert second.request.prompt_ids == [1, 2]
     assert second.request.sampling == DEFAULTS
     assert third.request.messages == [{"role": "user", "content": ""}]
+    assert fourth.request
+    assert fourth.request.sampling == replace(DEFAULTS, repeat_penalty=1.5, repeat_last_n=-1)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
         ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
         ({"best_of": 2}, "best_of is not supported here; leave it out"),
         ({"n_predict": 2}, "n_predict is not known here; give max_tokens"),
-        ({"logit_bias": {"a": 1}}, "logit_bias must hold token ids, each with a number from -100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must hold token ids, each once, with a number from"),
         ({"stop": 5}, "stop must be a text or a list"),
         ({"stop": ["a"] * 65}, "stop may hold at most 64 items"),
         ({"tool_choice": "maybe"}, "tool_choice must be 'none', 'auto' or 'required' or an object"),

@@ -111,6 +111,10 @@ def test_what_the_model_is_told_first() -> None:
         ("/set logit_bias 5=-1.5 7=2", "logit_bias is 5=-1.5 7=2"),
         ("/set logit-bias none", "logit_bias is none"),
         ("/set logit_bias 5", "'5' is no token id with a number; write it like 1234=-5"),
+        ("/set logit_bias -5=1", "'-5=1' is no token id with a number; write it like 1234=-5"),
+        ("/set repetition_penalty 1.2", "repetition_penalty is 1.2"),
+        ("/set repetition_penalty", "repetition_penalty is to be what? Write it like /set "),
+        ("/set temperature none", "temperature is 0.8"),
         ("/set stop_token_ids 5 7", "stop_token_ids is 5 7"),
         ("/set stop_token_ids a", "stop_token_ids is a number, not 'a'"),
         ("/set nomarkdown", "nomarkdown is set"),
@@ -146,6 +150,19 @@ def test_parameters_are_those_of_the_next_request() -> None:
     first, second = (request.sampling for request in running.requests)
     assert (first.max_tokens, first.stop, first.temperature) == (9, ("a b",), 0.8)
     assert (second.max_tokens, second.stop, second.temperature) == (9, ("a b",), 0.0)
+
+
+def test_penalties_count_as_on_the_command_line() -> None:
+    _, _, running = typed(
+        "/set presence_penalty 1", "a", "/set repeat_last_n 9", "b", "/set repeat_last_n none", "c",
+        "/set repetition_penalty 1.2", "/set repeat_penalty 1.1", "d", "/set repeat_penalty none",
+        "/set presence-penalty none", "e",
+    )  # fmt: skip
+    drawn = [request.sampling for request in running.requests]
+    assert [(one.repeat_last_n, one.penalize_prompt) for one in drawn] == [
+        (-1, False), (9, True), (-1, False), (64, True), (64, True),
+    ]  # fmt: skip
+    assert [one.repeat_penalty for one in drawn] == [1.0, 1.0, 1.0, 1.1, 1.0]
 
 
 def test_an_answer_that_was_cut_says_so() -> None:

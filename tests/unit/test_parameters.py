@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
 WITHOUT_WINDOW = {"presence_penalty": 1.0, "frequency_penalty": 0.5, REPETITION: 1.25}
 
 
-def on_the_command_line(path: Path, given: dict[str, Any]) -> SamplingParams:
+def on_the_command_line(path: Path, given: dict[str, Any], **settings: Any) -> SamplingParams:
     words = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
@@ -44,7 +44,7 @@ def on_the_command_line(path: Path, given: dict[str, Any]) -> SamplingParams:
         found.append(split_sampling(path, values))
         assert not values
 
-    result = CliRunner().invoke(command, words, catch_exceptions=False)
+    result = CliRunner().invoke(command, words, catch_exceptions=False, **settings)
     assert result.exit_code == 0, result.output
     return found[0]
 
@@ -77,17 +77,17 @@ def in_python(given: dict[str, Any]) -> SamplingParams:
 
 
 def test_it_means_the_same_everywhere(tmp_path: Path) -> None:
-    expected = SamplingParams.from_json(GIVEN, SamplingParams())
+    expected = SamplingParams.of_given(GIVEN, SamplingParams())
     assert all(getattr(expected, name) != getattr(SamplingParams(), name) for name in GIVEN)
     assert set(GIVEN) | {"penalize_prompt"} == {one.name for one in fields(SamplingParams)}
     for route in ("/v1/chat/completions", "/v1/responses"):
         assert over_http(route, GIVEN) == expected
     assert in_python(GIVEN) == expected
     flags = {name: value for name, value in GIVEN.items() if PARAMETERS[name].about}
-    partly = SamplingParams.from_json(flags, SamplingParams())
+    partly = SamplingParams.of_given(flags, SamplingParams())
     assert on_the_command_line(tmp_path, flags) == partly
     keys = {name: value for name, value in GIVEN.items() if PARAMETERS[name].ollama}
-    assert of_ollama(keys) == SamplingParams.from_json(keys, SamplingParams())
+    assert of_ollama(keys) == SamplingParams.of_given(keys, SamplingParams())
 
 
 def test_what_penalties_count_where_nothing_is_said(tmp_path: Path) -> None:
@@ -113,7 +113,8 @@ def test_what_penalties_count_where_nothing_is_said(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--logit-bias", "5"], "is no token id with a number; write it like 1234=-5"),
-        (["--logit-bias", "a=5"], "token ids"),
+        (["--logit-bias", "a=5"], "write it like 1234=-5"),
+        (["--logit-bias", "-5=1"], "'-5=1' is no token id with a number; write it like 1234=-5"),
         (["--logit-bias", "5=x"], "is no token id with a number"),
     ],
 )
@@ -124,6 +125,40 @@ def test_a_bias_of_the_command_line(tmp_path: Path, words: list[str], told: str)
 
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 2 and told in result.output
+
+
+def test_a_bias_counts_once(tmp_path: Path) -> None:
+    told = "give token ids, each once, with a number from -100 to 100"
+    with pytest.raises(UsageError, match=told):
+        SamplingParams(logit_bias=((5, 1.0), (5, 2.0)))
+    both = {"5": 1, "05": 2}
+    with pytest.raises(UsageError, match=told):
+        on_the_command_line(tmp_path, {"logit_bias": both})
+    answer = post(Recording(), "/v1/chat/completions", messages=HELLO, logit_bias=both)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("logit_bias must hold token ids, each once")
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "file", "expected"),
+    [
+        ({REPETITION: 1.25}, {}, {"repeat_penalty": "1.1"}, (1.25, -1)),
+        ({"repeat_penalty": 1.5}, {}, {REPETITION: "1.1"}, (1.5, 64)),
+        ({}, {"X_REPETITION_PENALTY": "1.2"}, {"repeat_penalty": "1.1"}, (1.2, -1)),
+        ({}, {}, {"repeat_penalty": "1.1"}, (1.1, 64)),
+    ],
+)
+def test_one_name_of_a_penalty_wins_over_the_other(
+    given: dict[str, Any],
+    variables: dict[str, str],
+    file: dict[str, str],
+    expected: tuple[float, int],
+    tmp_path: Path,
+) -> None:
+    """The command line over the environment, and that over the file."""
+    settings = {"env": variables, "auto_envvar_prefix": "X", "default_map": file}
+    found = on_the_command_line(tmp_path, given, **settings)
+    assert (found.repeat_penalty, found.repeat_last_n) == expected
 
 
 def test_both_names_of_a_penalty_are_refused(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_the_file_sets_options_of_all_commands_and_of_one(given: Given) -> None:
     """
     expected = {"model": "here", "port": 1, "names": ("a b", "c"), "loud": True, "mode": "sign"}
     assert _values(given("run", file)) == expected | {"num_threads": 4}
+    assert _values(given("run", '[run]\nnames = "a b"'))["names"] == ("a b",)
     other = NOTHING | {"model": "here", "mode": "dense", "num_threads": 3}
     assert _values(given("bench decode", file)) == other
 
@@ -249,6 +250,8 @@ def test_the_example_is_a_file_of_settings(
     content = tomllib.loads(text)
     assert content["serve"]["port"] == 8000 and content["bench"]["decode"]["tokens"] == 64
     assert {"model", "mode", "cpu-memory", "top-p"} <= set(content)
+    assert content["generate"]["stop"] == content["logit-bias"] == []
+    assert content["bench"]["kernels"]["density"] == [0.1, 0.05]
     path = tmp_path / "config.toml"
     path.write_text(text)
     monkeypatch.setenv("HOTCOLD_CONFIG", str(path))

@@ -97,11 +97,12 @@ class ChatRoute(Route):
     def _choices(
         self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
     ) -> list[dict[str, Any]]:
+        silent = self._silent(body)
         return [
             {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **message},
-                "logprobs": self._logprobs(body, answer),
+                "logprobs": self._logprobs(body, silent, answer),
                 "finish_reason": finish_reason,
             }
             | ({"token_ids": answer.ids} if body.return_token_ids else {})
@@ -118,9 +119,10 @@ class ChatRoute(Route):
             return empty | more
 
         all_deltas = [self._deltas(body, started) for _ in range(body.n or 1)]
+        silent = self._silent(body)
 
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
-            logprobs = self._logprobs(body, event)
+            logprobs = self._logprobs(body, silent, event)
             deltas = all_deltas[index].of(event)
             if event.logprobs and not deltas:
                 deltas = [{"content": ""}]
@@ -169,10 +171,15 @@ class ChatRoute(Route):
         message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
         return message, deltas.finish_reason(answer.finish_reason)
 
-    def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
+    def _silent(self, body: ChatRequest) -> frozenset[int]:
+        """The tokens that end an answer and are no content."""
+        drawn = body.drawn()
+        stops = () if drawn["include_stop_str_in_output"] else drawn["stop_token_ids"] or ()
+        return self._backend.eos_ids.union(stops)
+
+    def _logprobs(
+        self, body: ChatRequest, silent: frozenset[int], event: TokenEvent | Answer
+    ) -> dict[str, Any] | None:
         if not body.logprobs:
             return None
-        silent, drawn = self._backend.eos_ids, body.drawn()
-        if not drawn["include_stop_str_in_output"]:
-            silent = silent.union(drawn["stop_token_ids"] or ())
         return chat_logprobs(self._texts, content_tokens(event, silent))

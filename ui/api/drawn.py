@@ -4,13 +4,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, create_model
 
-from hotcold.model.parameters import Biases, Kind, Number, Switch, Texts, TokenIds, Whole
+from hotcold.model.errors import UsageError
+from hotcold.model.parameters import (
+    LARGEST_SEED,
+    Biases,
+    Kind,
+    Number,
+    Switch,
+    Texts,
+    TokenIds,
+    Whole,
+)
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.ui.api.fields import Request
 
 _MAX_STOPS = 64
 _MAX_BIASES = 1024
-_LARGEST_SEED = (1 << 63) - 1
 
 # Lists stop at the first wrong item: each would be an error otherwise.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -19,10 +28,11 @@ _StopTexts = Annotated[list[_StopText], Field(max_length=_MAX_STOPS, fail_fast=T
 
 
 def _are_biases(given: dict[str, Any]) -> dict[str, Any]:
-    for name, bias in given.items():
-        is_id = name.isascii() and name.isdecimal() and len(name) <= 10
-        if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError("must hold token ids, each with a number from -100 to 100")
+    kind = Biases()
+    try:
+        kind.check("logit_bias", kind.kept(given))
+    except UsageError:
+        raise ValueError(f"must hold {kind.wanted}") from None
     return given
 
 
@@ -68,5 +78,5 @@ class Drawn(_Fields):
         if values["top_k"] == -1:  # vLLM's for all
             values["top_k"] = 0
         if values["seed"] is not None:
-            values["seed"] &= _LARGEST_SEED
+            values["seed"] &= LARGEST_SEED
         return SamplingParams.of_given(values, defaults)

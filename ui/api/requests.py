@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
+from hotcold.model.parameters import LARGEST_SEED
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
 from hotcold.ui.api.tools.thoughts import Thoughts
 
-_LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 
 
@@ -79,5 +79,5 @@ def _copies(
     request = replace(request, grammar=grammar)
     if sampling.seed is None:
         return [request] * count
-    seeds = [(sampling.seed + i) & _LARGEST_SEED for i in range(count)]
+    seeds = [(sampling.seed + i) & LARGEST_SEED for i in range(count)]
     return [replace(request, sampling=replace(sampling, seed=seed)) for seed in seeds]

@@ -82,6 +82,7 @@ class _Response:
             raise refusal(error) from None
         self._output = Output()
         self._syntax = None if self._chat.callable is None else backend.call_syntax
+        drawn = body.drawn()
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -91,7 +92,8 @@ class _Response:
             "output": self._output.items,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            **{name: body.drawn()[name] for name in ("temperature", "top_p")},
+            "temperature": drawn["temperature"],
+            "top_p": drawn["top_p"],
             "tools": [
                 tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
             ],
