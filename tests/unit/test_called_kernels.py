@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit, types
+from numba import types
 from numba.core.types import Literal
 
 from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.called_kernels import KernelLibrary
+from hotcold.numba_kernels.compiler import njit
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
 DOORBELLS = ("doorbell.", "mailbox.")  # whose numbers have 32 bits between processes
