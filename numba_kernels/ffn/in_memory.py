@@ -39,7 +39,6 @@ from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
-MAX_TOKENS = 32  # of a request: bits of a mask
 # kinds of work that threads share in a request; down rows only where they are transposed
 GATES, UPS, DOWN, DOWN_SECOND = range(4)
 _NUM_KINDS = 4

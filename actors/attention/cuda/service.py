@@ -216,7 +216,7 @@ class CudaAttentionService(Service):
     def _selection(self) -> Selection:
         request = self.buffers.requests[self.index]
         if request[NUM_IDS] == ALL_NEURONS and not request[WEIGHS_BLOCKS]:
-            return EVERYTHING  # soon: each layer of each step asks
+            return EVERYTHING  # without a call: every layer of every step comes here
         found: Selection = read_selection.py_func(self.buffers, self.index)
         return found
 
