@@ -187,11 +187,12 @@ def prompt_attention(
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         num_rows = sum(map(len, arrays.qkv.parts(layer)))
-        qkv = torch.from_numpy(matmul.scratch((num_tokens, num_rows)))
-        matmul.layer_linear(x, arrays.qkv, layer, vectors.qkv_bias[layer], qkv)
-        heads = _attend(matmul, buffers, layer, qkv.numpy(), arrays)
-        out = torch.from_numpy(matmul.scratch((num_tokens, len(arrays.out[layer]))))
-        matmul.linear(heads, arrays.out[layer], vectors.out_bias[layer], out)
+        qkv = matmul.scratch((num_tokens, num_rows))
+        matmul.layer_linear(x.numpy(), arrays.qkv, layer, vectors.qkv_bias[layer], qkv)
+        heads = _attend(matmul, buffers, layer, qkv, arrays).numpy()
+        product = matmul.scratch((num_tokens, len(arrays.out[layer])))
+        matmul.linear(heads, arrays.out[layer], vectors.out_bias[layer], product)
+        out = torch.from_numpy(product)
         out = rows.norm(layer, out, vectors.attention_norm_weight[layer], _NO_BIAS)
         return rows.add(layer, residual, out)
 
@@ -228,7 +229,7 @@ def prompt_head(
         x = rows.layer_input(num_layers, buffers.hidden[begin:end])
         x = rows.norm(num_layers - 1, x, arrays.final_norm_weight, arrays.final_norm_bias)
         if arrays.project_out.shape[0]:
-            x = matmul.linear(x, arrays.project_out, _NO_BIAS)
-        matmul.linear(x, arrays.head, _NO_BIAS, logits)
+            x = torch.from_numpy(matmul.linear(x.numpy(), arrays.project_out, _NO_BIAS))
+        matmul.linear(x.numpy(), arrays.head, _NO_BIAS, logits.numpy())
     if cap:
         logits.copy_(cap * torch.tanh(logits / cap))

@@ -119,8 +119,8 @@ class Matmul:
         """So that no prompt waits for it."""
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
         with self.at_once():
-            self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
-            self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
+            self.linear(np.zeros((1, CHUNK), np.float32), row, np.empty(0, np.float32))
+            self.combine(np.zeros((1, 1), np.float32), row, np.empty((1, CHUNK), np.float32))
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -174,48 +174,50 @@ class Matmul:
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: np.ndarray,
         weights: np.ndarray,
         bias: np.ndarray,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """x @ weights.T + bias, once it has been run.
 
         Shapes:  x (T, d) contiguous, weights (N, d) or (N, row bytes), bias (N,) or (0,), result
                  (T, N), `out` where it is given
         Dtypes:  x, bias, result float32; weights bits
         """
-        out = torch.empty(x.shape[0], weights.shape[0]) if out is None else out
+        if out is None:
+            out = np.empty((x.shape[0], weights.shape[0]), np.float32)
         return self.linears(x, [(weights, bias, out)])[0]
 
     def linears(
-        self, x: torch.Tensor, matrices: Sequence[tuple[np.ndarray, np.ndarray, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+        self, x: np.ndarray, matrices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    ) -> list[np.ndarray]:
         """`linear` of one x, which is packed once, with each (weights, bias, out).
 
         The weights are of one dtype.
         """
         kind = self._kind(matmul_kinds(matrices[0][0].dtype, self._features)[0])
-        operand = kind.operand(x.numpy(), matrices[0][0])
+        operand = kind.operand(x, matrices[0][0])
         for weights, bias, out in matrices:
-            kind.linear(operand, weights, out.numpy())
+            kind.linear(operand, weights, out)
             if bias.size:
-                self._add_bias(torch.from_numpy(bias), out)
+                self.then_rows(len(out), partial(_add_bias, out, bias))
         return [out for _, _, out in matrices]
 
     def layer_linear(
         self,
-        x: torch.Tensor,
+        x: np.ndarray,
         rows: LayerRows,
         layer: int,
         bias: np.ndarray,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """`linear` with a layer's rows, which may be in two formats."""
         parts = rows.parts(layer)
         if len(parts) == 1:
             return self.linear(x, parts[0], bias, out)
-        out = torch.empty(x.shape[0], sum(map(len, parts))) if out is None else out
+        if out is None:
+            out = np.empty((x.shape[0], sum(map(len, parts))), np.float32)
         first = 0
         for part in parts:
             place = out[:, first : first + len(part)]
@@ -224,14 +226,14 @@ class Matmul:
             first += len(part)
         return out
 
-    def combine(self, h: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
+    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """out = h @ rows, rows weighted and summed, once it has been run.
 
         Shapes:  h (T, N) contiguous, rows (N, d) or (N, row bytes), out (T, d)
         Dtypes:  h, out float32; rows bits
         """
         kind = self._kind(matmul_kinds(rows.dtype, self._features)[1])
-        kind.combine(h.numpy(), rows, out.numpy())
+        kind.combine(h, rows, out)
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
@@ -243,10 +245,12 @@ class Matmul:
             self._kinds[kind] = kind(self.num_threads, self.then)
         return self._kinds[kind]
 
-    def _add_bias(self, bias: torch.Tensor, out: torch.Tensor) -> None:
-        self.then_rows(out.shape[0], lambda first, last: out[first:last].add_(bias))
+
+def _add_bias(rows: np.ndarray, bias: np.ndarray, first: int, last: int) -> None:
+    """rows[first:last] += bias."""
+    rows[first:last] += bias
 
 
-def _copy_rows(source: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
+def _copy_rows(source: np.ndarray, target: np.ndarray, first: int, last: int) -> None:
     """target[first:last] = source[first:last]."""
     target[first:last] = source[first:last]
