@@ -13,7 +13,8 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.ir.attention_ir import (
+from hotcold.numba_kernels.ir.exp_ir import LOG2_E
+from hotcold.numba_kernels.ir.prompt_attention_ir import (
     GROUPS,
     TILE_ROWS,
     add_values,
@@ -22,7 +23,6 @@ from hotcold.numba_kernels.ir.attention_ir import (
     score_rows,
     share_scores,
 )
-from hotcold.numba_kernels.ir.exp_ir import LOG2_E
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vector_ir import widen_row
 from hotcold.numba_kernels.serve.work_stealing import next_block
@@ -35,7 +35,7 @@ _PAD = LANES  # floats behind a page's row: a power of two between rows would fi
 def prompt_scratch_shapes(head_dim: int) -> list[tuple[int, ...]]:
     """The shapes of a thread's work space: the kernel's queries, page_keys .. weighted.
 
-    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.attention_ir`.
+    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.prompt_attention_ir`.
     """
     width = -(-head_dim // TILE_ROWS) * TILE_ROWS
     page = PAGE_POSITIONS, -(-width // LANES) * LANES + _PAD
