@@ -14,14 +14,16 @@ from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_scratch_shapes,
 )
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from tests.kernels.arrays import random_bits, random_floats
+from tests.kernels.arrays import random_floats
 from tests.kernels.layer_numbers import layer_numbers
+from tests.kernels.reference import narrowed, widened
 
-NAN = {np.float32: np.nan, np.uint16: 0x7E00}
+DTYPES = {"f32": np.float32, "f16": np.uint16, "q8": np.int8}
+NAN = {np.float32: np.nan, np.uint16: 0x7E00, np.int8: -1}  # four bytes -1 are a scale of NaN
 
 
 class Text(NamedTuple):
-    """Queries (P, H, hd) of all positions; keys and values (G, P, hd)."""
+    """Queries (P, H, hd) of all positions; keys and values (G, P, row) as in the cache."""
 
     queries: np.ndarray
     keys: np.ndarray
@@ -36,19 +38,36 @@ class Text(NamedTuple):
 def a_text(dtype: type, length: int, heads: tuple[int, int], head_dim: int) -> Text:
     num_heads, num_kv_heads = heads
     queries = random_floats(1, length, num_heads, head_dim)
-    keys = random_bits(2, dtype, num_kv_heads, length, head_dim)
-    return Text(queries, keys, random_bits(3, dtype, num_kv_heads, length, head_dim))
+    keys, values = (random_floats(seed, num_kv_heads, length, head_dim) for seed in (2, 3))
+    return Text(queries, cached(keys, dtype), cached(values, dtype))
+
+
+def cached(numbers: np.ndarray, dtype: type) -> np.ndarray:
+    """Rows of a cache that hold float32 numbers (..., hd)."""
+    if dtype is not np.int8:
+        return narrowed(numbers, dtype)
+    scales = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(127)
+    codes = np.rint(numbers / scales).astype(np.int8)
+    return np.concatenate([codes, scales.view(np.int8)], axis=-1)
+
+
+def numbers_in(rows: np.ndarray) -> np.ndarray:
+    """The float32 numbers that rows of a cache hold."""
+    if rows.dtype != np.int8:
+        return widened(rows).astype(np.float32)
+    return rows[..., :-4] * np.ascontiguousarray(rows[..., -4:]).view(np.float32)
 
 
 def paged(cache: np.ndarray, pages: np.ndarray, seen_from: int) -> np.ndarray:
-    """(pages, G, PAGE_POSITIONS, hd) with NaN wherever no position from `seen_from` on is."""
-    num_heads, length, head_dim = cache.shape
-    whole = np.full((num_heads, len(pages) * PAGE_POSITIONS, head_dim), NAN[cache.dtype.type])
+    """(pages, G, PAGE_POSITIONS, row) with NaN wherever no position from `seen_from` on is."""
+    num_heads, length, row = cache.shape
+    nan = NAN[cache.dtype.type]
+    whole = np.full((num_heads, len(pages) * PAGE_POSITIONS, row), nan, cache.dtype)
     whole[:, seen_from:length] = cache[:, seen_from:]
-    pool = np.full((len(pages) + 3, num_heads, PAGE_POSITIONS, head_dim), NAN[cache.dtype.type])
-    parts = whole.reshape(num_heads, len(pages), PAGE_POSITIONS, head_dim)
+    pool = np.full((len(pages) + 3, num_heads, PAGE_POSITIONS, row), nan, cache.dtype)
+    parts = whole.reshape(num_heads, len(pages), PAGE_POSITIONS, row)
     pool[pages] = parts.transpose(1, 0, 2, 3)
-    return pool.astype(cache.dtype)
+    return pool
 
 
 def attend(

@@ -14,20 +14,22 @@ from numba.extending import intrinsic
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2, tanh_of_exponent
 from hotcold.numba_kernels.ir.vec import F32, Arguments, Vec, codegen_of
 from tests.kernels import reference
-from tests.kernels.prompt_texts import NAN, Text, a_text, attend
+from tests.kernels.prompt_texts import DTYPES, NAN, Text, a_text, attend, numbers_in
 
 pytestmark = pytest.mark.sweep
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+INFINITY = NAN | {np.float32: np.inf, np.uint16: 0x7C00}
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def check(text: Text, first: int = 0, **changes: Any) -> None:
     found = attend(text, first, **changes)
-    expected = reference.prompt_attention(text.queries[first:], text.keys, text.values, **changes)
+    keys, values = numbers_in(text.keys), numbers_in(text.values)
+    expected = reference.prompt_attention(text.queries[first:], keys, values, **changes)
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 1000])
 def test_lengths(dtype: type, length: int) -> None:
     text = a_text(dtype, length, (4, 2), 32)
@@ -35,7 +37,7 @@ def test_lengths(dtype: type, length: int) -> None:
         check(text, first)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize(
     "heads",
     [(1, 1), (2, 1), (9, 3), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1), (9, 1), (24, 2), (71, 1)],
@@ -45,13 +47,13 @@ def test_groups_of_heads(dtype: type, heads: tuple[int, int]) -> None:
     check(a_text(dtype, 200, heads, 40), 70)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("head_dim", [1, 3, 8, 12, 20, 32, 64, 80, 96, 100, 112, 128, 256])
 def test_head_dims(dtype: type, head_dim: int) -> None:
     check(a_text(dtype, 150, (6, 3), head_dim), 20)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 63, 64, 65, 100, 128, 150, 4096])
 @pytest.mark.parametrize("softcap", [0.0, 2.5, 50.0])
 def test_windows_and_softcaps(dtype: type, window: int, softcap: float) -> None:
@@ -60,7 +62,7 @@ def test_windows_and_softcaps(dtype: type, window: int, softcap: float) -> None:
         check(text, first, window=window, softcap=softcap, scale=0.4)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("window", [0, 40, 64, 300])
 @pytest.mark.parametrize("softcap", [0.0, 2.5])
@@ -82,7 +84,7 @@ def test_bits_do_not_depend_on_the_chunk(
             np.testing.assert_array_equal(found, whole[first:last], err_msg=f"{first}..{last}")
 
 
-@DTYPES
+@EACH_DTYPE
 def test_later_tokens_change_no_bit(dtype: type) -> None:
     """Whatever their queries, keys and values are, in the same chunk and block."""
     text = a_text(dtype, 100, (4, 2), 20)
@@ -91,7 +93,7 @@ def test_later_tokens_change_no_bit(dtype: type) -> None:
         others = Text(*(array.copy() for array in text))
         others.queries[cut:] = np.nan
         others.keys[:, cut:] = NAN[dtype]
-        others.values[:, cut:] = np.inf if dtype == np.float32 else 0x7C00
+        others.values[:, cut:] = INFINITY[dtype]
         np.testing.assert_array_equal(attend(others)[:cut], expected[:cut])
 
 
