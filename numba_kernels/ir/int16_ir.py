@@ -47,7 +47,7 @@ def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:
     return Vec(sums.builder, sums.builder.asm(kind, text, "=v,0,v,v", values, side_effect=False))
 
 
-INT16_PAIRS = Instruction(sums=I32, add=_add_products)
+INT16_PAIRS = Instruction(sums=I32, add=_add_products, items_a_step=4)
 
 
 @intrinsic(prefer_literal=True)

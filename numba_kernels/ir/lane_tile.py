@@ -27,7 +27,6 @@ from hotcold.numba_kernels.ir.vec import (
 TILE_ROWS = 6
 MAX_GROUPS = 4 if has_feature("avx512f") else 1
 ROWS_AHEAD = 3
-_ITEMS_A_STEP = 4
 _CACHE_LINE = 64
 
 
@@ -36,10 +35,12 @@ class Instruction:
     """What adds to 32-bit sums, in each lane, the products of two items.
 
     sums: their type; add(sums, tokens, weights) gives new sums, of vectors of items as int32
+    items_a_step: of a loop; LLVM loads what more of them need too early, and runs out of registers
     """
 
     sums: Any
     add: Callable[[Vec, Vec, Vec], Vec]
+    items_a_step: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class LaneTile:
 
     def sums(self, first: Vec, last: Vec) -> list[list[Vec]]:
         """Sums over items first..last-1, by row and group: vectors of one sum a token."""
-        builder = first.builder
+        builder, at_once = first.builder, self.instruction.items_a_step
         zero = Vec.full(builder, 0, self.instruction.sums, LANES)
         sums = [[Var(zero) for _ in self.tokens] for _ in self.weights]
 
@@ -92,10 +93,10 @@ class LaneTile:
 
         def step(item: Vec) -> None:
             self.ahead.prefetch(item)
-            for i in range(_ITEMS_A_STEP):
+            for i in range(at_once):
                 one_item(item + i)
 
-        whole = first + whole_steps(last - first, _ITEMS_A_STEP)
-        for_range(first, whole, _ITEMS_A_STEP, step)
+        whole = first + whole_steps(last - first, at_once)
+        for_range(first, whole, at_once, step)
         for_range(whole, last, 1, one_item)
         return [[total.get() for total in of_row] for of_row in sums]

@@ -44,8 +44,8 @@ def _add_floats(sums: Vec, x: Vec, weights: Vec) -> Vec:
 
 
 _INSTRUCTIONS = {
-    types.int32: Instruction(sums=F32, add=_add_pairs),
-    types.float32: Instruction(sums=F32, add=_add_floats),
+    types.int32: Instruction(sums=F32, add=_add_pairs, items_a_step=4),
+    types.float32: Instruction(sums=F32, add=_add_floats, items_a_step=2),
 }
 
 
