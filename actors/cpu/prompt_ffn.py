@@ -131,12 +131,10 @@ def _add_by_token(
         (_add_fired if few.all() else _add_all)(matmul, rows, x, h, out)
         return
 
-    def copy_to(
-        own: np.ndarray, source: np.ndarray, ids: np.ndarray, first: int, last: int
-    ) -> None:
-        np.take(source, ids[first:last], axis=0, out=own[first:last], mode="clip")
+    def copy(own_x: np.ndarray, own_h: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
+        own_x[first:last], own_h[first:last] = x[ids[first:last]], h[ids[first:last]]
 
-    def copy_from(own: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
+    def copy_back(own: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
         out[ids[first:last]] = own[first:last]
 
     for add, ids in ((_add_fired, np.flatnonzero(few)), (_add_all, np.flatnonzero(~few))):

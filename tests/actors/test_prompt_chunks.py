@@ -1,0 +1,62 @@
+"""A prompt's tokens have the same bits wherever it is cut into chunks for matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_in_process import as_on_a_cpu_with
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE
+
+pytestmark = pytest.mark.sweep
+Tiny = Callable[..., TinyCheckpoint]
+LENGTH = 512
+CUTS = {LENGTH: ([64], [128], [97, MATRIX_TOKENS, 70, 200, 112]), MAX_POSITIONS: ([64], [95, 33])}
+
+
+@pytest.mark.parametrize("mode", ["exact", "dense"])
+@pytest.mark.parametrize("weights", ["", "q8", "q4"])
+@pytest.mark.parametrize(
+    ("variant", "stored"),
+    [
+        ("llama-relu", "float32"), ("llama-relu", "float16"), ("llama-gqa", "bfloat16"),
+        ("opt-postnorm", "float32"), ("falcon-bias", "float16"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("features", [None, ()], ids=["this CPU", "others"])
+def test_bits_do_not_depend_on_the_cuts(
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    weights: str,
+    variant: str,
+    stored: str,
+    features: tuple[str, ...] | None,
+) -> None:
+    if features is not None:
+        as_on_a_cpu_with(monkeypatch, *features)
+    checkpoint = tiny(variant, stored)
+    length = MAX_POSITIONS if variant.startswith("opt") else LENGTH  # learned positions
+    ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, length)
+    with InProcessSystem(
+        checkpoint.path, 2, 2, num_positions=length, max_tokens=length, weight_dtype=weights
+    ) as system:
+
+        def run(sizes: list[int]) -> list[np.ndarray]:
+            logits = system.logits(mode, ids, sizes)
+            attention = system.services[0].arrays  # type: ignore[attr-defined]
+            found = [logits, attention.keys.copy(), attention.values.copy()]
+            attention.keys[:] = attention.values[:] = 0
+            return found
+
+        whole = run([length])
+        assert system.python_answers
+        assert np.isfinite(whole[0]).all() and whole[1].any()
+        for sizes in CUTS[length]:
+            for array, expected in zip(run(sizes), whole, strict=True):
+                assert array.tobytes() == expected.tobytes(), sizes
