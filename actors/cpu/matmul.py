@@ -14,11 +14,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
+from hotcold.actors.cpu.kernel_matmul import (
+    Bfloat16Matmul,
+    Float32Matmul,
+    Int16Matmul,
+    QuantizedMatmul,
+)
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
-from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul, TorchMatmul
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
@@ -42,9 +45,15 @@ def matmul_features() -> frozenset[str]:
     lets this process use it, as torch does: many virtual machines and sandboxes do not.
     """
     found = {name for name in _FEATURES if has_feature(name)}
-    if "amx-bf16" in found and not torch.cpu._init_amx():  # no public name for it
+    if "amx-bf16" in found and not _may_use_amx():
         found.remove("amx-bf16")
     return frozenset(found)
+
+
+def _may_use_amx() -> bool:
+    import torch  # it takes a second, and nothing else here needs it
+
+    return bool(torch.cpu._init_amx())  # no public name for it
 
 
 def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
@@ -52,26 +61,34 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
 
-    | weights             | amx-bf16       | avx512bf16     | avx512vnni    | others        |
-    | ------------------- | -------------- | -------------- | ------------- | ------------- |
-    | float32             | torch float32  | torch float32  | torch float32 | torch float32 |
-    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16   | own int16     | torch float32 |
-    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16   | torch float32 | torch float32 |
-    | quantized, x @ w.T  | own integers   | own integers   | own integers  | own integers  |
-    | quantized, h @ rows | torch bfloat16 | torch bfloat16 | torch float32 | torch float32 |
+    | weights             | amx-bf16       | avx512bf16   | avx512vnni   | others       |
+    | ------------------- | -------------- | ------------ | ------------ | ------------ |
+    | float32             | own float32    | own float32  | own float32  | own float32  |
+    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16 | own int16    | own float32  |
+    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16 | own float32  | own float32  |
+    | quantized, x @ w.T  | own integers   | own integers | own integers | own integers |
+    | quantized, h @ rows | torch bfloat16 | own bfloat16 | own float32  | own float32  |
 
-    A CPU is of the leftmost column whose feature it has. Figures: docs/lab_log.md.
+    A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
+    its batch-mates. Figures: docs/lab_log.md.
     """
-    has_bfloat16 = "amx-bf16" in features or "avx512bf16" in features
     if dtype == np.float32:
-        return TorchMatmul, TorchMatmul
-    if is_quantized(dtype):
-        return QuantizedMatmul, TorchBfloat16Matmul if has_bfloat16 else TorchMatmul
+        return Float32Matmul, Float32Matmul
     if "amx-bf16" in features:
-        return TorchBfloat16Matmul, TorchBfloat16Matmul
-    if has_bfloat16:
-        return Bfloat16Matmul, Bfloat16Matmul
-    return Int16Matmul if "avx512vnni" in features else TorchMatmul, TorchMatmul
+        sums: Kind = _torch_kind()
+    else:
+        sums = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+    if is_quantized(dtype):
+        return QuantizedMatmul, sums
+    if sums is Float32Matmul and "avx512vnni" in features:
+        return Int16Matmul, sums
+    return sums, sums
+
+
+def _torch_kind() -> Kind:
+    from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul
+
+    return TorchBfloat16Matmul
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,6 @@ class Matmul:
         """
 
         def begin(thread: int) -> None:
-            torch.set_num_threads(1)
             if thread_cores:
                 pin_thread(thread_cores[thread])
 
@@ -112,8 +128,7 @@ class Matmul:
         self._num_allocated = 0
         self._kinds: dict[Kind, Any] = {}
         for dtype in dtypes:
-            if dtype != np.float32:
-                self._compile(dtype)
+            self._compile(dtype)
 
     def _compile(self, dtype: np.dtype) -> None:
         """So that no prompt waits for it."""
