@@ -68,6 +68,16 @@ def test_bits_do_not_depend_on_the_size_of_a_step(system: InProcessSystem, mode:
         assert np.array_equal(system.logits(mode, checkpoint.ids[:24], way), alone)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_do_not_depend_on_the_chunks_of_a_prompt(system: InProcessSystem, mode: str) -> None:
+    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
+    ids = np.random.default_rng(3).integers(0, system.config.vocab_size, 128)
+    alone = system.logits(mode, ids, [64])
+    assert relative_difference(alone, checkpoint.logits_of(ids)) < 1e-4
+    for way in ([33, 62, 33], [45, 40, 43], [60, 34, 34]):
+        assert np.array_equal(system.logits(mode, ids, way), alone), way
+
+
 @pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
 def test_any_number_of_services_and_threads(
