@@ -131,8 +131,7 @@ def _attend_block(
 ):  # fmt: skip
     """Weighted sums of the values that positions first..most see, of `count` heads."""
     num_groups = -(-(most + 1 - first) // LANES) * count
-    dim, window = numbers.head_dim, np.int64(numbers.window)
-    window = window if window > 0 else _NO_WINDOW
+    dim, window = numbers.head_dim, numbers.window if numbers.window > 0 else _NO_WINDOW
     sums[:num_groups, 0] = -np.inf
     sums[:num_groups, 1:] = 0
     weighted[:num_groups] = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -49,7 +50,7 @@ TOKENS = (1, 5)  # row after row, and rows side by side
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
 LAST_ROWS, LAST_TOKENS = 3, (1, 2)
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
-ATTENTION: tuple[dict[str, float], ...] = ({}, {"window": 70, "softcap": 2.5})
+ATTENTION: tuple[dict[str, Any], ...] = ({}, {"window": 70, "softcap": 2.5})
 LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
 _TRIPLE = "aarch64-unknown-linux-gnu"
 

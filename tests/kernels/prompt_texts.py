@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,11 @@ from tests.kernels.layer_numbers import layer_numbers
 from tests.kernels.reference import narrowed, widened
 
 DTYPES = {"f32": np.float32, "f16": np.uint16, "q8": np.int8}
-NAN = {np.float32: np.nan, np.uint16: 0x7E00, np.int8: -1}  # four bytes -1 are a scale of NaN
+NAN: dict[Any, Any] = {
+    np.float32: np.nan,
+    np.uint16: 0x7E00,
+    np.int8: -1,
+}  # four bytes -1 are a scale of NaN
 
 
 class Text(NamedTuple):

@@ -146,11 +146,11 @@ def of_vectors(function: Callable[[Vec], Vec]) -> Callable[[np.ndarray, np.ndarr
         return types.void(x, out), codegen_of(emit)
 
     @njit
-    def of_rows(x, out):  # type: ignore[no-untyped-def]
+    def of_rows(x, out):
         for row in range(len(x)):
             of_vector(x[row], out[row])
 
-    return of_rows  # type: ignore[no-any-return]
+    return of_rows
 
 
 LIMITS = [-np.inf, -1e30, -150, -126.5, -126, 127, 128, np.inf, np.nan, 0, -0.0, 1, -1]
