@@ -94,11 +94,8 @@ def build_config(
     result = ModelConfig(**shared | fields)
     for rope in result.ropes:
         _check_rope(reader, rope, result.head_dim)
-    stretches = [rope.factor for rope in result.ropes if rope.kind == "dynamic"]
-    if not stretches:
-        return result
-    longest = int(min(result.max_positions * max(stretches), MAX_POSITIONS))
-    return replace(result, max_positions=longest)
+    longest = max(result.max_positions, *(rope.stretched for rope in result.ropes), 0)
+    return replace(result, max_positions=min(longest, MAX_POSITIONS))
 
 
 def _ids(default: int | None) -> tuple[int, ...]:

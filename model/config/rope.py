@@ -51,6 +51,15 @@ class RopeConfig:
         return int(head_dim * self.share)
 
     @property
+    def stretched(self) -> int:
+        """The positions to which dynamic and yarn stretch the original context; 0 of others.
+
+        Their models' max_position_embeddings may be the original context or the stretched one.
+        """
+        is_stretched = self.kind in ("dynamic", "yarn")
+        return int(self.original_max_positions * self.factor) if is_stretched else 0
+
+    @property
     def changes_after(self) -> int:
         """Longer sequences than this have other frequencies; 0: all have the same."""
         return self.original_max_positions if self.kind in ("longrope", "dynamic") else 0

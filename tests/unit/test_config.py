@@ -130,6 +130,23 @@ def test_longrope_takes_long_factors_for_long_contexts() -> None:
     np.testing.assert_allclose(rope.inv_freq(16, 64), 2 * rope.inv_freq(16, 65))
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (YARN, 2048),
+        (YARN | {"factor": 16.0}, 8192),
+        (YARN | {"factor": 0.5}, 1500),
+        ({"rope_type": "dynamic", "factor": 2.5}, 3750),
+        ({"rope_type": "dynamic", "factor": 1e11}, 1 << 26),
+        ({"rope_type": "linear", "factor": 2.0}, 1500),
+        (LLAMA3, 1500),
+    ],
+)
+def test_ropes_that_stretch_the_context(rope: dict[str, Any], longest: int) -> None:
+    config = build_config(LLAMA | {"max_position_embeddings": 1500, "rope_scaling": rope})
+    assert config.max_positions == longest
+
+
 def test_names_of_functions_are_those_of_kernels() -> None:
     assert set(get_args(ActivationFn)) == set(ACTIVATION_CODES)
 
