@@ -66,10 +66,10 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
 def kv_row_bytes(head_dim: int, kv_dtype: str) -> int:
     """Return the bytes of one head's key or value of a position, in a format of --kv-dtype.
 
-    In q8 a float32 scale stands behind the numbers.
+    In q8 a float32 scale for each 32 numbers, or fewer, stands behind them.
     """
     if kv_dtype == "q8":
-        return head_dim + 4
+        return head_dim + 4 * -(-head_dim // 32)
     return head_dim * (4 if kv_dtype == "float32" else 2)
 
 

@@ -1,7 +1,7 @@
 """Rotary position embedding, the paged KV cache, and attention over it in a decode step.
 
 A layer's cache is (pages, kv_heads, PAGE_POSITIONS, row). A row is head_dim numbers, float32 or
-float16 (bits in uint16), or head_dim bytes in int8 and a float32 scale behind them. All sequences
+float16 (bits in uint16), or in int8 with a float32 scale for each 32 behind them. All sequences
 share a pool of pages; a page table lists each sequence's. Memory is committed as positions are
 first written.
 """

@@ -1,7 +1,8 @@
 """Vector IR of attention over rows of a paged cache: scores, exponentials, weighted sums.
 
-A row is a position's key or value of one head: float32, float16, or int8 with a float32 scale
-behind it. Up to four queries that read the same rows meet them together, so a row is widened once.
+A row is a position's key or value of one head: float32, float16, or int8 with float32 scales behind
+it, one for each 32 items. Up to four queries that read the same rows meet them together, so a row
+is widened once.
 Every sum has an order of its own, which does not depend on what is computed beside it.
 """
 
@@ -32,6 +33,7 @@ from hotcold.numba_kernels.ir.vec import (
 )
 
 POSITIONS_AT_ONCE = QUERIES_AT_ONCE = 4
+CACHE_BLOCK = 32  # items of an int8 row with one scale; whole vectors
 _HAS_MANY_REGISTERS = has_feature("avx512f")  # and wide ones: 32 of 16 lanes, else 16 of 8
 # Queries whose products with four rows are kept side by side; vectors of sums for so many queries.
 _SIDE_BY_SIDE = 4 if _HAS_MANY_REGISTERS else 1
@@ -49,6 +51,11 @@ _ROUNDER = 12582912.0  # 1.5 * 2^23: added, a small number is rounded to a whole
 _LEAST = -87.0  # e^x is 0 below
 
 
+def _scale_place(head_dim: Vec, column: Vec) -> Vec:
+    """Where in an int8 row the scale of a column stands."""
+    return head_dim + column // CACHE_BLOCK * 4
+
+
 class _Rows:
     """Rows of one head in one page of a layer's cache (M, G, P, row)."""
 
@@ -56,19 +63,22 @@ class _Rows:
         self._start, self._stride = cache.at(page, group), cache.strides[2]
         self._dtype, self._item = cache.kind.dtype, item_bytes(cache.kind.dtype)
         self._head_dim = head_dim
-        self.has_scales = self._dtype == types.int8
 
     def row(self, position: Vec) -> Ptr:
         """A position's row; `position` within the page."""
         return self._start + self._stride * position
 
-    def items(self, row: Ptr, column: Vec, lanes: int) -> Vec:
-        """So many items of a row as float32, without its scale."""
-        return widen(self._dtype, row + column * self._item, lanes)
-
-    def scale(self, row: Ptr) -> Vec:
-        """What the items of a row are multiplied with."""
-        return (row + self._head_dim).load(F32, align=1)
+    def items(self, row: Ptr, column: Vec, lanes: int, count: int = 1) -> list[Vec]:
+        """So many vectors of a row as float32; of several the first one begins a block."""
+        start = row + column * self._item
+        found = [widen(self._dtype, start + i * lanes * self._item, lanes) for i in range(count)]
+        if self._dtype != types.int8:
+            return found
+        first, scales = row + _scale_place(self._head_dim, column), []
+        for block in range(-(-count * lanes // CACHE_BLOCK)):
+            scale = (first + block * 4).load(F32, align=1)
+            scales.append(scale.spread(lanes) if lanes > 1 else scale)
+        return [vec * scales[i * lanes // CACHE_BLOCK] for i, vec in enumerate(found)]
 
 
 class _Ahead:
@@ -116,12 +126,12 @@ def _emit_scores(given: Arguments, num_queries: int) -> None:
     whole = whole_steps(head_dim, LANES)
     builder = head_dim.builder
 
-    def some(own: range, position: Vec, rows: list[Ptr], scales: Vec) -> None:
+    def some(own: range, position: Vec, rows: list[Ptr]) -> None:
         zero = Vec.full(builder, 0, F32, LANES)
         sums = [[Var(zero) for _ in rows] for _ in own]
 
         def add(index: Vec, lanes: int, into: list[list[Var]]) -> None:
-            items = [keys.items(each, index, lanes) for each in rows]
+            items = [keys.items(each, index, lanes)[0] for each in rows]
             for q, totals in zip(own, into, strict=True):
                 x = widen(types.float32, queries[q] + index * 4, lanes)
                 for item, total in zip(items, totals, strict=True):
@@ -138,20 +148,14 @@ def _emit_scores(given: Arguments, num_queries: int) -> None:
                     last_items = last_items.with_lane(lane, total.get())
                 four.set(four.get() + last_items)
         for q, four in zip(own, found, strict=True):
-            (scores[q] + position * 4).store(four.get() * scales)
+            (scores[q] + position * 4).store(four.get() * factor)
 
     def four_rows(position: Vec) -> None:
         ahead.prefetch(position, POSITIONS_AT_ONCE)
         rows = [keys.row(position + k) for k in range(POSITIONS_AT_ONCE)]
-        scales = factor.spread(POSITIONS_AT_ONCE)
-        if keys.has_scales:
-            own = Vec.full(builder, 0, F32, POSITIONS_AT_ONCE)
-            for lane, each in enumerate(rows):
-                own = own.with_lane(lane, keys.scale(each))
-            scales = scales * own
         for start in range(0, num_queries, _SIDE_BY_SIDE):
             own_queries = range(start, min(start + _SIDE_BY_SIDE, num_queries))
-            some(own_queries, position, rows, scales)
+            some(own_queries, position, rows)
 
     end = (last + (POSITIONS_AT_ONCE - 1)) // POSITIONS_AT_ONCE * POSITIONS_AT_ONCE
     for_range(first, end, POSITIONS_AT_ONCE, four_rows)
@@ -173,11 +177,9 @@ def _emit_values(given: Arguments, num_queries: int) -> None:
             each = values.row(index)
             if is_first:
                 ahead.prefetch(index, 1)
-            items = [values.items(each, start + i * lanes, lanes) for i in range(count)]
+            items = values.items(each, start, lanes, count)
             for share_at, totals in zip(shares, sums, strict=True):
                 share = (share_at + index * 4).load(F32)
-                if values.has_scales:
-                    share = share * values.scale(each)
                 wide = share.spread(lanes) if lanes > 1 else share
                 for item, total in zip(items, totals, strict=True):
                     total.set(item.fma(wide, total.get()))
@@ -320,8 +322,8 @@ def _tanh(x: Vec) -> Vec:
 def store_row(typingctx, cache, page, group, position, x, token, column, head_dim):
     """Write `head_dim` items of x[token] from `column` on to a row of the cache, in its format.
 
-    In 8 bits scale = max |x| / 127, value = x / scale rounded to the nearest, ties to even. A NaN
-    or an infinity makes the scale NaN or infinite.
+    In 8 bits each 32 items have scale = max |x| / 127, value = x / scale rounded to the nearest,
+    ties to even. A NaN or an infinity makes the scale NaN or infinite.
     cache (M, G, P, row); x (T, d) float32
     """
 
@@ -329,7 +331,13 @@ def store_row(typingctx, cache, page, group, position, x, token, column, head_di
         target, size = given.array(0).at(*given.numbers(1, 2, 3)), given.number(7)
         source = given.array(4).at(*given.numbers(5, 6))
         if cache.dtype == types.int8:
-            _emit_quantized(source, target, size)
+
+            def block(start: Vec) -> None:
+                length = (size - start).minimum(CACHE_BLOCK)
+                scale_at = target + _scale_place(size, start)
+                _emit_quantized(source + start * 4, target + start, scale_at, length)
+
+            for_range(0, size, CACHE_BLOCK, block)
             return
         kind, item = {types.float32: (F32, 4), types.uint16: (HALF, 2)}[cache.dtype]
 
@@ -342,7 +350,7 @@ def store_row(typingctx, cache, page, group, position, x, token, column, head_di
     return types.void(cache, *(_INDEX,) * 3, x, *(_INDEX,) * 3), codegen_of(emit)
 
 
-def _emit_quantized(source: Ptr, target: Ptr, size: Vec) -> None:
+def _emit_quantized(source: Ptr, target: Ptr, scale_at: Ptr, size: Vec) -> None:
     builder = size.builder
     tops = {lanes: Var(Vec.full(builder, 0, F32, lanes)) for lanes in (LANES, 1)}
 
@@ -365,7 +373,7 @@ def _emit_quantized(source: Ptr, target: Ptr, size: Vec) -> None:
         (target + index).store(whole.astype(I8), align=1)
 
     for_vectors(size, LANES, store)
-    (target + size).store(top / 127, align=1)
+    scale_at.store(top / 127, align=1)
 
 
 @intrinsic
@@ -376,13 +384,9 @@ def widen_cached(typingctx, cache, page, group, position, head_dim, out, row):
         page, group, position, head_dim = given.numbers(1, 2, 3, 4)
         rows = _Rows(given.array(0), page, group, head_dim)
         source, target = rows.row(position), given.array(5).at(given.number(6))
-        scale = rows.scale(source) if rows.has_scales else None
 
         def copy(index: Vec, lanes: int) -> None:
-            items = rows.items(source, index, lanes)
-            if scale is not None:
-                items = items * (scale.spread(lanes) if lanes > 1 else scale)
-            (target + index * 4).store(items)
+            (target + index * 4).store(rows.items(source, index, lanes)[0])
 
         for_vectors(head_dim, LANES, copy)
 

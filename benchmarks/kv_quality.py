@@ -1,0 +1,125 @@
+"""What a KV cache in fewer bits costs a model: perplexity and KL divergence beside float32.
+
+    python -m benchmarks.kv_quality MODEL.gguf... --windows 8 --out benchmarks/results/kv-quality
+
+Weights are dequantized to float32, so that nothing but the cache is rounded. Windows go through the
+kernels of steps, which read the cache at every token. The text is documentation that comes with
+Python. The error of ln ppl is that of the paired difference, token by token.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+
+from benchmarks.gguf_quality import STEP_TOKENS, text_windows
+from benchmarks.quality_models import targets, write_dequantized
+from benchmarks.runs import Json, table_option, where_and_when, write_report
+from hotcold.actors.protocol.options import KV_DTYPES
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.numba_kernels.decode.scoring import compare_logits
+from tests.actors.in_process import InProcessSystem
+
+_REFERENCE = "float32"
+
+
+def cached_logits(
+    path: Path, kv_dtype: str, windows: list[list[int]], threads: int
+) -> Iterator[np.ndarray]:
+    """Logits (V,) after all tokens of each window but the last, with such a KV cache."""
+    size = max(map(len, windows))
+    with InProcessSystem(
+        path, num_threads=threads, kv_dtype=kv_dtype, num_positions=size
+    ) as system:
+        engine = system.engine("dense")
+        for ids in windows:
+            for begin in range(0, len(ids) - 1, STEP_TOKENS):
+                step = ids[begin : min(begin + STEP_TOKENS, len(ids) - 1)]
+                places = range(begin, begin + len(step))
+                yield from engine.step(step, places, [0] * len(step), len(step)).copy()
+
+
+def compare(
+    path: Path, windows: list[list[int]], kv_dtypes: list[str], threads: int
+) -> dict[str, Json]:
+    """By KV format: ppl; ln ppl less float32's, with its error; mean KL divergence; same top."""
+    wanted = targets(windows, 0)
+    reference = list(cached_logits(path, _REFERENCE, windows, threads))
+    pairs = zip(reference, wanted, strict=True)
+    plain = np.array([compare_logits(row, row, token).nll for row, token in pairs])
+    found = {}
+    for kv_dtype in kv_dtypes:
+        rows = reference
+        if kv_dtype != _REFERENCE:
+            rows = list(cached_logits(path, kv_dtype, windows, threads))
+        scores = [compare_logits(*each) for each in zip(reference, rows, wanted, strict=True)]
+        loss = np.array([score.nll for score in scores])
+        difference = loss - plain
+        found[kv_dtype] = {
+            "ppl": float(np.exp(loss.mean())),
+            "ln_ppl_difference": float(difference.mean()),
+            "ln_ppl_stderr": float(difference.std() / np.sqrt(difference.size)),
+            "mean_kld": max(0.0, float(np.mean([score.kld for score in scores]))),
+            "same_top": float(np.mean([score.same_top for score in scores])),
+        }
+        click.echo(f"{path.name}, {kv_dtype}: {found[kv_dtype]}", err=True)
+    return found
+
+
+def table_of(report: Json) -> str:
+    """The report as a table."""
+    lines = [
+        f"{report['windows']} windows of {report['window']} tokens; weights as float32.",
+        "",
+        "| model | KV cache | ppl | change of ppl | mean KLD | same token |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, formats in report["models"].items():
+        for kv_dtype, each in formats.items():
+            change = 100 * np.expm1(each["ln_ppl_difference"])
+            error = 100 * each["ln_ppl_stderr"]
+            lines.append(
+                f"| {model} | {kv_dtype} | {each['ppl']:.3f} | {change:+.3f} ± {error:.3f}% | "
+                f"{each['mean_kld']:.2e} | {100 * each['same_top']:.2f}% |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.argument("paths", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
+@click.option("--windows", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--window", type=click.IntRange(min=2), default=1024, show_default=True)
+@click.option("--kv-dtype", "kv_dtypes", type=click.Choice(KV_DTYPES), multiple=True,
+              default=KV_DTYPES, show_default=True)  # fmt: skip
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
+@table_option(table_of)
+def main(
+    paths: tuple[Path, ...],
+    windows: int,
+    window: int,
+    kv_dtypes: tuple[str, ...],
+    threads: int,
+    out: Path | None,
+) -> None:
+    """Score GGUF files with a KV cache in every format."""
+    models: dict[str, dict[str, Json]] = {}
+    for path in paths:
+        config, tokenizer = read_model(path), Tokenizer.from_model(path)
+        if tokenizer is None:
+            raise click.ClickException(f"{path} has no tokenizer")
+        opens = tokenizer.encode("a")[:1] == [config.bos_token_id]
+        texts = text_windows(tokenizer, config.bos_token_id if opens else None, windows, window)
+        with tempfile.TemporaryDirectory() as scratch:
+            wide = write_dequantized(path, Path(scratch) / "float32", "float32")
+            models[path.name] = compare(wide, texts, list(kv_dtypes), threads)
+    about = where_and_when(paths[0], threads)
+    report = {**about, "windows": windows, "window": window, "models": models}
+    write_report(report, table_of(report), out)
+
+
+if __name__ == "__main__":
+    main()
