@@ -88,10 +88,11 @@ class CpuService(Service):
         )
 
     def prepare_prompts(self) -> None:
-        """Compile the kernels of the matmul."""
-        import hotcold.actors.cpu.prompt_ffn  # noqa: F401
+        """Compile the kernels of prompts."""
+        from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
         self._matmul.get()
+        compile_prompt_ffn(self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""

@@ -15,7 +15,9 @@ from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
+from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
@@ -108,6 +110,20 @@ def prompt_ffn(
                 _add_all(matmul, later, x, h, out)
         if arrays.down_bias.shape[2]:
             matmul.then_rows(num_tokens, add_bias)
+
+
+def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
+    """Compile what `prompt_ffn` calls beside the matmul, so that no prompt waits for it."""
+    nothing, none = np.empty((0, 0), np.float32), np.empty(0, np.int64)
+    activate_kernel(function, NO_WEIGHTS, none, nothing, nothing, none, 0, 0)
+    scale_kernel(function, nothing, nothing, 0, 0)
+    if isinstance(arrays, FfnArrays):
+        fired = empty_fired(0, 0)
+        list_fired(nothing, 0, 0, fired)
+        vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, 0, 0)))
+        up_input = vectors if is_quantized(arrays.up.dtype) else nothing
+        prompt_up_kernel(arrays.up, arrays.up_bias, up_input, 0, 0, fired)
+        prompt_down_kernel(arrays.down, fired, 0, 0, np.empty((0, 0, 0), np.float32), nothing)
 
 
 class _UpAndDown(NamedTuple):

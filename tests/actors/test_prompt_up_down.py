@@ -95,9 +95,11 @@ def a_layer(kind: str, is_gated: bool) -> FfnArrays:
         gate, up, down = (quantize_rows(matrix, Q8) for matrix in matrices)
     else:
         gate, up, down = (narrowed(matrix, BITS[kind]) for matrix in matrices)
-    starts, biases = np.array([[0, MANY // 3, MANY]]), random_floats(9, 2, MANY) / 8
+    starts = np.array([[0, MANY // 3, MANY]])
+    gate_bias, up_bias = random_floats(9, 2, MANY) / 8
     down_bias = random_floats(10, 1, 2, WIDE)
-    return FfnArrays(starts, gate, up if is_gated else up[:0], down, *biases, down_bias, NO_NORMS)
+    up = up if is_gated else up[:0]
+    return FfnArrays(starts, gate, up, down, gate_bias, up_bias, down_bias, NO_NORMS)
 
 
 def of_float64(arrays: FfnArrays, name: str, x: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from numba import njit
 from numba.core import caching, codegen
 from safetensors.numpy import save_file
 
+from hotcold.actors.cpu.kernel_matmul import Float32Matmul
 from hotcold.numba_kernels.decode.ffn import add_one
 from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
 from hotcold.numba_kernels.decode.vectors import (
@@ -28,7 +29,7 @@ from hotcold.numba_kernels.decode.vectors import (
     empty_vectors,
     quantize_activations,
 )
-from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
+from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, row_width, whole_chunks
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
@@ -51,6 +52,7 @@ LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
 LAST_ROWS, LAST_TOKENS = 3, (1, 2)
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
 ATTENTION: tuple[dict[str, Any], ...] = ({}, {"window": 70, "softcap": 2.5})
+PROMPT_TOKENS, PROMPT_PART = 71, range(40, 63)
 LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
 _TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -100,12 +102,28 @@ def results(kind: str) -> dict[str, np.ndarray]:
         found |= _last_chunks(kind)
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found
+    found |= _prompt_products(gate, down)
     x, _ = inputs(kind, 1)
     scratch = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
     h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
     _listed_sums(gate, down, LISTED, x, scratch, h, sums, out)
     return found | {"listed": h, "sums": out}
+
+
+def _prompt_products(gate: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+    """Of a prompt's tokens, and of some alone: h @ down and, of float rows, x @ gate.T; float32."""
+    matmul, found = Float32Matmul(1, lambda phase: phase(0)), {}
+    width = row_width(down.dtype, down.shape[1])
+    for tokens in (range(PROMPT_TOKENS), PROMPT_PART):
+        h = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, NUM_ROWS)[tokens]
+        found[f"combine{len(h)}"] = np.empty((len(h), width), np.float32)
+        matmul.combine(h, down, found[f"combine{len(h)}"])
+        if not is_quantized(gate.dtype):
+            x = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, width)[tokens]
+            found[f"linear{len(x)}"] = np.empty((len(x), NUM_ROWS), np.float32)
+            matmul.linear(matmul.operand(x, gate), gate, found[f"linear{len(x)}"])
+    return found
 
 
 def _last_chunks(kind: str) -> dict[str, np.ndarray]:

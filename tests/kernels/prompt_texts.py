@@ -9,6 +9,7 @@ import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.ir.attention_ir import CACHE_BLOCK
 from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_attention_kernel,
     prompt_scratch_shapes,
@@ -50,16 +51,22 @@ def cached(numbers: np.ndarray, dtype: type) -> np.ndarray:
     """Rows of a cache that hold float32 numbers (..., hd)."""
     if dtype is not np.int8:
         return narrowed(numbers, dtype)
-    scales = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(127)
-    codes = np.rint(numbers / scales).astype(np.int8)
-    return np.concatenate([codes, scales.view(np.int8)], axis=-1)
+    starts = range(0, numbers.shape[-1], CACHE_BLOCK)
+    blocks = [numbers[..., start : start + CACHE_BLOCK] for start in starts]
+    scales = [np.abs(block).max(axis=-1, keepdims=True) / np.float32(127) for block in blocks]
+    codes = [np.rint(block / scale) for block, scale in zip(blocks, scales, strict=True)]
+    parts = [code.astype(np.int8) for code in codes] + [scale.view(np.int8) for scale in scales]
+    return np.concatenate(parts, axis=-1)
 
 
 def numbers_in(rows: np.ndarray) -> np.ndarray:
     """The float32 numbers that rows of a cache hold."""
     if rows.dtype != np.int8:
         return widened(rows).astype(np.float32)
-    return rows[..., :-4] * np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+    num_scales = -(-rows.shape[-1] // (CACHE_BLOCK + 4))
+    codes, scales = np.split(rows, [rows.shape[-1] - 4 * num_scales], axis=-1)
+    each = np.repeat(np.ascontiguousarray(scales).view(np.float32), CACHE_BLOCK, axis=-1)
+    return codes * each[..., : codes.shape[-1]]
 
 
 def paged(cache: np.ndarray, pages: np.ndarray, seen_from: int) -> np.ndarray:

@@ -28,6 +28,8 @@ from tests.kernels.other_cpu import (
     LAST_TOKENS,
     LISTED,
     PROMPT,
+    PROMPT_PART,
+    PROMPT_TOKENS,
     TOKENS,
     inputs,
     matrix,
@@ -103,6 +105,19 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
     h = found["listed"].astype(np.float64)
     limit = 2e-6 * (np.abs(h) @ np.abs(down[LISTED]))
     assert (np.abs(found["sums"] - h @ down[LISTED]) <= limit).all()
+    check_prompts(found, gate if kind == "f16" else None, down)
+
+
+def check_prompts(found: dict[str, np.ndarray], gate: np.ndarray | None, down: np.ndarray) -> None:
+    """Products of a prompt's tokens, and the same bits of some of them alone."""
+    matrices = {"combine": down} | ({} if gate is None else {"linear": gate.T})
+    for name, weights in matrices.items():
+        x = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, len(weights)).astype(np.float64)
+        together = found[f"{name}{PROMPT_TOKENS}"]
+        limit = 2e-6 * (np.abs(x) @ np.abs(weights))
+        assert (np.abs(together - x @ weights) <= limit).all()
+        alone = found[f"{name}{len(PROMPT_PART)}"]
+        assert alone.tobytes() == together[PROMPT_PART].tobytes()
 
 
 def check_last_chunks(kind: str, found: dict[str, np.ndarray]) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from hotcold.model.config.activations import activated
+from hotcold.numba_kernels.checks import ACTIVATION_CODES
+from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     BLOCK,
+    activate_kernel,
     empty_fired,
     list_fired,
     num_blocks,
@@ -87,3 +92,21 @@ def test_without_a_bias() -> None:
     found = np.zeros_like(h)
     found[h != 0] = fired.values[0, : np.count_nonzero(h)]
     assert np.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATION_CODES))
+def test_activations(name: str) -> None:
+    """Of numbers of all sizes, in any column: the vectors' and the last ones."""
+    values = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -100, -0.0, 1e-30, 100, 1e4]])
+    values = values.astype(np.float32)
+    threshold = 0.5 if name == "fatrelu" else 0.0
+    function, none = activation(name, threshold), np.empty((2, 0), np.float32)
+    h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty(2, np.int64)
+    activate_kernel(function, none, np.zeros(1, np.int64), none, h, num_fired, 0, 2)
+    exact = activated(name, torch.from_numpy(values.astype(np.float64)), threshold).numpy()
+    assert (np.abs(h[0] - exact) <= 4e-7 * np.maximum(np.abs(values), np.abs(exact))).all()
+    assert h[0].tobytes() == np.roll(h[1], -7).tobytes()
+    assert num_fired.tolist() == np.count_nonzero(h, axis=1).tolist()
+    h[0, :20] = np.nan
+    activate_kernel(function, none, np.zeros(1, np.int64), none, h, num_fired, 0, 1)
+    assert np.isnan(h[0, :20]).all() and np.isfinite(h[0, 20:]).all()
