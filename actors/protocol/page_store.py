@@ -8,14 +8,25 @@ from typing import Protocol
 
 
 class PageStore(Protocol):
-    """Called from the engine's thread alone. No method raises for a page that is not there, torn or unreadable."""
+    """Called from the engine's thread alone. Raises nothing for what it cannot read or write."""
+
+    def reopen(self, identity: bytes) -> None:
+        """Keep pages of this arithmetic from now on; give up writes that have not ended.
+
+        Called first, where the KV cache was lost, and where other services compute from now on.
+        When it returns, no page is read any more, and `saved` names none of the earlier keys.
+        """
+        ...
 
     def keys(self) -> set[bytes]:
         """Return the keys of the pages that are on file now."""
         ...
 
     def save(self, key: bytes, page: int) -> None:
-        """Begin to write a page. Its content must stay as it is until `saved` names the key."""
+        """Begin to write a page. Its content must stay as it is until `saved` names the key.
+
+        A key that is on file already is only marked as used, and `saved` names it too.
+        """
         ...
 
     def saved(self) -> list[bytes]:
@@ -25,6 +36,7 @@ class PageStore(Protocol):
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
         """Fill pages with what the keys name, in order.
 
-        Returns how many of the first ones are good (their checksums agree); the rest is not on file any more.
+        Returns how many of the first ones are good (their checksums agree); the rest is not on file
+        any more.
         """
         ...
