@@ -15,7 +15,7 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
-from tests.tiny_models import tiny
+from tests.tiny_checkpoint import TinyCheckpoint
 
 _Change = Callable[[SystemConfig, list[ServiceSpec]], tuple[SystemConfig, list[ServiceSpec]]]
 
@@ -41,7 +41,7 @@ def _of_services(index: int, **values: Any) -> _Change:
 
 
 @pytest.fixture(scope="module")
-def system() -> SystemConfig:
+def system(tiny: Callable[..., TinyCheckpoint]) -> SystemConfig:
     return SystemConfig(str(tiny("llama-gqa", "float32").path), num_cpu_actors=2, num_threads=2)
 
 
