@@ -376,6 +376,8 @@ class LLM:
             grammar=params.shape(),
             num_logprobs=params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
+            use_cache=params.cache,
+            cache_salt=params.cache_salt,
         )
         return Task(prompt, self._copies(request, params))
 
@@ -411,6 +413,8 @@ class LLM:
                 grammar=chat.grammar,
                 num_logprobs=params.logprobs,
                 num_prompt_logprobs=params.prompt_logprobs,
+                use_cache=params.cache,
+                cache_salt=params.cache_salt,
             )
             return Task(messages, self._copies(request, params), chat)
 
