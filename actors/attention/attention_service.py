@@ -94,9 +94,10 @@ class AttentionService(Service):
 
     def prepare_prompts(self) -> None:
         """Import torch and start the matmul threads, for this service and its hot neurons."""
-        import hotcold.actors.attention.prompt_attention  # noqa: F401
+        from hotcold.actors.attention.prompt_attention import compile_prompt_attention
 
         self._matmul.get()
+        compile_prompt_attention(self.buffers, self.arrays)
         if self._hot is not None:
             self._hot.prepare_prompts()
 
@@ -138,7 +139,7 @@ class AttentionService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """Attention, head or hot neurons for many tokens, by torch."""
+        """Attention, head or hot neurons for many tokens."""
         from hotcold.actors.attention.prompt_attention import prompt_attention, prompt_head
 
         operation = self.buffers.requests[self.index, OPERATION]

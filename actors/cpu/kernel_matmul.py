@@ -14,11 +14,12 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt import bfloat16_matmul, int16_matmul
-from hotcold.numba_kernels.prompt.bfloat16_matmul import (
+from hotcold.numba_kernels.prompt import float_matmul, int16_matmul
+from hotcold.numba_kernels.prompt.float_matmul import (
     combine_kernel,
     linear_kernel,
     num_groups,
+    num_items,
     pack_tokens_kernel,
 )
 from hotcold.numba_kernels.prompt.int16_matmul import (
@@ -45,19 +46,24 @@ class _Space:
         return self._items[:count].reshape(shape)
 
 
-class Bfloat16Matmul:
-    """16-bit weights times activations, both rounded to bfloat16; sums are float32."""
+class FloatMatmul:
+    """Weights times activations, both in one float format; sums are float32.
+
+    Each token's sums have one order, whatever its batch-mates and however many threads there are.
+    """
+
+    _items: type  # what numbers are multiplied as; see `numba_kernels.prompt.float_matmul`
 
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
         self._num_threads, self._then = num_threads, then
-        self._buffers = _buffers(bfloat16_matmul.BUFFER_PAIRS, num_threads)
-        self._tokens, self._sums = _Space(np.int32), _Space(np.float32)
+        self._buffers = _buffers(float_matmul.BUFFER_ITEMS, num_threads, self._items)
+        self._tokens, self._sums = _Space(self._items), _Space(np.float32)
 
     def operand(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """x (T, d) float32 in pairs, LANES tokens side by side, in space that is kept."""
+        """x (T, d) float32 in items, LANES tokens side by side, in space that is kept."""
         groups = num_groups(x.shape[0])
-        tokens = self._tokens.shaped(groups, -(-x.shape[1] // 2), LANES)
+        tokens = self._tokens.shaped(groups, num_items(x.shape[1], self._items), LANES)
 
         def pack(thread: int) -> None:
             part = split_range(groups, thread, self._num_threads, 1)
@@ -70,15 +76,15 @@ class Bfloat16Matmul:
         """out = x @ weights.T.
 
         Shapes:  operand of x (T, d), weights (N, d), out (T, N)
-        Dtypes:  out float32; weights uint16 (float16 bits) or int16 (bfloat16 bits)
+        Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
         self._multiply(linear_kernel, operand, weights, out)
 
     def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """out = h @ rows.
 
-        Shapes:  h (T, N), rows (N, d), out (T, d)
-        Dtypes:  h float32, the others as in `linear`
+        Shapes:  h (T, N), rows (N, d) or (N, row bytes), out (T, d)
+        Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
         self._multiply(combine_kernel, self.operand(h, rows), rows, out)
 
@@ -86,13 +92,25 @@ class Bfloat16Matmul:
         self, kernel: Callable[..., None], tokens: np.ndarray, weights: np.ndarray, out: np.ndarray
     ) -> None:
         groups = tokens.shape[0]
-        sums = self._sums.shaped(self._num_threads, bfloat16_matmul.MAX_SUMS, groups, LANES)
+        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS, groups, LANES)
 
         def multiply(thread: int) -> None:
             part = split_range(out.shape[1], thread, self._num_threads, LANES)
             kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
 
         self._then(multiply)
+
+
+class Bfloat16Matmul(FloatMatmul):
+    """In bfloat16, to which weights and activations are rounded."""
+
+    _items = np.int32
+
+
+class Float32Matmul(FloatMatmul):
+    """In float32."""
+
+    _items = np.float32
 
 
 class Int16Tokens(NamedTuple):
@@ -106,9 +124,9 @@ class Int16Matmul:
     """16-bit weights times activations, both rounded to int16 with a scale a group of columns."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
-        """As `Bfloat16Matmul`."""
+        """As `FloatMatmul`."""
         self._num_threads, self._then = num_threads, then
-        self._buffers = _buffers(int16_matmul.BUFFER_PAIRS, num_threads)
+        self._buffers = _buffers(int16_matmul.BUFFER_PAIRS, num_threads, np.int32)
         self._tokens, self._scales, self._sums = (
             _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
         )
@@ -127,7 +145,7 @@ class Int16Matmul:
         return Int16Tokens(tokens, scales)
 
     def linear(self, operand: Int16Tokens, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T, as `Bfloat16Matmul.linear`."""
+        """out = x @ weights.T, as `FloatMatmul.linear`."""
         groups = operand.tokens.shape[0]
         sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS, groups, LANES)
 
@@ -143,7 +161,7 @@ class QuantizedMatmul:
     """Quantized weights times vectors quantized like them, as integers."""
 
     def __init__(self, num_threads: int, then: Then) -> None:
-        """As `Bfloat16Matmul`."""
+        """As `FloatMatmul`."""
         self._num_threads, self._then = num_threads, then
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
 
@@ -171,5 +189,5 @@ class QuantizedMatmul:
         self._then(multiply)
 
 
-def _buffers(num_pairs: int, num_threads: int) -> list[np.ndarray]:
-    return [aligned_empty((num_pairs,), np.int32) for _ in range(num_threads)]
+def _buffers(count: int, num_threads: int, dtype: type) -> list[np.ndarray]:
+    return [aligned_empty((count,), dtype) for _ in range(num_threads)]

@@ -14,11 +14,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Int16Matmul, QuantizedMatmul
+from hotcold.actors.cpu.kernel_matmul import (
+    Bfloat16Matmul,
+    Float32Matmul,
+    Int16Matmul,
+    QuantizedMatmul,
+)
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
-from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul, TorchMatmul
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
@@ -42,9 +45,15 @@ def matmul_features() -> frozenset[str]:
     lets this process use it, as torch does: many virtual machines and sandboxes do not.
     """
     found = {name for name in _FEATURES if has_feature(name)}
-    if "amx-bf16" in found and not torch.cpu._init_amx():  # no public name for it
+    if "amx-bf16" in found and not _may_use_amx():
         found.remove("amx-bf16")
     return frozenset(found)
+
+
+def _may_use_amx() -> bool:
+    import torch  # it takes a second, and nothing else here needs it
+
+    return bool(torch.cpu._init_amx())  # no public name for it
 
 
 def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
@@ -52,26 +61,34 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
 
-    | weights             | amx-bf16       | avx512bf16     | avx512vnni    | others        |
-    | ------------------- | -------------- | -------------- | ------------- | ------------- |
-    | float32             | torch float32  | torch float32  | torch float32 | torch float32 |
-    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16   | own int16     | torch float32 |
-    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16   | torch float32 | torch float32 |
-    | quantized, x @ w.T  | own integers   | own integers   | own integers  | own integers  |
-    | quantized, h @ rows | torch bfloat16 | torch bfloat16 | torch float32 | torch float32 |
+    | weights             | amx-bf16       | avx512bf16   | avx512vnni   | others       |
+    | ------------------- | -------------- | ------------ | ------------ | ------------ |
+    | float32             | own float32    | own float32  | own float32  | own float32  |
+    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16 | own int16    | own float32  |
+    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16 | own float32  | own float32  |
+    | quantized, x @ w.T  | own integers   | own integers | own integers | own integers |
+    | quantized, h @ rows | torch bfloat16 | own bfloat16 | own float32  | own float32  |
 
-    A CPU is of the leftmost column whose feature it has. Figures: docs/lab_log.md.
+    A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
+    its batch-mates. Figures: docs/lab_log.md.
     """
-    has_bfloat16 = "amx-bf16" in features or "avx512bf16" in features
     if dtype == np.float32:
-        return TorchMatmul, TorchMatmul
-    if is_quantized(dtype):
-        return QuantizedMatmul, TorchBfloat16Matmul if has_bfloat16 else TorchMatmul
+        return Float32Matmul, Float32Matmul
     if "amx-bf16" in features:
-        return TorchBfloat16Matmul, TorchBfloat16Matmul
-    if has_bfloat16:
-        return Bfloat16Matmul, Bfloat16Matmul
-    return Int16Matmul if "avx512vnni" in features else TorchMatmul, TorchMatmul
+        sums: Kind = _torch_kind()
+    else:
+        sums = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+    if is_quantized(dtype):
+        return QuantizedMatmul, sums
+    if sums is Float32Matmul and "avx512vnni" in features:
+        return Int16Matmul, sums
+    return sums, sums
+
+
+def _torch_kind() -> Kind:
+    from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul
+
+    return TorchBfloat16Matmul
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,6 @@ class Matmul:
         """
 
         def begin(thread: int) -> None:
-            torch.set_num_threads(1)
             if thread_cores:
                 pin_thread(thread_cores[thread])
 
@@ -112,15 +128,14 @@ class Matmul:
         self._num_allocated = 0
         self._kinds: dict[Kind, Any] = {}
         for dtype in dtypes:
-            if dtype != np.float32:
-                self._compile(dtype)
+            self._compile(dtype)
 
     def _compile(self, dtype: np.dtype) -> None:
         """So that no prompt waits for it."""
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
         with self.at_once():
-            self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
-            self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
+            self.linear(np.zeros((1, CHUNK), np.float32), row, np.empty(0, np.float32))
+            self.combine(np.zeros((1, 1), np.float32), row, np.empty((1, CHUNK), np.float32))
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -174,48 +189,50 @@ class Matmul:
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: np.ndarray,
         weights: np.ndarray,
         bias: np.ndarray,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """x @ weights.T + bias, once it has been run.
 
         Shapes:  x (T, d) contiguous, weights (N, d) or (N, row bytes), bias (N,) or (0,), result
                  (T, N), `out` where it is given
         Dtypes:  x, bias, result float32; weights bits
         """
-        out = torch.empty(x.shape[0], weights.shape[0]) if out is None else out
+        if out is None:
+            out = np.empty((x.shape[0], weights.shape[0]), np.float32)
         return self.linears(x, [(weights, bias, out)])[0]
 
     def linears(
-        self, x: torch.Tensor, matrices: Sequence[tuple[np.ndarray, np.ndarray, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+        self, x: np.ndarray, matrices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    ) -> list[np.ndarray]:
         """`linear` of one x, which is packed once, with each (weights, bias, out).
 
         The weights are of one dtype.
         """
         kind = self._kind(matmul_kinds(matrices[0][0].dtype, self._features)[0])
-        operand = kind.operand(x.numpy(), matrices[0][0])
+        operand = kind.operand(x, matrices[0][0])
         for weights, bias, out in matrices:
-            kind.linear(operand, weights, out.numpy())
+            kind.linear(operand, weights, out)
             if bias.size:
-                self._add_bias(torch.from_numpy(bias), out)
+                self.then_rows(len(out), partial(_add_bias, out, bias))
         return [out for _, _, out in matrices]
 
     def layer_linear(
         self,
-        x: torch.Tensor,
+        x: np.ndarray,
         rows: LayerRows,
         layer: int,
         bias: np.ndarray,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """`linear` with a layer's rows, which may be in two formats."""
         parts = rows.parts(layer)
         if len(parts) == 1:
             return self.linear(x, parts[0], bias, out)
-        out = torch.empty(x.shape[0], sum(map(len, parts))) if out is None else out
+        if out is None:
+            out = np.empty((x.shape[0], sum(map(len, parts))), np.float32)
         first = 0
         for part in parts:
             place = out[:, first : first + len(part)]
@@ -224,14 +241,14 @@ class Matmul:
             first += len(part)
         return out
 
-    def combine(self, h: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
+    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """out = h @ rows, rows weighted and summed, once it has been run.
 
         Shapes:  h (T, N) contiguous, rows (N, d) or (N, row bytes), out (T, d)
         Dtypes:  h, out float32; rows bits
         """
         kind = self._kind(matmul_kinds(rows.dtype, self._features)[1])
-        kind.combine(h.numpy(), rows, out.numpy())
+        kind.combine(h, rows, out)
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
@@ -243,10 +260,12 @@ class Matmul:
             self._kinds[kind] = kind(self.num_threads, self.then)
         return self._kinds[kind]
 
-    def _add_bias(self, bias: torch.Tensor, out: torch.Tensor) -> None:
-        self.then_rows(out.shape[0], lambda first, last: out[first:last].add_(bias))
+
+def _add_bias(rows: np.ndarray, bias: np.ndarray, first: int, last: int) -> None:
+    """rows[first:last] += bias."""
+    rows[first:last] += bias
 
 
-def _copy_rows(source: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
+def _copy_rows(source: np.ndarray, target: np.ndarray, first: int, last: int) -> None:
     """target[first:last] = source[first:last]."""
     target[first:last] = source[first:last]

@@ -61,9 +61,9 @@ def prompt_ffn(
 
     up, weights, sizes = part(arrays.up), block_weights, np.diff(arrays.starts[layer])
     matmul.begin_layer()
-    tokens, num_tokens = torch.from_numpy(x), x.shape[0]
-    h = torch.from_numpy(matmul.scratch((num_tokens, last - first)))
-    factors = torch.from_numpy(matmul.scratch((num_tokens, up.shape[0])))
+    num_tokens = x.shape[0]
+    h = matmul.scratch((num_tokens, last - first))
+    factors = matmul.scratch((num_tokens, up.shape[0]))
     gate_product = part(arrays.gate), part(arrays.gate_bias), h
     up_product = up, part(arrays.up_bias), factors
     # Which neurons fire is not waited for where all are computed.
@@ -73,12 +73,12 @@ def prompt_ffn(
     name, threshold = ACTIVATION_NAMES[function.code], float(function.threshold)
 
     def scale(begin: int, end: int) -> None:
-        h[begin:end] *= activated_up(name, factors[begin:end])
+        h[begin:end] *= activated_up(name, torch.from_numpy(factors[begin:end])).numpy()
 
     def activate(begin: int, end: int) -> None:
-        h[begin:end] = activated(name, h[begin:end], threshold)
+        h[begin:end] = activated(name, torch.from_numpy(h[begin:end]), threshold)
         if weights.size:
-            h[begin:end] *= torch.from_numpy(np.repeat(weights[begin:end], sizes, axis=1))
+            h[begin:end] *= np.repeat(weights[begin:end], sizes, axis=1)
         if scales_at_once:
             scale(begin, end)
 
@@ -89,26 +89,26 @@ def prompt_ffn(
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
-        matmul.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
+        matmul.linears(x, [gate_product, up_product] if scales_at_once else [gate_product])
         matmul.then_rows(len(x), activate)
         if waits:
             matmul.run()
             if not scales_at_once:
                 await_up_down()
         if counts is not None:
-            torch.from_numpy(counts).add_((h != 0).sum(dim=0))
+            counts += np.count_nonzero(h, axis=0)
         by_neurons = isinstance(arrays, FfnArrays)
-        few = by_neurons and skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel()
+        few = by_neurons and skip_silent and np.count_nonzero(h) <= _FEW * h.size
         if scales_later and not few:
-            matmul.linears(tokens, [up_product])
+            matmul.linears(x, [up_product])
             matmul.then_rows(len(x), scale)
         if isinstance(arrays, TransposedArrays):
-            matmul.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
+            matmul.layer_linear(h, arrays.down, layer, out[:0, 0], out)
         elif few:
             own_up, own_down = up if scales_later else up[:0], part(arrays.down)
-            _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
+            _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h, out)
         else:
-            matmul.combine(h, part(arrays.down), torch.from_numpy(out))
+            matmul.combine(h, part(arrays.down), out)
         if arrays.down_bias.shape[2]:
             matmul.then_rows(len(x), add_bias)
 

@@ -15,7 +15,6 @@ from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4, dot1, dot4
-from hotcold.numba_kernels.load.convert import widen_kernel
 
 # Positions of a page: a multiple of four, since four are computed at once, and few enough that a
 # short sequence wastes little of its last page.
@@ -59,19 +58,6 @@ def store_kernel(cache, position, values):
     """cache[position] = values, in the cache's format; cache (P, head_dim); checks nothing."""
     for i in range(values.shape[0]):
         cache[position, i] = narrow(cache, values[i])
-
-
-@njit(nogil=True, cache=True)
-def read_kernel(cache, pages, first, last, out):
-    """Heads first..last-1 of a layer's cache (M, G, P, head_dim) as float32, page by page.
-
-    out (G, pages * P, head_dim) float32; checks nothing
-    """
-    size = cache.shape[2]
-    for head in range(first, last):
-        for i in range(pages.shape[0]):
-            rows = out[head, i * size : (i + 1) * size]
-            widen_kernel(cache[pages[i], head], rows, 0, size)
 
 
 @njit(nogil=True, cache=True)

@@ -13,7 +13,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
-from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
+from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS, Ahead, Instruction, LaneTile
+from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vec import (
     F32,
     I16,
@@ -46,7 +47,7 @@ def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:
     return Vec(sums.builder, sums.builder.asm(kind, text, "=v,0,v,v", values, side_effect=False))
 
 
-INT16_PAIRS = PairInstruction(sums=I32, add=_add_products)
+INT16_PAIRS = Instruction(sums=I32, add=_add_products, items_a_step=4)
 
 
 @intrinsic(prefer_literal=True)
@@ -76,7 +77,7 @@ def add_group_tile(
         )
         group, row, first, at, count, ahead_row, column = given.numbers(2, 6, 7, 8, 9, 12, 13)
         groups = [group + g for g in range(num_groups.literal_value)]
-        tile = PairTile(
+        tile = LaneTile(
             INT16_PAIRS,
             tokens=[x.at(g, first * GROUP_PAIRS) for g in groups],
             weights=w.rows(row, at * GROUP_PAIRS, TILE_ROWS),

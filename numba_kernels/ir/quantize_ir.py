@@ -14,6 +14,7 @@ from hotcold.numba_kernels.ir.quantized_ir import (
     Row,
     Vector,
     each_chunk,
+    one_chunk,
     row_bytes,
     with_chunks,
 )
@@ -70,23 +71,35 @@ def _scale(halves: list[Vec]) -> tuple[Vec, Vec]:
 
 def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) -> None:
     """out = the row's weights in their own order, as float32 or bfloat16 bits."""
+    each_chunk(groups, lambda chunk: _emit_widened(row_format, row, chunk, out, to_bfloat16))
+
+
+def emit_widened_chunk(
+    row_format: RowFormat, row: Row, groups: Vec, index: Vec, out: Ptr, to_bfloat16: bool
+) -> None:
+    """`emit_widened` of one chunk, which alone `out` holds."""
+    whole_out = out + index * (-CHUNK * (2 if to_bfloat16 else 4))
+    one_chunk(
+        groups, index, lambda chunk: _emit_widened(row_format, row, chunk, whole_out, to_bfloat16)
+    )
+
+
+def _emit_widened(
+    row_format: RowFormat, row: Row, chunk: Chunk, out: Ptr, to_bfloat16: bool
+) -> None:
     codes, item_bytes = codes_of(row_format), 2 if to_bfloat16 else 4
-
-    def body(chunk: Chunk) -> None:
-        found = factors_of(chunk, row)
-        scales, minima = found.scales, [] if found.minima is None else [found.minima]
-        target = chunk.at(out, CHUNK * item_bytes)
-        for number in range(codes.steps):
-            for part, packed in enumerate(codes.packed_step(chunk, row, number)):
-                place = codes.each * number + codes.high * part
-                factors = [scales[part % len(scales)], *minima]
-                for quarter in range(LANES // _QUARTER):
-                    values = _quarter(row_format, packed, factors, quarter)
-                    if to_bfloat16:
-                        values = round_to_bfloat16(values)
-                    _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
-
-    each_chunk(groups, body)
+    found = factors_of(chunk, row)
+    scales, minima = found.scales, [] if found.minima is None else [found.minima]
+    target = chunk.at(out, CHUNK * item_bytes)
+    for number in range(codes.steps):
+        for part, packed in enumerate(codes.packed_step(chunk, row, number)):
+            place = codes.each * number + codes.high * part
+            factors = [scales[part % len(scales)], *minima]
+            for quarter in range(LANES // _QUARTER):
+                values = _quarter(row_format, packed, factors, quarter)
+                if to_bfloat16:
+                    values = round_to_bfloat16(values)
+                _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
 
 
 def _quarter(row_format: RowFormat, packed: Vec, factors: list[Vec], quarter: int) -> Vec:

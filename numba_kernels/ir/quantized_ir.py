@@ -116,6 +116,17 @@ def each_chunk(num_groups: Vec, body: Callable[[Chunk], None]) -> None:
         body(_last_chunk(whole, rest))
 
 
+def one_chunk(num_groups: Vec, index: Vec, body: Callable[[Chunk], None]) -> None:
+    """Emit `body` for chunk `index`, whole or the last one."""
+    left = num_groups - index * CHUNK_GROUPS
+    is_whole = left >= CHUNK_GROUPS
+    with num_groups.builder.if_else(is_whole.value, likely=True) as (whole, rest):
+        with whole:
+            body(Chunk(index, num_groups.like(LANES), None))
+        with rest:
+            body(_last_chunk(index, left))
+
+
 def _last_chunk(index: Vec, num_lanes: Vec) -> Chunk:
     """A chunk of fewer groups than lanes."""
     return Chunk(index, num_lanes, _first_lanes(index, num_lanes))

@@ -2,7 +2,7 @@
 
 An instruction multiplies twice as many numbers as in float32. Groups of columns are rounded to 13
 bits and, of tokens, to 14, with a scale each: nearer than bfloat16's 8 bits where a group's numbers
-are alike. Blocks are as in `bfloat16_matmul`; a panel of tokens is multiplied in parts that stay in
+are alike. Blocks are as in `float_matmul`; a panel of tokens is multiplied in parts that stay in
 the first-level cache. A token's result does not depend on its batch-mates.
 """
 
@@ -18,7 +18,7 @@ from hotcold.numba_kernels.ir.int16_ir import (
     add_group_tile,
     round_group,
 )
-from hotcold.numba_kernels.ir.pair_ir import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
+from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024

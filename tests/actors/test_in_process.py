@@ -211,22 +211,6 @@ def test_half_precision(
         assert relative_difference(found, checkpoint.logits) < bound
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-prenorm", "falcon-bias"])
-@pytest.mark.parametrize("size", [1, 7, 34])
-def test_queries_of_a_prompt_attend_in_parts(
-    tiny: Tiny, variant: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotcold.actors.attention.prompt_attention._QUERIES", size)
-    checkpoint = tiny(variant)
-    ids = np.tile(checkpoint.ids, 2)[:73]
-    with InProcessSystem(checkpoint.path, 2, 2, max_tokens=73) as system:
-        in_steps = system.logits("dense", ids, [1])
-        assert relative_difference(in_steps[:40], checkpoint.logits) < 1e-5
-        for way in ([73], [35, 38]):
-            found = system.logits("dense", ids, way)
-            assert relative_difference(found, in_steps) < 1e-5, way
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
 @pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16"])

@@ -1,4 +1,8 @@
-"""Dot products of bfloat16 pairs: AVX512-BF16's instruction."""
+"""Panels of weights, in items of 32 bits: pairs of bfloat16 (AVX512-BF16's instruction) or float32.
+
+How a panel is filled, of rows of any format, and multiplied. An array of items says by its dtype
+what they are: int32 are pairs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
-from hotcold.numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
+from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS, Ahead, Instruction, LaneTile
+from hotcold.numba_kernels.ir.operands import Weights
+from hotcold.numba_kernels.ir.quantize_ir import emit_widened_chunk
+from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vec import (
     BFLOAT,
     F32,
@@ -24,14 +31,22 @@ from hotcold.numba_kernels.ir.vec import (
 
 _FLOATS = ir.VectorType(F32, LANES)
 _NARROW = ir.VectorType(BFLOAT, LANES)
+_INDEX = types.int64
 
 
-def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:
+def _add_pairs(sums: Vec, x: Vec, weights: Vec) -> Vec:
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     return sums.call(name, _FLOATS, sums, x.view(BFLOAT), weights.view(BFLOAT))
 
 
-BFLOAT16_PAIRS = PairInstruction(sums=F32, add=_add_products)
+def _add_floats(sums: Vec, x: Vec, weights: Vec) -> Vec:
+    return x.view(F32).fma(weights.view(F32), sums)
+
+
+_INSTRUCTIONS = {
+    types.int32: Instruction(sums=F32, add=_add_pairs, items_a_step=4),
+    types.float32: Instruction(sums=F32, add=_add_floats, items_a_step=2),
+}
 
 
 def _load_narrow(dtype: Any, at: Ptr, lanes: int) -> Vec:
@@ -50,19 +65,19 @@ def add_tile(
     typingctx, tokens, group, num_groups, weights, row, first, last, out, ahead, ahead_row, column,
     ahead_bytes,
 ):  # fmt: skip
-    """out[row + r, group + g] += sum over pairs p of weights[row + r, p] . tokens[group + g, p].
+    """out[row + r, group + g] += sum over items i of weights[row + r, i] . tokens[group + g, i].
 
-    For r < TILE_ROWS and g < num_groups (a literal, up to MAX_GROUPS), pairs first..last-1 of
+    For r < TILE_ROWS and g < num_groups (a literal, up to MAX_GROUPS), items first..last-1 of
     `tokens`, which are 0.. of `weights`. Meanwhile ROWS_AHEAD rows of `ahead` are brought into the
-    second-level cache from `column` on, `ahead_bytes` of each for each pair. Checks nothing.
+    second-level cache from `column` on, `ahead_bytes` of each for each item. Checks nothing.
 
-    tokens (G, P, LANES), weights (rows, P) int32: two bfloat16 each; weights of any strides
+    tokens (G, P, LANES), weights (rows, P) int32 or float32; weights of any strides
     out (rows, G, LANES) float32, contiguous; ahead: any 2-D array
     """
     count = num_groups.literal_value
-    index = types.int64
+    instruction = _INSTRUCTIONS[tokens.dtype]
     signature = types.void(
-        tokens, index, num_groups, weights, index, index, index, out, ahead, index, index, index
+        tokens, _INDEX, num_groups, weights, _INDEX, _INDEX, _INDEX, out, ahead, *(_INDEX,) * 3
     )
 
     def emit(given: Arguments) -> None:
@@ -70,8 +85,8 @@ def add_tile(
         group, row, first, last, ahead_row, column, ahead_bytes = given.numbers(
             1, 4, 5, 6, 9, 10, 11
         )
-        tile = PairTile(
-            BFLOAT16_PAIRS,
+        tile = LaneTile(
+            instruction,
             tokens=[x.at(group + g, first) for g in range(count)],
             weights=w.rows(row, 0, TILE_ROWS),
             stride=w.strides[1],
@@ -86,11 +101,12 @@ def add_tile(
 
 
 @intrinsic
-def narrow_row(typingctx, matrix, row, column, count, out):
-    """out[:count] = matrix[row, column : column + count] as bfloat16.
+def fill_row(typingctx, matrix, row, column, count, out):
+    """out[:count] = matrix[row, column : column + count], as float32 or, of int16, as bfloat16.
 
-    matrix (N, d) float32, uint16 (float16) or int16 (bfloat16), rows contiguous; out int16
+    matrix (N, d) float32, uint16 (float16) or int16 (bfloat16), rows contiguous
     """
+    is_narrow = out.dtype == types.int16
 
     def emit(given: Arguments) -> None:
         row, column, count = given.numbers(1, 2, 3)
@@ -98,18 +114,19 @@ def narrow_row(typingctx, matrix, row, column, count, out):
 
         def convert(index: Vec, lanes: int) -> None:
             at = source + index * item_bytes(matrix.dtype)
-            (target + index * 2).store(_load_narrow(matrix.dtype, at, lanes))
+            values = (_load_narrow if is_narrow else widen)(matrix.dtype, at, lanes)
+            (target + index * (2 if is_narrow else 4)).store(values)
 
         for_vectors(count, LANES, convert)
 
-    return types.void(matrix, types.int64, types.int64, types.int64, out), codegen_of(emit)
+    return types.void(matrix, _INDEX, _INDEX, _INDEX, out), codegen_of(emit)
 
 
 @intrinsic
-def narrow_pair(typingctx, matrix, row, column, count, out):
+def fill_pair(typingctx, matrix, row, column, count, out):
     """out[i] = the pair of matrix[row, column + i] and matrix[row + 1, column + i], for i < count.
 
-    matrix as in `narrow_row`; out int32
+    matrix as in `fill_row`; out int32
     """
 
     def emit(given: Arguments) -> None:
@@ -126,4 +143,23 @@ def narrow_pair(typingctx, matrix, row, column, count, out):
 
         for_vectors(count, LANES, convert)
 
-    return types.void(matrix, types.int64, types.int64, types.int64, out), codegen_of(emit)
+    return types.void(matrix, _INDEX, _INDEX, _INDEX, out), codegen_of(emit)
+
+
+@intrinsic
+def unpack_chunk(typingctx, weights, row, chunk, out):
+    """out[:] = the weights in chunk `chunk` of a quantized row, as float32 or, of int16, bfloat16.
+
+    weights (N, row bytes) of ROW_FORMATS; out (CHUNK,), of which a last chunk may fill less
+    """
+    to_bfloat16 = out.dtype == types.int16
+
+    def emit(given: Arguments) -> None:
+        matrix, (row, chunk) = Weights(given.array(0)), given.numbers(1, 2)
+        assert matrix.format
+        target = given.array(3).at()
+        emit_widened_chunk(
+            matrix.format, matrix.row(row), matrix.groups, chunk, target, to_bfloat16
+        )
+
+    return types.void(weights, _INDEX, _INDEX, out), codegen_of(emit)

@@ -1,0 +1,274 @@
+"""Matmul of many tokens (prefill) as floats: pairs of bfloat16 by AVX512-BF16, or float32.
+
+A block of weights, of rows of any format, is converted into a buffer and then multiplied with all
+tokens, a panel of them at a time: the buffer, the panel's part and the next block, which is
+prefetched meanwhile, stay in the second-level cache. Sums wait in memory between parts. A token's
+result does not depend on its batch-mates, nor on where it stands among them.
+
+All numbers are items of 32 bits; what they are is the dtype of the arrays of tokens and of the
+buffer: int32 are pairs of bfloat16, of two columns of `linear` or two rows of `combine`; float32
+are numbers.
+
+Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van de Geijn, 2008.
+"""
+
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import CHUNK
+from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
+from hotcold.numba_kernels.ir.panel_ir import add_tile, fill_pair, fill_row, unpack_chunk
+from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.ir.target import LANES
+
+# Rows and items of columns in a block of `linear`, columns and items of rows in one of `combine`.
+_LINEAR_ROWS, _LINEAR_ITEMS = 16 * TILE_ROWS, 512
+_COMBINE_COLUMNS, _COMBINE_ITEMS = 128 * TILE_ROWS, 128
+_PAD = 16  # items behind each row of the buffer: a power of two between rows would fill one set
+BUFFER_ITEMS = max(
+    _LINEAR_ROWS * (_LINEAR_ITEMS + _PAD), _COMBINE_ITEMS * (_COMBINE_COLUMNS + _PAD)
+)
+MAX_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
+
+
+def num_groups(num_tokens: int) -> int:
+    """Groups of LANES tokens."""
+    return -(-num_tokens // LANES)
+
+
+def num_items(width: int, dtype: type) -> int:
+    """Items of `dtype` that hold `width` numbers."""
+    return width if dtype == np.float32 else -(-width // 2)
+
+
+@njit(nogil=True, cache=True)
+def pack_tokens_kernel(x, tokens, buffer, first, last):
+    """Groups first..last-1 of `tokens` = items of x (T, d) float32; checks nothing.
+
+    tokens (groups, items of d, LANES), zeros where x ends; buffer (BUFFER_ITEMS,) of its dtype
+    """
+    for group in range(first, last):
+        for lane in range(LANES):
+            t = group * LANES + lane
+            if t >= x.shape[0]:
+                for item in range(tokens.shape[1]):
+                    tokens[group, item, lane] = 0
+                continue
+            for begin in range(0, tokens.shape[1], _LINEAR_ITEMS):
+                end = min(begin + _LINEAR_ITEMS, tokens.shape[1])
+                _fill_items(x, t, begin, end, buffer)
+                for item in range(begin, end):
+                    tokens[group, item, lane] = buffer[item - begin]
+
+
+@njit(nogil=True, cache=True)
+def linear_kernel(weights, tokens, buffer, sums, out, first, last):
+    """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
+
+    weights (N, d) float32, uint16 (float16) or int16 (bfloat16); tokens: see `pack_tokens_kernel`
+    buffer (BUFFER_ITEMS,) like tokens, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
+    """
+    count, stride = tokens.shape[1], _LINEAR_ITEMS + _PAD
+    columns_an_item = _numbers_an_item(buffer)
+    block = buffer[: _LINEAR_ROWS * stride].reshape(_LINEAR_ROWS, stride)
+    ahead_bytes = weights.itemsize * columns_an_item
+    for row in range(first, last, _LINEAR_ROWS):
+        num_rows = min(_LINEAR_ROWS, last - row)
+        sums[:num_rows] = 0
+        for begin in range(0, count, _LINEAR_ITEMS):
+            end = min(begin + _LINEAR_ITEMS, count)
+            for r in range(num_rows):
+                _fill_items(weights, row + r, begin, end, block[r])
+            next_row, column = row, columns_an_item * end
+            if end == count:
+                next_row, column = row + _LINEAR_ROWS, 0
+            for group in range(0, tokens.shape[0], MAX_GROUPS):
+                ahead = next_row + min(group // MAX_GROUPS, 1) * ROWS_AHEAD
+                for r in range(0, num_rows, TILE_ROWS):
+                    _add_tiles(
+                        tokens, group, block, r, begin, end, sums,
+                        weights, ahead + r, column, ahead_bytes,
+                    )  # fmt: skip
+        _store(sums, num_rows, out, row)
+
+
+@njit(nogil=True, cache=True)
+def combine_kernel(rows, tokens, buffer, sums, out, first, last):
+    """out[t] = sum over n of h[t, n] rows[n], in columns first..last-1; checks nothing.
+
+    rows (N, d), or (N, row bytes) of ROW_FORMATS; tokens are h's; the rest as in `linear_kernel`,
+    out (T, d)
+    """
+    count, rows_an_item = tokens.shape[1], _numbers_an_item(buffer)
+    stride = _COMBINE_COLUMNS + _PAD
+    block = buffer[: _COMBINE_ITEMS * stride].reshape(_COMBINE_ITEMS, stride)
+    columns, space = block.T, np.empty((2, CHUNK), np.float32)
+    column = first
+    while column < last:
+        end_column = _end_of_block(rows, column, last)
+        num_columns = end_column - column
+        place, row_bytes = _part_of_row(rows, column, num_columns)
+        ahead_bytes = row_bytes // _COMBINE_ITEMS
+        sums[:num_columns] = 0
+        for begin in range(0, count, _COMBINE_ITEMS):
+            end = min(begin + _COMBINE_ITEMS, count)
+            _fill_block(rows, begin, end, column, num_columns, block, space)
+            next_row, next_place = rows_an_item * end, place
+            if end == count:
+                next_row, next_place = 0, place + row_bytes // rows.itemsize
+            for group in range(0, tokens.shape[0], MAX_GROUPS):
+                for c in range(0, num_columns, TILE_ROWS):
+                    ahead = next_row + c * rows_an_item * _COMBINE_ITEMS // num_columns
+                    _add_tiles(
+                        tokens, group, columns, c, begin, end, sums,
+                        rows, ahead, next_place, ahead_bytes,
+                    )  # fmt: skip
+        _store(sums, num_columns, out, column)
+        column = end_column
+
+
+def _numbers_an_item(items):  # type: ignore[no-untyped-def]
+    """2 of pairs, else 1; for compiled code, as the functions below."""
+    raise NotImplementedError
+
+
+@overload(_numbers_an_item)
+def _numbers_an_item_of(items):  # type: ignore[no-untyped-def]
+    number = 2 if items.dtype == types.int32 else 1
+    return lambda items: number
+
+
+def _fill_items(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
+    """out = items first..last-1 of matrix[row]; the last pair's second half may be 0."""
+    raise NotImplementedError
+
+
+@overload(_fill_items)
+def _fill_items_of(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
+    def floats(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
+        fill_row(matrix, row, first, last - first, out)
+
+    def pairs(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
+        length = min(2 * last, matrix.shape[1]) - 2 * first
+        bits = out.view(np.int16)
+        fill_row(matrix, row, 2 * first, length, bits)
+        if length % 2:
+            bits[length] = 0
+
+    return pairs if out.dtype == types.int32 else floats
+
+
+def _end_of_block(rows, column, last):  # type: ignore[no-untyped-def]
+    """Where a block of `combine` ends that begins at `column`; a quantized one has one chunk."""
+    raise NotImplementedError
+
+
+@overload(_end_of_block)
+def _end_of_block_of(rows, column, last):  # type: ignore[no-untyped-def]
+    if format_of(rows.dtype):
+        return lambda rows, column, last: min((column // CHUNK + 1) * CHUNK, last)
+    return lambda rows, column, last: min(column + _COMBINE_COLUMNS, last)
+
+
+def _part_of_row(rows, column, count):  # type: ignore[no-untyped-def]
+    """Of `count` columns from `column` on: the index of their first item in a row, and bytes."""
+    raise NotImplementedError
+
+
+@overload(_part_of_row)
+def _part_of_row_of(rows, column, count):  # type: ignore[no-untyped-def]
+    row_format = format_of(rows.dtype)
+    if not row_format:
+        return lambda rows, column, count: (column, count * rows.itemsize)
+    chunk_bytes = row_format.chunk_bytes
+    return lambda rows, column, count: (column // CHUNK * chunk_bytes, chunk_bytes)
+
+
+def _fill_block(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+    """out[i - first] = item i of `count` columns of `rows` from `column` on, for first <= i < last.
+
+    Quantized columns are of one chunk. space (2, CHUNK) float32
+    """
+    raise NotImplementedError
+
+
+@overload(_fill_block)
+def _fill_block_of(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+    is_quantized, has_pairs = format_of(rows.dtype) is not None, out.dtype == types.int32
+
+    def floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+        for i in range(first, last):
+            fill_row(rows, i, column, count, out[i - first])
+
+    def pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+        bits = space[0].view(np.int16)
+        for i in range(first, last):
+            if 2 * i + 1 < rows.shape[0]:
+                fill_pair(rows, 2 * i, column, count, out[i - first])
+            else:  # a row without a second one
+                fill_row(rows, 2 * i, column, count, bits)
+                for k in range(count):
+                    out[i - first, k] = np.int32(bits[k]) & 0xFFFF
+
+    def unpacked_floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+        chunk, begin = column // CHUNK, column % CHUNK
+        for i in range(first, last):
+            if begin == 0 and count == CHUNK:
+                unpack_chunk(rows, i, chunk, out[i - first])
+            else:
+                unpack_chunk(rows, i, chunk, space[0])
+                for k in range(count):
+                    out[i - first, k] = space[0, begin + k]
+
+    def unpacked_pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+        chunk, begin = column // CHUNK, column % CHUNK
+        low, high = space[0].view(np.uint16)[:CHUNK], space[1].view(np.uint16)[:CHUNK]
+        bits = space.view(np.int16)
+        for i in range(first, last):
+            unpack_chunk(rows, 2 * i, chunk, bits[0])
+            if 2 * i + 1 < rows.shape[0]:
+                unpack_chunk(rows, 2 * i + 1, chunk, bits[1])
+            else:
+                high[:] = 0
+            for k in range(count):
+                pair = np.uint32(low[begin + k]) | np.uint32(high[begin + k]) << np.uint32(16)
+                out[i - first, k] = np.int32(pair)
+
+    if is_quantized:
+        return unpacked_pairs if has_pairs else unpacked_floats
+    return pairs if has_pairs else floats
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _add_tiles(
+    tokens, group, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
+):
+    """`add_tile` with as many groups as there are from `group` on, at most MAX_GROUPS."""
+    left = min(tokens.shape[0] - group, MAX_GROUPS)
+    if left >= 4:
+        add_tile(
+            tokens, group, 4, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
+        )
+    elif left == 3:
+        add_tile(
+            tokens, group, 3, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
+        )
+    elif left == 2:
+        add_tile(
+            tokens, group, 2, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
+        )
+    else:
+        add_tile(
+            tokens, group, 1, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
+        )
+
+
+@njit(nogil=True, cache=True)
+def _store(sums, count, out, first):
+    """out[t, first + i] = sums[i] of token t, for i < count."""
+    for t in range(out.shape[0]):
+        group, lane = t // LANES, t % LANES
+        for i in range(count):
+            out[t, first + i] = sums[i, group, lane]
