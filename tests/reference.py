@@ -126,8 +126,8 @@ def _rope(config: ModelConfig, layer: int, x: torch.Tensor) -> torch.Tensor:
     index = config.layers[layer].attention.rope
     if index < 0:
         return x
-    rope, is_long = config.ropes[index], config.ropes[index].is_long(len(x))
-    inv_freq = torch.from_numpy(rope.inv_freq(config.head_dim, is_long))
+    rope = config.ropes[index]
+    inv_freq = torch.from_numpy(rope.inv_freq(config.head_dim, len(x)))
     # Angles are rounded to float32, as in transformers.
     angles = torch.outer(torch.arange(x.shape[0], dtype=torch.float32), inv_freq).double()
     cos, sin = (part[:, None] * rope.table_scale for part in (angles.cos(), angles.sin()))

@@ -71,35 +71,35 @@ def attention_arrays(
 
 
 def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
-    """(P, 2, half). Of longrope's two lists of factors, uses the one for the longest sequence."""
-    table = rope_table(inv_freq(rope, head_dim, rope.is_long(num_positions)), num_positions)
+    """(P, 2, half). Where frequencies depend on a sequence's length, those of the longest one."""
+    table = rope_table(inv_freq(rope, head_dim, num_positions), num_positions)
     return table if rope.table_scale == 1 else table * np.float32(rope.table_scale)
 
 
-def inv_freq(rope: RopeConfig, head_dim: int, is_long: bool = False) -> np.ndarray:
+def inv_freq(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> np.ndarray:
     """`RopeConfig.inv_freq`, cached on disk."""
     try:
-        path = rope_cache_path(rope, head_dim, is_long)
+        path = rope_cache_path(rope, head_dim, num_positions)
     except OSError:
-        return rope.inv_freq(head_dim, is_long)
+        return rope.inv_freq(head_dim, num_positions)
     found = _read_cached(path, rope.rotary_dim(head_dim) // 2)
     if found is None:
-        found = rope.inv_freq(head_dim, is_long)
+        found = rope.inv_freq(head_dim, num_positions)
         bits = found.astype("<f4").tobytes()
         with contextlib.suppress(OSError):
             write_atomic(path, hashlib.sha256(bits).digest() + bits)
     return found
 
 
-def rope_cache_path(rope: RopeConfig, head_dim: int, is_long: bool = False) -> Path:
-    """The file for this rope, torch and processor, below XDG_CACHE_HOME or ~/.cache.
+def rope_cache_path(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> Path:
+    """The file for this rope, length, torch and processor, below XDG_CACHE_HOME or ~/.cache.
 
     Errors:  OSError where there is no folder private to this user
     """
     key = {
         "rope": asdict(rope),
         "head_dim": head_dim,
-        "is_long": is_long,
+        "length": rope.length_that_counts(num_positions),
         "torch": metadata.version("torch"),
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),

@@ -148,7 +148,8 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
 
 def _context(config: ModelConfig, length: int | None) -> int:
     if length is None:
-        return min(_DEFAULT_CONTEXT, config.max_positions)
+        as_trained = [rope.changes_after for rope in config.ropes if rope.changes_after]
+        return min(_DEFAULT_CONTEXT, config.max_positions, *as_trained)
     return _within("--context", length, 2, config.max_positions, length)
 
 

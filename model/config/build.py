@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hotcold.model.config.families import FAMILIES
-from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.family import (
+    MAX_POSITIONS,
+    Family,
+    max_positions,
+    num_layers,
+)
 from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
@@ -88,7 +94,11 @@ def build_config(
     result = ModelConfig(**shared | fields)
     for rope in result.ropes:
         _check_rope(reader, rope, result.head_dim)
-    return result
+    stretches = [rope.factor for rope in result.ropes if rope.kind == "dynamic"]
+    if not stretches:
+        return result
+    longest = int(min(result.max_positions * max(stretches), MAX_POSITIONS))
+    return replace(result, max_positions=longest)
 
 
 def _ids(default: int | None) -> tuple[int, ...]:
@@ -100,6 +110,8 @@ def _check_rope(reader: ConfigReader, rope: RopeConfig, head_dim: int) -> None:
     if size % 2 or size == 0:
         what = f"{head_dim}; rotary positions need an even number"
         raise reader.fail("head_dim", f"is {what}" + (f" of {size}" if size != head_dim else ""))
+    if size == 2 and rope.kind == "dynamic":
+        raise reader.fail("head_dim", f"is {head_dim}; dynamic rope needs more than one pair")
     for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != size // 2:
             raise reader.fail(key, f"has {len(factors)} numbers; give {size // 2}, one a pair")

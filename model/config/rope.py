@@ -17,7 +17,7 @@ from hotcold.model.errors import shown
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 _MAX = 1e12
 _MAX_FACTORS = 4096
@@ -28,11 +28,12 @@ class RopeConfig:
     """The base period, and how frequencies are scaled.
 
     The first `share` of a head's dimensions are rotated. longrope divides frequencies by one of two
-    lists of factors. Cosines and sines are multiplied with `table_scale`.
+    lists of factors, and dynamic has a longer base period, where sequences are longer than
+    `original_max_positions`. Cosines and sines are multiplied with `table_scale`.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -49,37 +50,54 @@ class RopeConfig:
         """Return how many dimensions of a head are rotated."""
         return int(head_dim * self.share)
 
-    def is_long(self, num_positions: int) -> bool:
-        """Whether sequences of so many positions use longrope's long factors."""
-        return self.kind == "longrope" and num_positions > self.original_max_positions
+    @property
+    def changes_after(self) -> int:
+        """Longer sequences than this have other frequencies; 0: all have the same."""
+        return self.original_max_positions if self.kind in ("longrope", "dynamic") else 0
 
-    def inv_freq(self, head_dim: int, is_long: bool = False) -> np.ndarray:
+    def length_that_counts(self, num_positions: int) -> int:
+        """What frequencies depend on of a sequence's length: 0, unless it is above `changes_after`.
+
+        Two lengths for which this is equal have the same frequencies, to the bit.
+        """
+        if not 0 < self.changes_after < num_positions:
+            return 0
+        return num_positions if self.kind == "dynamic" else self.changes_after + 1
+
+    def inv_freq(self, head_dim: int, num_positions: int = 0) -> np.ndarray:
         """Return the angle per position of each pair of dimensions, in radians.
 
         default: theta ** (-2i / d), d the dimensions that are rotated;  linear: that / factor
         llama3: long waves / factor, short waves kept, those between interpolated
-        longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if `is_long`
         yarn: those that turn `beta_fast` times in the original context kept, those that turn
               `beta_slow` times / factor, those between interpolated
+        For sequences of `num_positions`, n where they are longer than the original context o:
+        longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if they are longer
+        dynamic: theta * (factor * n / o - factor + 1) ** (d / (d - 2)) in theta's place
         Shapes:  (d / 2,)
         Dtypes:  float32, computed by torch operation for operation as transformers computes it
         Source:  transformers/modeling_rope_utils.py
         """
         import torch  # here, so that commands that read a config start fast
 
-        size = self.rotary_dim(head_dim)
+        size, length = self.rotary_dim(head_dim), self.length_that_counts(num_positions)
         exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float) / size
         if self.kind == "longrope":
-            factors = torch.tensor(self.long_factors if is_long else self.short_factors)
+            factors = torch.tensor(self.long_factors if length else self.short_factors)
             return (1.0 / (factors * self.theta**exponents)).numpy()
         if self.kind == "yarn":
             return self._yarn(self.theta**exponents, size).numpy()
-        inv_freq = 1.0 / (self.theta**exponents)
+        theta = self._dynamic_theta(torch.tensor(length), size) if length else self.theta
+        inv_freq = 1.0 / (theta**exponents)
         if self.kind == "linear":
             inv_freq = inv_freq / self.factor
         elif self.kind == "llama3":
             inv_freq = self._llama3(inv_freq)
         return inv_freq.numpy()
+
+    def _dynamic_theta(self, length: torch.Tensor, size: int) -> torch.Tensor:
+        growth = self.factor * length / self.original_max_positions - (self.factor - 1)
+        return self.theta * growth ** (size / (size - 2))
 
     def _llama3(self, inv_freq: torch.Tensor) -> torch.Tensor:
         import torch
@@ -161,7 +179,11 @@ def read_rope_object(
         return RopeConfig(theta=theta, share=part)
     if kind == "longrope":
         return _longrope(reader, rope, max_positions, theta, part)
-    factor = rope.number("factor", low=1e-6, high=_MAX)
+    factor = rope.number("factor", low=1.0 if kind == "dynamic" else 1e-6, high=_MAX)
+    if kind == "dynamic":
+        return RopeConfig(
+            theta, "dynamic", factor, original_max_positions=max_positions, share=part
+        )
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor, share=part)
     if kind == "yarn":

@@ -19,7 +19,7 @@ from typing import Any
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.exp_ir import exp2
+from hotcold.numba_kernels.ir.exp_ir import exp2, tanh_of_exponent
 from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import (
     F32,
@@ -173,17 +173,13 @@ def _each_score(scores: Array, place: Vec, first: Vec, last: Vec, change: Any) -
 
 @intrinsic
 def cap_scores(typingctx, scores, place, first, last, cap):
-    """scores[p, place] = -2 cap / (1 + 2 ** scores[p, place]) for first <= p < last.
-
-    Where a score was 2 log2(e) y, that is cap * tanh(y) - cap, which gives the same shares.
-    """
+    """scores[p, place] = cap * tanh(y), where it was 2 log2(e) y, for first <= p < last."""
 
     def emit(given: Arguments) -> None:
         place, first, last, cap = given.numbers(1, 2, 3, 4)
-        double = cap * -2.0
 
         def capped(score: Vec, row: Vec) -> Vec:
-            return double.spread(LANES) / (exp2(score) + 1)
+            return tanh_of_exponent(score) * cap
 
         _each_score(given.array(0), place, first, last, capped)
 

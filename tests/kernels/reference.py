@@ -141,6 +141,34 @@ def decode_attention(
     return np.einsum("hp,hpd->hd", shares, v)
 
 
+def prompt_attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+) -> np.ndarray:
+    """`decode_attention` of queries (T, H, hd), each of which sees keys up to its own position.
+
+    The queries are the last ones of all positions of keys and values (G, P, hd).
+    """
+    group, first = queries.shape[1] // keys.shape[0], keys.shape[1] - queries.shape[0]
+    k, v = (np.repeat(widened(each), group, axis=0) for each in (keys, values))
+    scores = np.einsum("hpd,thd->htp", k, queries.astype(np.float64))
+    scores *= queries.shape[2] ** -0.5 if scale is None else scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    positions = np.arange(keys.shape[1])
+    own = positions[first:, None]
+    is_seen = (positions <= own) & (positions > own - (window or keys.shape[1]))
+    scores = np.where(is_seen, scores, -np.inf)
+    shares = np.exp(scores - scores.max(axis=2, keepdims=True))
+    shares /= shares.sum(axis=2, keepdims=True)
+    return np.einsum("htp,hpd->thd", shares, v)
+
+
 def to_bfloat16(weights: np.ndarray) -> np.ndarray:
     """Weights as the nearest bfloat16's bits."""
     return narrowed(widened(weights).astype(np.float32), np.int16)

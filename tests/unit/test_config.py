@@ -125,8 +125,9 @@ def test_longrope_takes_long_factors_for_long_contexts() -> None:
     rope = build_config(PHI3 | {"rope_scaling": LONGROPE, "max_position_embeddings": 256}).rope
     assert rope is not None and rope.kind == "longrope"
     assert rope.table_scale == pytest.approx((1 + np.log(4) / np.log(64)) ** 0.5)
-    assert not rope.is_long(64) and rope.is_long(65)
-    np.testing.assert_allclose(rope.inv_freq(16, False), 2 * rope.inv_freq(16, True))
+    assert rope.length_that_counts(64) == 0
+    assert rope.length_that_counts(65) == rope.length_that_counts(256) > 0
+    np.testing.assert_allclose(rope.inv_freq(16, 64), 2 * rope.inv_freq(16, 65))
 
 
 def test_names_of_functions_are_those_of_kernels() -> None:

@@ -1,0 +1,96 @@
+"""Cosines and sines of ropes, up to long positions, against transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotcold.actors.attention.arrays import rope_tables
+from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.model.config.build import build_config
+from hotcold.model.config.model_config import ModelConfig
+from tests.unit.family_configs import LLAMA, PHI3
+
+LONG, TRAINED = 131_072, 4096
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.1],
+    "long_factor": [1.1, 1.3, 2.0, 4.0, 9.0, 21.0, 40.0, 60.0],
+    "original_max_position_embeddings": TRAINED,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": LONG / TRAINED},
+    "longrope": LONGROPE,
+}
+LENGTHS = pytest.mark.parametrize("length", [1000, TRAINED, TRAINED + 1, 10_000, LONG])
+
+
+def config_json(kind: str) -> dict[str, Any]:
+    """config.json of a tiny model whose context was extended to LONG by that rope."""
+    trained = TRAINED if kind == "dynamic" else LONG
+    rope = ROPES[kind] | {"rope_theta": 10_000.0}
+    family = PHI3 if kind == "longrope" else LLAMA
+    return family | {"max_position_embeddings": trained, "rope_parameters": rope}
+
+
+def table_of(config: ModelConfig, length: int) -> np.ndarray:
+    """(P, 2, half) of a system with such a context."""
+    (table,) = rope_tables(config, CacheSpec(1, length, "float32"))
+    return table
+
+
+def expected_table(kind: str, length: int) -> np.ndarray:
+    """What transformers gives a sequence of so many positions."""
+    from transformers import LlamaConfig, Phi3Config
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    values = {k: v for k, v in config_json(kind).items() if k != "architectures"}
+    if kind == "longrope":
+        rotary = Phi3RotaryEmbedding(Phi3Config(**(values | {"pad_token_id": None})))
+    else:
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**values))
+    parts = rotary(torch.empty(1), torch.arange(length)[None])
+    return np.stack([part[0, :, : part.shape[2] // 2].numpy() for part in parts], axis=1)
+
+
+@pytest.mark.sweep(length=[4096, 4097, 131_072])
+@LENGTHS
+@pytest.mark.parametrize("kind", ROPES)
+def test_tables_equal_transformers(kind: str, length: int) -> None:
+    """To the rounding of a cosine in float32: the angles are equal to the bit."""
+    config = build_config(config_json(kind))
+    assert config.max_positions == LONG
+    found, expected = table_of(config, length), expected_table(kind, length)
+    assert found.dtype == np.float32 and found.shape == expected.shape == (length, 2, 8)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-22 * expected.max())
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_the_context_alone_decides(kind: str) -> None:
+    """Rows are those of a longer context, to the bit, but where its frequencies are others."""
+    config = build_config(config_json(kind))
+    assert config.rope is not None
+    longest = table_of(config, LONG)
+    for length in (1000, TRAINED, TRAINED + 1, 10_000):
+        counts = [config.rope.length_that_counts(each) for each in (length, LONG)]
+        is_same = kind not in ("longrope", "dynamic") or (kind == "longrope" and length > TRAINED)
+        assert (counts[0] == counts[1]) == is_same
+        assert np.array_equal(table_of(config, length), longest[:length]) == is_same
