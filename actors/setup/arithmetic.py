@@ -45,7 +45,7 @@ def arithmetic_identity(
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
     with their threads and neurons, the CPU and the GPU (`device_name`), sources, libraries, cuts of
-    prompts (`share_tokens`), and which of longrope's factors the context takes.
+    prompts (`share_tokens`), and which frequencies ropes have for the context.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
@@ -56,7 +56,7 @@ def arithmetic_identity(
         "options": [options[name] for name in _OPTIONS],
         "thresholds": _file_digest(system.thresholds_path),
         "is_stored": system.storage is not None,
-        "is_long": [rope.is_long(system.context_length) for rope in config.ropes],
+        "ropes": [rope.length_that_counts(system.context_length) for rope in config.ropes],
         "share_tokens": share_tokens,
         "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
         "device": device_name,
