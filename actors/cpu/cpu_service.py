@@ -88,7 +88,7 @@ class CpuService(Service):
         )
 
     def prepare_prompts(self) -> None:
-        """Import torch and compile the kernels of the matmul."""
+        """Compile the kernels of the matmul."""
         import hotcold.actors.cpu.prompt_ffn  # noqa: F401
 
         self._matmul.get()
@@ -139,7 +139,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import prompt_ffn  # it imports torch
+        from hotcold.actors.cpu.prompt_ffn import prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)

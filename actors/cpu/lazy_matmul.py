@@ -1,7 +1,7 @@
 """The matmul of a service, made once a long prompt needs it or somebody prepares for one.
 
-It takes torch, which takes a second to import, and kernels of its own; steps of few tokens need
-neither.
+It takes kernels of its own, which may have to be compiled, and with AMX torch, which takes a second
+to import; steps of few tokens need neither.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LazyMatmul:
         self._making = threading.Lock()
 
     def get(self) -> Matmul:
-        """The matmul; waits where another thread makes it. Errors: of importing torch."""
+        """The matmul; waits where another thread makes it. Errors: of importing torch, with AMX."""
         with self._making:
             if self._made is None:
                 from hotcold.actors.cpu.matmul import Matmul

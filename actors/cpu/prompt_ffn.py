@@ -1,32 +1,34 @@
 """The FFN of many tokens (prefill): a matmul of the gates, then what fired neurons add.
 
-Where few neurons fire, up and down are computed only for the tokens for which they fire; else they
-are matmuls too.
+For tokens for which few neurons fire, up and down are computed only for those; for the others they
+are matmuls too. Each token's own neurons decide, so its result does not depend on its batch-mates.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.model.config.activations import activated, activated_up
-from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
+from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.prompt_ffn import (
+    activate_kernel,
     empty_fired,
     list_fired,
     num_blocks,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
+    scale_kernel,
 )
 
-# Up to this share of neurons that fire, one by one is faster than a matmul over all
+# Up to this share of a token's neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).
 _FEW = 0.18
 
@@ -59,84 +61,134 @@ def prompt_ffn(
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
 
-    up, weights, sizes = part(arrays.up), block_weights, np.diff(arrays.starts[layer])
+    up, weights = part(arrays.up), block_weights
+    bounds = np.asarray(arrays.starts[layer] - first, np.int64)
     matmul.begin_layer()
     num_tokens = x.shape[0]
     h = matmul.scratch((num_tokens, last - first))
     factors = matmul.scratch((num_tokens, up.shape[0]))
+    num_fired = np.empty(num_tokens, np.int64)
     gate_product = part(arrays.gate), part(arrays.gate_bias), h
     up_product = up, part(arrays.up_bias), factors
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     scales_at_once = up.shape[0] > 0 and (not waits or function.code == DRELU)
     scales_later = up.shape[0] > 0 and not scales_at_once
-    name, threshold = ACTIVATION_NAMES[function.code], float(function.threshold)
-
-    def scale(begin: int, end: int) -> None:
-        h[begin:end] *= activated_up(name, torch.from_numpy(factors[begin:end])).numpy()
-
-    def activate(begin: int, end: int) -> None:
-        h[begin:end] = activated(name, torch.from_numpy(h[begin:end]), threshold)
-        if weights.size:
-            h[begin:end] *= np.repeat(weights[begin:end], sizes, axis=1)
-        if scales_at_once:
-            scale(begin, end)
+    at_once = factors if scales_at_once else factors[:, :0]
+    activate = partial(activate_kernel, function, weights, bounds, at_once, h, num_fired)
 
     def add_bias(begin: int, end: int) -> None:
         biases = arrays.down_bias[layer]
-        out[begin:end] += weights[begin:end] @ biases if weights.size else biases.sum(axis=0)
+        if not weights.size:
+            out[begin:end] += biases.sum(axis=0)
+        for block in range(weights.shape[1]):
+            out[begin:end] += weights[begin:end, block, None] * biases[block]
 
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
         matmul.linears(x, [gate_product, up_product] if scales_at_once else [gate_product])
-        matmul.then_rows(len(x), activate)
+        matmul.then_rows(num_tokens, activate)
         if waits:
             matmul.run()
             if not scales_at_once:
                 await_up_down()
         if counts is not None:
             counts += np.count_nonzero(h, axis=0)
-        by_neurons = isinstance(arrays, FfnArrays)
-        few = by_neurons and skip_silent and np.count_nonzero(h) <= _FEW * h.size
-        if scales_later and not few:
-            matmul.linears(x, [up_product])
-            matmul.then_rows(len(x), scale)
+        own_up = up if scales_later else up[:0]
         if isinstance(arrays, TransposedArrays):
+            if scales_later:
+                _scale_all(matmul, function, own_up, part(arrays.up_bias), x, h, factors)
             matmul.layer_linear(h, arrays.down, layer, out[:0, 0], out)
-        elif few:
-            own_up, own_down = up if scales_later else up[:0], part(arrays.down)
-            _add_fired(matmul, own_up, part(arrays.up_bias), own_down, x, h, out)
         else:
-            matmul.combine(h, part(arrays.down), out)
+            later = _UpAndDown(function, own_up, part(arrays.up_bias), part(arrays.down), factors)
+            if skip_silent:
+                _add_by_token(matmul, later, num_fired <= _FEW * h.shape[1], x, h, out)
+            else:
+                _add_all(matmul, later, x, h, out)
         if arrays.down_bias.shape[2]:
-            matmul.then_rows(len(x), add_bias)
+            matmul.then_rows(num_tokens, add_bias)
+
+
+class _UpAndDown(NamedTuple):
+    """A shard's rows; `up` has none where `h` is multiplied with it already.
+
+    factors (T, N): space for products with up
+    """
+
+    function: Activation
+    up: np.ndarray
+    up_bias: np.ndarray
+    down: np.ndarray
+    factors: np.ndarray
+
+
+def _add_by_token(
+    matmul: Matmul, rows: _UpAndDown, few: np.ndarray, x: np.ndarray, h: np.ndarray, out: np.ndarray
+) -> None:
+    """`_add_fired` for tokens of which `few` (T,) bool is set, `_add_all` for the others."""
+    if few.all() or not few.any():
+        (_add_fired if few.all() else _add_all)(matmul, rows, x, h, out)
+        return
+
+    def copy(own_x: np.ndarray, own_h: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
+        own_x[first:last], own_h[first:last] = x[ids[first:last]], h[ids[first:last]]
+
+    def copy_back(own: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
+        out[ids[first:last]] = own[first:last]
+
+    for add, ids in ((_add_fired, np.flatnonzero(few)), (_add_all, np.flatnonzero(~few))):
+        own_x, own_h, own_out = (
+            matmul.scratch((ids.size, array.shape[1])) for array in (x, h, out)
+        )
+        matmul.then_rows(ids.size, partial(copy, own_x, own_h, ids))
+        add(matmul, rows, own_x, own_h, own_out)
+        matmul.then_rows(ids.size, partial(copy_back, own_out, ids))
+
+
+def _add_all(
+    matmul: Matmul, rows: _UpAndDown, x: np.ndarray, h: np.ndarray, out: np.ndarray
+) -> None:
+    """out = sum over all neurons, once it has been run."""
+    if rows.up.shape[0]:
+        factors = rows.factors[: h.shape[0]]
+        _scale_all(matmul, rows.function, rows.up, rows.up_bias, x, h, factors)
+    matmul.combine(h, rows.down, out)
+
+
+def _scale_all(
+    matmul: Matmul,
+    function: Activation,
+    up: np.ndarray,
+    up_bias: np.ndarray,
+    x: np.ndarray,
+    h: np.ndarray,
+    factors: np.ndarray,
+) -> None:
+    """h *= x @ up.T, which `factors` is space for, once it has been run."""
+    matmul.linears(x, [(up, up_bias, factors)])
+    matmul.then_rows(h.shape[0], partial(scale_kernel, function, factors, h))
 
 
 def _add_fired(
-    matmul: Matmul,
-    up: np.ndarray,
-    up_bias: np.ndarray,
-    down: np.ndarray,
-    x: np.ndarray,
-    h: np.ndarray,
-    out: np.ndarray,
+    matmul: Matmul, rows: _UpAndDown, x: np.ndarray, h: np.ndarray, out: np.ndarray
 ) -> None:
     """out = sum over the neurons that fire for each token, once it has been run."""
+    up = rows.up
     fired = empty_fired(h.shape[0], h.shape[1], matmul.scratch)
     vectors = matmul.vectors(x, up) if up.shape[0] else x
     sums = matmul.scratch((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS))
-    out[:] = 0
 
     def scale(thread: int) -> None:
         blocks = split_range(num_blocks(h.shape[1]), thread, matmul.num_threads, 1)
         list_fired(h, *blocks, fired)
         if up.shape[0]:
-            prompt_up_kernel(up, up_bias, vectors, *blocks, fired)
+            prompt_up_kernel(up, rows.up_bias, vectors, *blocks, fired)
 
     def add(thread: int) -> None:
-        parts = split_range(num_parts(out.shape[1]), thread, matmul.num_threads, 1)
-        prompt_down_kernel(down, fired, *parts, sums, out)
+        first, last = split_range(num_parts(out.shape[1]), thread, matmul.num_threads, 1)
+        out[:, first * PART_COLUMNS : last * PART_COLUMNS] = 0
+        prompt_down_kernel(rows.down, fired, first, last, sums, out)
 
     matmul.then(scale)
     matmul.then(add)

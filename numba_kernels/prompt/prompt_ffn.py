@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.numba_kernels.checks import DRELU, GELU, GELU_TANH, SILU
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import activate, activate_up
 from hotcold.numba_kernels.decode.rows import add_in_order
+from hotcold.numba_kernels.ir.activation_ir import gelu_row, gelu_tanh_row, silu_row
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.ir.vector_ir import (
     add_part1,
@@ -37,6 +40,53 @@ class FiredNeurons(NamedTuple):
     ids: np.ndarray
     values: np.ndarray
     starts: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def activate_kernel(function, weights, bounds, factors, h, num_fired, first, last):
+    """h[t] = fn(h[t]) * weights[t] * factors[t], and how many are not zero, for first <= t < last.
+
+    `factors` (T, N), products with up rows, are activated as up is; (T, 0) is none. weights (T, B)
+    are of blocks of neurons, b of bounds[b]..bounds[b + 1] - 1; (0, 0) is none. Checks nothing.
+    Dtypes:  h, factors, weights float32; bounds, num_fired (T,) int64
+    """
+    for t in range(first, last):
+        own = h[t]
+        if function.code == SILU:
+            silu_row(h, t)
+        elif function.code == GELU:
+            gelu_row(h, t)
+        elif function.code == GELU_TANH:
+            gelu_tanh_row(h, t)
+        else:
+            for n in range(own.shape[0]):
+                own[n] = activate(function, own[n])
+        for b in range(weights.shape[1]):
+            for n in range(bounds[b], bounds[b + 1]):
+                own[n] *= weights[t, b]
+        if factors.shape[1]:
+            _scale(function, factors[t], own)
+        found = 0
+        for n in range(own.shape[0]):
+            found += own[n] != 0
+        num_fired[t] = found
+
+
+@njit(nogil=True, cache=True)
+def scale_kernel(function, factors, h, first, last):
+    """h[t] *= factors[t], activated as up is, for first <= t < last; shapes as above."""
+    for t in range(first, last):
+        _scale(function, factors[t], h[t])
+
+
+@njit(nogil=True, cache=True)
+def _scale(function, factors, h):
+    if function.code == DRELU:
+        for n in range(h.shape[0]):
+            h[n] *= activate_up(function, factors[n])
+    else:
+        for n in range(h.shape[0]):
+            h[n] *= factors[n]
 
 
 @njit(nogil=True, cache=True)
