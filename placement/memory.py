@@ -40,7 +40,7 @@ def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
 def memory_need(
     config: ModelConfig,
     context_length: int,
-    kv_item_bytes: int,
+    kv_dtype: str,
     num_processes: int,
     arena_bytes: int,
     predictor_bytes: int = 0,
@@ -53,7 +53,7 @@ def memory_need(
         attention_bytes=attention_bytes(config),
         head_bytes=head_bytes(config),
         ffn_bytes=ffn_bytes(config, config.num_layers * config.ffn_size),
-        kv_cache_bytes=kv_cache_bytes(config, context_length, kv_item_bytes),
+        kv_cache_bytes=kv_cache_bytes(config, context_length, kv_dtype),
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,
         predictor_bytes=predictor_bytes,

@@ -13,7 +13,6 @@ from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.report import Expected, assumptions, make_report
 from hotcold.placement.solver.cost import (
-    KV_ITEM_BYTES,
     PlanDevice,
     PredictorCost,
     RowBytes,
@@ -62,7 +61,7 @@ def make_plan(
     )
     solution = solve(problem, time_limit_s=time_limit_s)
     neuron_device = neuron_places(problem, solution.assignment, frequency)
-    kv = kv_cache_bytes(config, request.context_length, KV_ITEM_BYTES[request.kv_dtype])
+    kv = kv_cache_bytes(config, request.context_length, request.kv_dtype)
     expected = _expected(config, devices, frequency, request.mode, factor, neuron_device)
     part_device = solution.assignment.part_device
     kinds = np.array(problem.part_kinds)

@@ -23,11 +23,14 @@ from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
+from hotcold.model.weights.sizes import kv_row_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
+
+_CACHE_DTYPES = {"float32": np.float32, "float16": np.uint16, "q8": np.int8}
 
 
 def layer_numbers(config: ModelConfig) -> np.ndarray:
@@ -43,8 +46,9 @@ def layer_numbers(config: ModelConfig) -> np.ndarray:
 
 def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:
     """Zero pages for keys or values of so many layers; memory is used as they are written."""
-    shape = num_layers, cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
-    dtype = np.float32 if cache.dtype == "float32" else np.uint16
+    dtype = np.dtype(_CACHE_DTYPES[cache.dtype])
+    row = kv_row_bytes(config.head_dim, cache.dtype) // dtype.itemsize
+    shape = num_layers, cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, row
     return aligned_empty(shape, dtype, huge_pages=False)
 
 

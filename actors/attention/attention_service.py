@@ -18,7 +18,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
-from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.decode.vectors import empty_vectors
 from hotcold.numba_kernels.serve.doorbell import clock_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -38,6 +38,8 @@ from hotcold.numba_kernels.serve.serve_attention import (
     serve_attention,
 )
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+
+_ROWS = 64  # queries, of tokens of one sequence, that read a segment together
 
 
 class AttentionService(Service):
@@ -77,12 +79,19 @@ class AttentionService(Service):
         numbers = self.arrays.numbers
         attention_size = int((numbers["num_heads"] * numbers["head_dim"]).max())
         kv_size = int((numbers["num_kv_heads"] * numbers["head_dim"]).max())
+        num_heads = int(numbers["num_heads"].max())
+        rows = max(_ROWS, int((numbers["num_heads"] // numbers["num_kv_heads"]).max()))
+        segments = -(-most_positions // SEGMENT_POSITIONS)
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
             qkv=np.zeros((tokens, attention_size + 2 * kv_size), np.float32),
             heads=np.zeros((tokens, attention_size), np.float32),
-            scores=np.zeros((self.num_threads, most_positions), np.float32),
+            scores=np.zeros((self.num_threads, rows, SEGMENT_POSITIONS), np.float32),
+            sums=np.zeros((self.num_threads, rows, int(numbers["head_dim"].max())), np.float32),
+            totals=np.zeros((self.num_threads, rows, 2), np.float32),
+            part_sums=np.zeros((tokens, segments, attention_size), np.float32),
+            part_totals=np.zeros((tokens, segments, num_heads, 2), np.float32),
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
             inputs=empty_vectors(
                 self.num_threads,

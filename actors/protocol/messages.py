@@ -92,7 +92,7 @@ class CacheSpec:
 
     num_pages: int
     num_positions: int
-    dtype: str  # "float32" or "float16"
+    dtype: str  # of KV_DTYPES in actors.protocol.options
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from hotcold.model.errors import UsageError, shown
 
 QUANTIZED = ("q8", "q4_1", "q4")
 DTYPES = ("f16", "bf16", *QUANTIZED)
-KV_DTYPES = ("float16", "float32")
+KV_DTYPES = ("float16", "float32", "q8")
 DEVICES = ("auto", "cpu", "cuda")
 PIN_CHOICES = ("auto", "on", "off")
 
@@ -97,7 +97,8 @@ class SystemOptions:
     kv_positions: int | None = _option(
         "--kv-tokens", "Tokens that the KV cache holds, of all requests together; one context "
         "without it.", "number")
-    kv_dtype: str | None = _option("--kv-dtype", "KV cache format.", choices=KV_DTYPES)
+    kv_dtype: str | None = _option(
+        "--kv-dtype", "KV cache format; q8 is half of float16.", choices=KV_DTYPES)
     device: str = _option(
         "--device", "Where attention, head and hot neurons are; auto: a GPU if there is one.",
         choices=DEVICES, default="auto")

@@ -13,10 +13,9 @@ from hotcold.actors.protocol.messages import (
     THRESHOLD,
     SystemConfig,
 )
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import KV_DTYPES, SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
-from hotcold.actors.setup.memory_needs import KV_ITEM_BYTES
 from hotcold.actors.setup.modes import auto_mode, thresholds_file
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
@@ -79,6 +78,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
     system = replace(system, neuron_upload_tokens=tokens)
     _check_hosts(system)
+    if system.kv_dtype == "q8" and system.device == "cuda":
+        raise UsageError(
+            "--kv-dtype q8 is for the CPU, and attention would be on the GPU; give --device cpu "
+            "or --kv-dtype float16"
+        )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
     return system
@@ -170,8 +174,8 @@ def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
     """
     if dtype is None:
         return "float32" if config.dtype == "float32" else "float16"
-    if dtype not in KV_ITEM_BYTES:
-        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(KV_ITEM_BYTES)}")
+    if dtype not in KV_DTYPES:
+        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(KV_DTYPES)}")
     return dtype
 
 

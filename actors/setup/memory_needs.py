@@ -15,7 +15,6 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
-KV_ITEM_BYTES = {"float16": 2, "float32": 4}  # of the KV cache, by --kv-dtype
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
@@ -88,7 +87,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     return memory_need(
         config,
         num_kv_pages(system) * PAGE_POSITIONS,
-        KV_ITEM_BYTES[system.kv_dtype],
+        system.kv_dtype,
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
         _predictor_bytes(system),

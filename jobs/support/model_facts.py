@@ -25,7 +25,7 @@ from hotcold.placement.profile import PROFILE_FILE, read_profile
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
-_KV_BYTES = 2  # float16
+_KV_DTYPE = "float16"
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
 
 
@@ -48,7 +48,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "num_parameters": num_parameters(checkpoint, config),
         "max_positions": config.max_positions,
-        "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_BYTES),
+        "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_DTYPE),
         "stored_bytes": stored_bytes(checkpoint),
         "dtype": config.dtype,
         "weight_bytes": weight_bytes(served),

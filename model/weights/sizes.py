@@ -63,7 +63,17 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     return round(num_neurons_total * per_neuron) + down_bias
 
 
-def kv_cache_bytes(config: ModelConfig, num_positions: int, kv_item_bytes: int) -> int:
+def kv_row_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Return the bytes of one head's key or value of a position, in a format of --kv-dtype.
+
+    In q8 a float32 scale stands behind the numbers.
+    """
+    if kv_dtype == "q8":
+        return head_dim + 4
+    return head_dim * (4 if kv_dtype == "float32" else 2)
+
+
+def kv_cache_bytes(config: ModelConfig, num_positions: int, kv_dtype: str) -> int:
     """Return the bytes of the keys and values of `num_positions` tokens in all layers."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_item_bytes
-    return num_positions * per_token
+    num_rows = 2 * config.num_layers * config.num_kv_heads * num_positions
+    return num_rows * kv_row_bytes(config.head_dim, kv_dtype)

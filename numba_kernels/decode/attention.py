@@ -1,43 +1,32 @@
 """Rotary position embedding, the paged KV cache, and attention over it in a decode step.
 
-A layer's cache is (pages, kv_heads, PAGE_POSITIONS, head_dim), float32 or float16 (bits in uint16).
-All sequences share a pool of pages; a page table lists each sequence's. Memory is committed as
-positions are first written.
+A layer's cache is (pages, kv_heads, PAGE_POSITIONS, row). A row is head_dim numbers, float32 or
+float16 (bits in uint16), or head_dim bytes in int8 and a float32 scale behind them. All sequences
+share a pool of pages; a page table lists each sequence's. Memory is committed as positions are
+first written.
 """
 
 import math
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4, dot1, dot4
+from hotcold.numba_kernels.ir.attention_ir import (
+    POSITIONS_AT_ONCE,
+    QUERIES_AT_ONCE,
+    add_page_values,
+    exponentials,
+    score_page,
+    store_row,
+    widen_cached,
+)
 
 # Positions of a page: a multiple of four, since four are computed at once, and few enough that a
 # short sequence wastes little of its last page.
 PAGE_POSITIONS = 64
-
-
-@intrinsic
-def narrow(typingctx, array, value):
-    """`value` (float32) in the format of `array`: itself, or rounded to float16 bits."""
-    if array.dtype == types.float32:
-        result = types.float32
-    elif array.dtype == types.uint16:
-        result = types.uint16
-    else:
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if result == types.float32:
-            return args[1]
-        half = builder.fptrunc(args[1], ir.HalfType())
-        return builder.bitcast(half, ir.IntType(16))
-
-    return result(array, types.float32), codegen
+# Positions that one thread takes at a time, counted from the sequence's first: a multiple of a
+# vector's lanes, and few enough that threads finish together.
+SEGMENT_POSITIONS = 256
 
 
 @njit(nogil=True, cache=True)
@@ -54,44 +43,22 @@ def rope_kernel(head, cos_sin):
 
 
 @njit(nogil=True, cache=True)
-def store_kernel(cache, position, values):
-    """cache[position] = values, in the cache's format; cache (P, head_dim); checks nothing."""
-    for i in range(values.shape[0]):
-        cache[position, i] = narrow(cache, values[i])
+def store_kernel(cache, page, group, row, vectors, token, column, head_dim):
+    """Write `head_dim` items of vectors[token] from `column` on to a row of a layer's cache.
+
+    cache (M, G, P, row) in its own format; checks nothing
+    """
+    store_row(cache, page, group, row, vectors, token, column, head_dim)
 
 
 @njit(nogil=True, cache=True)
-def _scores_kernel(query, keys, group, pages, start, length, scale, scores):
-    """scores[p] = scale * key of position p . query, start <= p < length; four at once."""
-    size = keys.shape[2]
-    for begin in range(start - start % size, length, size):
-        page, part = keys[pages[begin // size], group], scores[begin : begin + size]
-        last, p = min(length - begin, size), max(start - begin, 0)
-        while p + 4 <= last:
-            sums = dot4(page, p, p + 1, p + 2, p + 3, query)
-            for k in range(4):
-                part[p + k] = sums[k] * scale
-            p += 4
-        while p < last:
-            part[p] = dot1(page, p, query) * scale
-            p += 1
+def read_page(cache, page, head, first, last, head_dim, out):
+    """out[p] = row p of a head's page, as float32, for first <= p < last; checks nothing.
 
-
-@njit(nogil=True, cache=True)
-def _weighted_sum_kernel(values, group, pages, start, length, scores, share, out):
-    """out = sum over start <= p < length of scores[p] * share * value of position p."""
-    size = values.shape[2]
-    out[:] = 0
-    for begin in range(start - start % size, length, size):
-        page, part = values[pages[begin // size], group], scores[begin : begin + size]
-        last, p = min(length - begin, size), max(start - begin, 0)
-        while p + 4 <= last:
-            s0, s1, s2, s3 = part[p], part[p + 1], part[p + 2], part[p + 3]
-            axpy4(out, page, p, p + 1, p + 2, p + 3, s0 * share, s1 * share, s2 * share, s3 * share)
-            p += 4
-        while p < last:
-            add_scaled1(out, page, p, part[p] * share)
-            p += 1
+    cache (M, G, P, row) of a layer; out (>= last, >= head_dim) float32
+    """
+    for row in range(first, last):
+        widen_cached(cache, page, head, row, head_dim, out, row)
 
 
 @njit(nogil=True, cache=True)
@@ -102,30 +69,114 @@ def softcap_kernel(values, cap):
 
 
 @njit(nogil=True, cache=True)
-def attend_kernel(numbers, query, keys, values, group, pages, length, scores, out):
-    """out = softmax(scale * keys . query) . values for one head; checks nothing.
+def first_seen(window, position):
+    """The first position that a token at `position` sees."""
+    return max(0, position + 1 - window) if window else 0
 
-    `numbers` of the layer (LAYER_NUMBERS) has scale, window and softcap. Over the positions before
-    `length`, with a window the last of them; where softcap is not 0, scores are first brought
-    between -softcap and softcap. Position p is in row p % P of page pages[p // P]. Pages of a
-    multiple of four positions give the same bits whatever their size and order: additions follow
-    the positions.
-    Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
-             is scratch
-    Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180
+
+@njit(nogil=True, cache=True)
+def num_segments(window, position):
+    """Segments that hold the positions which a token at `position` sees."""
+    return position // SEGMENT_POSITIONS - first_seen(window, position) // SEGMENT_POSITIONS + 1
+
+
+@njit(nogil=True, cache=True)
+def _exponentials(numbers, begin, positions, first_token, num_tokens, scores, sums, totals):
+    """Scores to exponentials; their totals; sums 0: rows of tokens that see the segment."""
+    heads = numbers.num_heads // numbers.num_kv_heads
+    for row in range(num_tokens * heads):
+        position = positions[first_token + row // heads]
+        first = max(begin, first_seen(numbers.window, position)) - begin
+        last = min(begin + SEGMENT_POSITIONS, position + 1) - begin
+        if first < last:
+            totals[row, 0], totals[row, 1] = exponentials(scores, row, first, last, numbers.softcap)
+            for i in range(numbers.head_dim):
+                sums[row, i] = 0
+
+
+@njit(nogil=True, cache=True)
+def attend_segment(
+    numbers, keys, values, group, pages, segment, positions, first_token, num_tokens, qkv, scores,
+    sums, totals,
+):  # fmt: skip
+    """A KV head's part of attention: tokens of one sequence, positions of one segment.
+
+    For each token t of `num_tokens` from `first_token` on and each query head h of the group, over
+    the positions p of the segment that t sees, row r = t * heads + h has
+        e[p] = exp(score[p] - totals[r, 0]),  totals[r, 0] the largest score, totals[r, 1] = sum e
+        sums[r] = sum of e[p] * value[p]
+    A row of a token that sees none of them stays as it is. `numbers` of the layer (LAYER_NUMBERS)
+    has scale, window and softcap; where softcap is not 0, scores are first brought between -softcap
+    and softcap. Position p is in row p % P of page pages[p // P]. Pages of a multiple of four
+    positions give the same bits whatever their size and order, and a row's do not depend on the
+    others: each sum follows the positions. Keys and values are read once from memory for all rows.
+    Shapes:  qkv (T, (H + 2 G) * head_dim); keys, values (M, G, P, row); scores (rows,
+             SEGMENT_POSITIONS) is scratch; sums (rows, head_dim), totals (rows, 2) float32
+    Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180; segments:
+             Dao et al., flash-decoding, 2023
     """
-    start = max(0, length - numbers.window) if numbers.window else 0
-    _scores_kernel(query, keys, group, pages, start, length, numbers.scale, scores)
-    if numbers.softcap > 0:
-        softcap_kernel(scores[start:length], numbers.softcap)
-    top = scores[start]
-    for p in range(start + 1, length):
-        top = max(top, scores[p])
+    dim, heads, size = numbers.head_dim, numbers.num_heads // numbers.num_kv_heads, keys.shape[2]
+    first_column, begin = group * heads * dim, segment * SEGMENT_POSITIONS
+    low, high = begin + SEGMENT_POSITIONS, begin  # of all tokens
+    for t in range(first_token, first_token + num_tokens):
+        low = min(low, max(begin, first_seen(numbers.window, positions[t])))
+        high = max(high, min(begin + SEGMENT_POSITIONS, positions[t] + 1))
+    for is_values in range(2):
+        at = low
+        while at < high:
+            start = at // size * size
+            page, end = pages[at // size], min(start + size, high)
+            ahead, next_page, has_next = keys, page, end < high or not is_values
+            if end < high:
+                ahead, next_page = values if is_values else keys, pages[end // size]
+            elif not is_values:
+                ahead, next_page = values, pages[low // size]
+            for t in range(num_tokens):
+                position = positions[first_token + t]
+                first = max(at, first_seen(numbers.window, position)) - start
+                last = min(end, position + 1) - start
+                for head in range(0, heads if first < last else 0, QUERIES_AT_ONCE):
+                    count, row = min(heads - head, QUERIES_AT_ONCE), t * heads + head
+                    is_wanted = has_next and row == 0
+                    if is_values:
+                        place = start + first - begin
+                        add_page_values(
+                            values, page, group, first, last, scores, row, place, dim, sums, row,
+                            ahead, next_page, is_wanted, count,
+                        )  # fmt: skip
+                    else:
+                        whole = first - first % POSITIONS_AT_ONCE
+                        place, column = start + whole - begin, first_column + head * dim
+                        score_page(
+                            keys, page, group, whole, last, qkv, first_token + t, column, dim,
+                            numbers.scale, scores, row, place, ahead, next_page, is_wanted, count,
+                        )  # fmt: skip
+            at = end
+        if not is_values:
+            _exponentials(numbers, begin, positions, first_token, num_tokens, scores, sums, totals)
+
+
+@njit(nogil=True, cache=True)
+def merge_segments(count, sums, totals, head, dim, out):
+    """out = the attention of one head, of `count` segments' parts in the order of positions.
+
+    Each is brought from its own largest score to the largest of all.
+    Shapes:  sums (segments, H * dim), totals (segments, H, 2), out (H * dim,) float32
+    """
+    first, top = head * dim, totals[0, head, 0]
+    for segment in range(1, count):
+        top = max(top, totals[segment, head, 0])
     total = np.float32(0)
-    for p in range(start, length):
-        scores[p] = math.exp(scores[p] - top)
-        total += scores[p]
-    _weighted_sum_kernel(values, group, pages, start, length, scores, np.float32(1) / total, out)
+    for i in range(first, first + dim):
+        out[i] = 0
+    for segment in range(count):
+        share = np.float32(math.exp(totals[segment, head, 0] - top))
+        total += share * totals[segment, head, 1]
+        for i in range(first, first + dim):
+            out[i] += share * sums[segment, i]
+    inverse = np.float32(1) / total
+    for i in range(first, first + dim):
+        out[i] *= inverse
 
 
 def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarray:

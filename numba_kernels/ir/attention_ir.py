@@ -1,28 +1,24 @@
-"""Steps of attention over a block of queries, whose tokens lie in the lanes, in LLVM vector IR.
+"""Vector IR of attention over rows of a paged cache: scores, exponentials, weighted sums.
 
-A group is one query head of LANES tokens; a few groups go through a page of positions together. A
-lane's sums follow the positions and dimensions in their order, so its bits do not depend on other
-lanes, on other groups, or on the CPU's vectors. Nothing here checks its arguments.
-
-Arrays of float32, contiguous but for keys and values, whose rows may stand further apart:
-queries (G, head_dim, LANES)     scaled
-keys, values (positions, width)  of one page; width is head_dim in whole TILE_ROWS
-scores (positions, GROUPS, LANES)
-sums (G, 3, LANES)               of each group: largest score so far, sum of shares, correction
-out (G, width, LANES)            values' weighted sums
+A row is a position's key or value of one head: float32, float16, or int8 with a float32 scale
+behind it. Up to four queries that read the same rows meet them together, so a row is widened once.
+Every sum has an order of its own, which does not depend on what is computed beside it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.ir.exp_ir import exp2, tanh_of_exponent
-from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vec import (
     F32,
+    HALF,
+    I8,
     I32,
     Arguments,
     Array,
@@ -31,220 +27,363 @@ from hotcold.numba_kernels.ir.vec import (
     Vec,
     codegen_of,
     for_range,
+    for_vectors,
     whole_steps,
 )
 
-# Positions, or dimensions, and groups of a tile: its sums fill half of the vector registers, or
-# with AVX2 the half of twice as many vectors.
-TILE_ROWS, GROUPS = (8, 2) if has_feature("avx512f") else (4, 1)
-_BYTES = 4 * LANES  # of a vector
-_STEPS = 4  # of a tile, side by side in the code
-_INDEX = types.int64
+POSITIONS_AT_ONCE = QUERIES_AT_ONCE = 4
+_HAS_MANY_REGISTERS = has_feature("avx512f")  # and wide ones: 32 of 16 lanes, else 16 of 8
+# Queries whose products with four rows are kept side by side; vectors of sums for so many queries.
+_SIDE_BY_SIDE = 4 if _HAS_MANY_REGISTERS else 1
+_VECTORS = {1: 8, 2: 8, 3: 4, 4: 4} if _HAS_MANY_REGISTERS else {1: 4, 2: 2, 3: 1, 4: 1}
+_INDEX, _NUMBER = types.int64, types.float32
+_FLOATS = ir.VectorType(F32, LANES)
+
+# exp(x) = 2^n * e^r with n = x / ln 2 rounded, by a polynomial of degree 7; source: Cephes, expf
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+_COEFFICIENTS = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+_ROUNDER = 12582912.0  # 1.5 * 2^23: added, a small number is rounded to a whole one
+_LEAST = -87.0  # e^x is 0 below
 
 
-def _multiply(
-    rows: list[Ptr],
-    stride: Vec | int,
-    first: Vec | int,
-    last: Vec,
-    columns: list[Ptr],
-    column_stride: int,
-    sums: list[list[Var]],
-    skips_zeros: bool = False,
-) -> None:
-    """sums[r][g] += row r's number k * vector k of column g, for first <= k < last in order.
+class _Rows:
+    """Rows of one head in one page of a layer's cache (M, G, P, row)."""
 
-    With `skips_zeros` lanes of a vector that are 0 add nothing, not even of infinity or NaN.
+    def __init__(self, cache: Array, page: Vec, group: Vec, head_dim: Vec) -> None:
+        self._start, self._stride = cache.at(page, group), cache.strides[2]
+        self._dtype, self._item = cache.kind.dtype, item_bytes(cache.kind.dtype)
+        self._head_dim = head_dim
+        self.has_scales = self._dtype == types.int8
+
+    def row(self, position: Vec) -> Ptr:
+        """A position's row; `position` within the page."""
+        return self._start + self._stride * position
+
+    def items(self, row: Ptr, column: Vec, lanes: int) -> Vec:
+        """So many items of a row as float32, without its scale."""
+        return widen(self._dtype, row + column * self._item, lanes)
+
+    def scale(self, row: Ptr) -> Vec:
+        """What the items of a row are multiplied with."""
+        return (row + self._head_dim).load(F32, align=1)
+
+
+class _Ahead:
+    """What is read next: rows of a page that is asked for while another one is computed."""
+
+    def __init__(self, cache: Array, page: Vec, group: Vec, is_wanted: Vec) -> None:
+        self._start, self._stride = cache.at(page, group), cache.strides[2]
+        self._is_wanted = is_wanted
+
+    def prefetch(self, position: Vec, count: int) -> None:
+        """Ask for so many rows from a position of the page on."""
+        start = self._start + self._stride * position
+        num_bytes = self._stride * self._is_wanted * count
+        for_range(0, num_bytes, LINE_BYTES, lambda index: (start + index).prefetch(2))
+
+
+def _sums_of_four(vectors: list[Vec]) -> Vec:
+    """(sum of vectors[0], ..., of vectors[3]), each added up as `Vec.sum` does it."""
+    span = LANES
+    while span > 1:
+        half, held = span // 2, vectors[0].lanes // span
+        low = [leaf * span + lane for leaf in range(held) for lane in range(half)]
+        high = [place + half for place in low]
+        if len(vectors) > 1:
+            lanes = vectors[0].lanes
+            low += [place + lanes for place in low]
+            high += [place + lanes for place in high]
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [a.take(low, b) + a.take(high, b) for a, b in pairs]
+        else:
+            vectors = [vectors[0].take(low) + vectors[0].take(high)]
+        span = half
+    return vectors[0]
+
+
+def _emit_scores(given: Arguments, num_queries: int) -> None:
+    page, group, first, last = given.numbers(1, 2, 3, 4)
+    token, column, head_dim, factor = given.numbers(6, 7, 8, 9)
+    row, place = given.numbers(11, 12)
+    keys = _Rows(given.array(0), page, group, head_dim)
+    query = given.array(5).at(token, column)
+    queries = [query + head_dim * (4 * q) for q in range(num_queries)]
+    scores = [given.array(10).at(row + q, place - first) for q in range(num_queries)]
+    ahead = _Ahead(given.array(13), given.number(14), group, given.number(15))
+    whole = whole_steps(head_dim, LANES)
+    builder = head_dim.builder
+
+    def some(own: range, position: Vec, rows: list[Ptr], scales: Vec) -> None:
+        zero = Vec.full(builder, 0, F32, LANES)
+        sums = [[Var(zero) for _ in rows] for _ in own]
+
+        def add(index: Vec, lanes: int, into: list[list[Var]]) -> None:
+            items = [keys.items(each, index, lanes) for each in rows]
+            for q, totals in zip(own, into, strict=True):
+                x = widen(types.float32, queries[q] + index * 4, lanes)
+                for item, total in zip(items, totals, strict=True):
+                    total.set(item.fma(x, total.get()))
+
+        for_range(0, whole, LANES, lambda index: add(index, LANES, sums))
+        found = [Var(_sums_of_four([total.get() for total in totals])) for totals in sums]
+        with builder.if_then(whole.differs(head_dim).value):
+            tails = [[Var(Vec.full(builder, 0, F32)) for _ in rows] for _ in own]
+            for_range(whole, head_dim, 1, lambda index: add(index, 1, tails))
+            for four, totals in zip(found, tails, strict=True):
+                last_items = Vec.full(builder, 0, F32, POSITIONS_AT_ONCE)
+                for lane, total in enumerate(totals):
+                    last_items = last_items.with_lane(lane, total.get())
+                four.set(four.get() + last_items)
+        for q, four in zip(own, found, strict=True):
+            (scores[q] + position * 4).store(four.get() * scales)
+
+    def four_rows(position: Vec) -> None:
+        ahead.prefetch(position, POSITIONS_AT_ONCE)
+        rows = [keys.row(position + k) for k in range(POSITIONS_AT_ONCE)]
+        scales = factor.spread(POSITIONS_AT_ONCE)
+        if keys.has_scales:
+            own = Vec.full(builder, 0, F32, POSITIONS_AT_ONCE)
+            for lane, each in enumerate(rows):
+                own = own.with_lane(lane, keys.scale(each))
+            scales = scales * own
+        for start in range(0, num_queries, _SIDE_BY_SIDE):
+            own_queries = range(start, min(start + _SIDE_BY_SIDE, num_queries))
+            some(own_queries, position, rows, scales)
+
+    end = (last + (POSITIONS_AT_ONCE - 1)) // POSITIONS_AT_ONCE * POSITIONS_AT_ONCE
+    for_range(first, end, POSITIONS_AT_ONCE, four_rows)
+
+
+def _emit_values(given: Arguments, num_queries: int) -> None:
+    page, group, first, last = given.numbers(1, 2, 3, 4)
+    row, place, head_dim, out_row = given.numbers(6, 7, 8, 10)
+    values = _Rows(given.array(0), page, group, head_dim)
+    shares = [given.array(5).at(row + q, place - first) for q in range(num_queries)]
+    targets = [given.array(9).at(out_row + q) for q in range(num_queries)]
+    ahead = _Ahead(given.array(11), given.number(12), group, given.number(13))
+
+    def columns(start: Vec, lanes: int, count: int, is_first: bool = False) -> None:
+        places = [[at + (start + i * lanes) * 4 for i in range(count)] for at in targets]
+        sums = [[Var(widen(types.float32, at, lanes)) for at in own] for own in places]
+
+        def position(index: Vec) -> None:
+            each = values.row(index)
+            if is_first:
+                ahead.prefetch(index, 1)
+            items = [values.items(each, start + i * lanes, lanes) for i in range(count)]
+            for share_at, totals in zip(shares, sums, strict=True):
+                share = (share_at + index * 4).load(F32)
+                if values.has_scales:
+                    share = share * values.scale(each)
+                wide = share.spread(lanes) if lanes > 1 else share
+                for item, total in zip(items, totals, strict=True):
+                    total.set(item.fma(wide, total.get()))
+
+        for_range(first, last, 1, position)
+        for own, totals in zip(places, sums, strict=True):
+            for at, total in zip(own, totals, strict=True):
+                at.store(total.get())
+
+    count = _VECTORS[num_queries]
+    most, whole = whole_steps(head_dim, count * LANES), whole_steps(head_dim, LANES)
+    for_range(0, most, count * LANES, lambda start: columns(start, LANES, count, True))
+    for_range(most, whole, LANES, lambda start: columns(start, LANES, 1))
+    for_range(whole, head_dim, 1, lambda start: columns(start, 1, 1))
+
+
+def _for_count(count: Vec, emit: Callable[[int], None]) -> None:
+    """Emit the code of each number of queries; `count` says at run time which one runs."""
+    for number in range(1, QUERIES_AT_ONCE + 1):
+        with count.builder.if_then(count.equals(number).value):
+            emit(number)
+
+
+@intrinsic
+def score_page(
+    typingctx, keys, page, group, first, last, qkv, token, column, head_dim, factor, scores, row,
+    place, ahead, ahead_page, is_wanted, count,
+):  # fmt: skip
+    """scores[row + q, place + p - first] = factor * (key of the page's position p . query q).
+
+    For q < count and first <= p < last, both in whole fours; query q is in qkv[token] from
+    column + q * head_dim on. If `is_wanted`, the same rows of ahead[ahead_page, group] are
+    prefetched in step. keys, ahead (M, G, P, row)
     """
-
-    def one(k: Vec) -> None:
-        vectors = [
-            column.load(F32, LANES, align=_BYTES) for column in _at(columns, k, column_stride)
-        ]
-        silent = [vector.equals(0) for vector in vectors] if skips_zeros else []
-        for row, of_row in zip(_at(rows, k, stride), sums, strict=True):
-            number = row.load(F32).spread(LANES)
-            for g, (vector, total) in enumerate(zip(vectors, of_row, strict=True)):
-                added = number.fma(vector, total.get())
-                total.set(silent[g].where(total.get(), added) if skips_zeros else added)
-
-    def some(k: Vec) -> None:
-        for i in range(_STEPS):
-            one(k + i)
-
-    start = last.like(first) if isinstance(first, int) else first
-    whole = start + whole_steps(last - start, _STEPS)
-    for_range(start, whole, _STEPS, some)
-    for_range(whole, last, 1, one)
-
-
-def _at(starts: list[Ptr], index: Vec, stride: Vec | int) -> list[Ptr]:
-    return [start + index * stride for start in starts]
-
-
-def _zeros(like: Vec, num_groups: int) -> list[list[Var]]:
-    zero = Vec.full(like.builder, 0, F32, LANES)
-    return [[Var(zero) for _ in range(num_groups)] for _ in range(TILE_ROWS)]
-
-
-@intrinsic(prefer_literal=True)
-def score_rows(typingctx, queries, group, num_groups, keys, first, last, scores):
-    """scores[p, g] = keys[p] . queries[group + g] for first <= p < last, whole TILE_ROWS of them.
-
-    For g < num_groups, a literal, up to GROUPS.
-    """
-    count = num_groups.literal_value
 
     def emit(given: Arguments) -> None:
-        q, k, target = (given.array(place) for place in (0, 3, 6))
-        group, first, last = given.numbers(1, 4, 5)
-        columns = [q.at(group + g) for g in range(count)]
+        _for_count(given.number(16), lambda number: _emit_scores(given, number))
 
-        def tile(row: Vec) -> None:
-            sums = _zeros(row, count)
-            _multiply(k.rows(row, 0, TILE_ROWS), 4, 0, q.shape[1], columns, _BYTES, sums)
-            for r, of_row in enumerate(sums):
-                for g, total in enumerate(of_row):
-                    target.at(row + r, row.like(g)).store(total.get(), align=_BYTES)
-
-        for_range(first, last, TILE_ROWS, tile)
-
-    signature = types.void(queries, _INDEX, num_groups, keys, _INDEX, _INDEX, scores)
+    signature = types.void(
+        keys, *(_INDEX,) * 4, qkv, *(_INDEX,) * 3, _NUMBER, scores, _INDEX, _INDEX, ahead,
+        *(_INDEX,) * 3,
+    )  # fmt: skip
     return signature, codegen_of(emit)
 
 
-@intrinsic(prefer_literal=True)
-def add_values(typingctx, shares, values, first, last, sums, out, group, num_groups, skips_zeros):
-    """out[group + g] = out[group + g] * correction + sum over p of shares[p, g] * values[p].
+@intrinsic
+def add_page_values(
+    typingctx, values, page, group, first, last, scores, row, place, head_dim, out, out_row, ahead,
+    ahead_page, is_wanted, count,
+):  # fmt: skip
+    """out[out_row + q] += sum over first <= p < last of scores[...] * value of position p.
 
-    For first <= p < last, g < num_groups, a literal, up to GROUPS. With `skips_zeros`, a literal 1,
-    a value whose share is 0 adds nothing, whatever it is.
+    For q < count, in the order of positions; the arguments are those of `score_page`.
     """
-    count, skips = num_groups.literal_value, bool(skips_zeros.literal_value)
 
     def emit(given: Arguments) -> None:
-        weights, v, state, target = (given.array(place) for place in (0, 1, 4, 5))
-        first, last, group = given.numbers(2, 3, 6)
-        columns = [weights.at(first.like(0), first.like(g)) for g in range(count)]
-        corrections = [_sum_of(state, group + g, 2) for g in range(count)]
-
-        def tile(row: Vec) -> None:
-            places = [
-                [target.at(group + g, row + r) for g in range(count)] for r in range(TILE_ROWS)
-            ]
-            found = [
-                [
-                    Var(place.load(F32, LANES, align=_BYTES) * corrections[g])
-                    for g, place in enumerate(of_row)
-                ]
-                for of_row in places
-            ]
-            corner = v.at(row.like(0), row)
-            rows = [corner + v.strides[1] * r for r in range(TILE_ROWS)]
-            stride = GROUPS * _BYTES
-            _multiply(rows, v.strides[0], first, last, columns, stride, found, skips)
-            for of_row, of_place in zip(found, places, strict=True):
-                for total, place in zip(of_row, of_place, strict=True):
-                    place.store(total.get(), align=_BYTES)
-
-        for_range(0, target.shape[1], TILE_ROWS, tile)
+        _for_count(given.number(14), lambda number: _emit_values(given, number))
 
     signature = types.void(
-        shares, values, _INDEX, _INDEX, sums, out, _INDEX, num_groups, skips_zeros
+        values, *(_INDEX,) * 4, scores, *(_INDEX,) * 3, out, _INDEX, ahead, *(_INDEX,) * 3
     )
     return signature, codegen_of(emit)
 
 
-def _sum_of(sums: Array, group: Vec, which: int) -> Vec:
-    return sums.at(group, group.like(which)).load(F32, LANES, align=_BYTES)
-
-
-def _each_score(scores: Array, place: Vec, first: Vec, last: Vec, change: Any) -> None:
-    """scores[p, place] = change(scores[p, place], p), or None to leave it, first <= p < last."""
-
-    def one(row: Vec) -> None:
-        at = scores.at(row, place)
-        changed = change(at.load(F32, LANES, align=_BYTES), row)
-        if changed is not None:
-            at.store(changed, align=_BYTES)
-
-    for_range(first, last, 1, one)
-
-
 @intrinsic
-def cap_scores(typingctx, scores, place, first, last, cap):
-    """scores[p, place] = cap * tanh(y), where it was 2 log2(e) y, for first <= p < last."""
+def exponentials(typingctx, scores, row, first, last, softcap):
+    """scores[row, p] = exp(score - the largest), first <= p < last; returns (largest, sum).
 
-    def emit(given: Arguments) -> None:
-        place, first, last, cap = given.numbers(1, 2, 3, 4)
-
-        def capped(score: Vec, row: Vec) -> Vec:
-            return tanh_of_exponent(score) * cap
-
-        _each_score(given.array(0), place, first, last, capped)
-
-    signature = types.void(scores, _INDEX, _INDEX, _INDEX, types.float32)
-    return signature, codegen_of(emit)
-
-
-@intrinsic
-def mask_scores(typingctx, scores, place, first, last, start, token, most, window):
-    """scores[p, place] = -infinity where a lane's token does not see position start + p.
-
-    Lane i's token is at position min(token + i, most), and sees `window` positions up to its own.
+    Others of the vectors that they stand in become 0. With a softcap, scores are first brought
+    between -softcap and softcap. Lane l of the sum has positions l, l + 16, ...
     """
 
-    def emit(given: Arguments) -> None:
-        place, first, last = given.numbers(1, 2, 3)
-        start, token, most, window = (each.astype(I32) for each in given.numbers(4, 5, 6, 7))
-        lanes = Vec.of(start.builder, range(LANES), I32)
-        tokens = (lanes + token).minimum(most)
-        before = tokens - window
+    def emit(given: Arguments) -> list[Vec]:
+        row, first, last, softcap = given.numbers(1, 2, 3, 4)
+        start = given.array(0).at(row)
+        begin, end = whole_steps(first, LANES), whole_steps(last + (LANES - 1), LANES)
+        builder = row.builder
 
-        def masked(score: Vec, row: Vec) -> Vec:
-            position = (row.astype(I32) + start).spread(LANES)
-            sees = (position < tokens + 1) & (before < position)
-            return sees.where(score, float("-inf"))
+        def vectors(body: Callable[[Vec, Vec], Vec]) -> None:
+            def one(index: Vec) -> None:
+                at = start + index * 4
+                at.store(body(index, at.load(F32, LANES)))
 
-        _each_score(given.array(0), place, first, last, masked)
+            for_range(begin, end, LANES, one)
 
-    return types.void(scores, *(_INDEX,) * 7), codegen_of(emit)
+        with builder.if_then((Vec.full(builder, 0, F32) < softcap).value):
+            cap = softcap.spread(LANES)
+            vectors(lambda index, x: cap * _tanh(x / cap))
+        lowest = Vec.full(builder, float("-inf"), F32, LANES)
+        top, lanes = Var(lowest), Vec.of(builder, range(LANES), I32)
 
+        def largest(index: Vec, x: Vec) -> Vec:
+            place = lanes + index.astype(I32)
+            seen = (place >= first.astype(I32)).where(x, lowest)
+            seen = (place < last.astype(I32)).where(seen, lowest)
+            top.set((top.get() < seen).where(seen, top.get()))
+            return seen
 
-@intrinsic
-def share_scores(typingctx, scores, place, first, last, sums, group):
-    """scores[p, place] = 2 ** (score - largest so far), for first <= p < last.
+        vectors(largest)
+        highest = top.get()
+        while highest.lanes > 2:
+            half = highest.lanes // 2
+            low, high = highest.take(range(half)), highest.take(range(half, 2 * half))
+            highest = (low < high).where(high, low)
+        largest_score = (highest[0] < highest[1]).where(highest[1], highest[0])
+        wide, total = largest_score.spread(LANES), Var(Vec.full(builder, 0, F32, LANES))
 
-    sums[group]: the largest score so far; the sum of shares, with those before made smaller by the
-    correction; the correction, 2 ** (largest before - largest now). Where all scores so far are
-    -infinity, shares and correction are 0.
-    Source:  Milakov and Gimelshein, arXiv 1805.02867
-    """
-
-    def emit(given: Arguments) -> None:
-        scores, sums = given.array(0), given.array(4)
-        place, first, last, group = given.numbers(1, 2, 3, 5)
-        before = _sum_of(sums, group, 0)
-        largest = Var(before)
-
-        def compare(score: Vec, row: Vec) -> None:
-            top = largest.get()
-            largest.set((top < score).where(score, top))
-
-        _each_score(scores, place, first, last, compare)
-        top = largest.get()
-        level = top.equals(float("-inf")).where(top.like(0), top)
-        correction = exp2(before - level)
-        total = Var(_sum_of(sums, group, 1) * correction)
-
-        def share(score: Vec, row: Vec) -> Vec:
-            found = exp2(score - level)
+        def power(index: Vec, x: Vec) -> Vec:
+            found = _exp(x - wide)
             total.set(total.get() + found)
             return found
 
-        _each_score(scores, place, first, last, share)
-        for which, vector in enumerate((top, total.get(), correction)):
-            sums.at(group, group.like(which)).store(vector, align=_BYTES)
+        vectors(power)
+        return [largest_score, total.get().sum()]
 
-    signature = types.void(scores, _INDEX, _INDEX, _INDEX, sums, _INDEX)
+    signature = types.UniTuple(types.float32, 2)(scores, _INDEX, _INDEX, _INDEX, _NUMBER)
     return signature, codegen_of(emit)
+
+
+def _exp(x: Vec) -> Vec:
+    """e^x for x <= 0, to a unit or two of the last place; 0 below -87, NaN for NaN."""
+    rounded = x.fma(x.like(_LOG2_E), x.like(_ROUNDER))
+    n = rounded - _ROUNDER
+    r = n.fma(x.like(-_LN2_LOW), n.fma(x.like(-_LN2_HIGH), x))
+    sums = x.like(_COEFFICIENTS[0])
+    for coefficient in _COEFFICIENTS[1:]:
+        sums = sums.fma(r, x.like(coefficient))
+    power = sums.fma(r * r, r) + 1
+    scale = ((rounded.view(I32) << 23) + 0x3F800000).view(F32)
+    return (x < _LEAST).where(x.like(0), power * scale)
+
+
+def _tanh(x: Vec) -> Vec:
+    """(1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; absolute errors of about 1e-7."""
+    e = _exp(x.call("llvm.fabs.v16f32", _FLOATS, x) * -2)
+    return x.call("llvm.copysign.v16f32", _FLOATS, (x.like(1) - e) / (e + 1), x)
+
+
+@intrinsic
+def store_row(typingctx, cache, page, group, position, x, token, column, head_dim):
+    """Write `head_dim` items of x[token] from `column` on to a row of the cache, in its format.
+
+    In 8 bits scale = max |x| / 127, value = x / scale rounded to the nearest, ties to even. A NaN
+    or an infinity makes the scale NaN or infinite.
+    cache (M, G, P, row); x (T, d) float32
+    """
+
+    def emit(given: Arguments) -> None:
+        target, size = given.array(0).at(*given.numbers(1, 2, 3)), given.number(7)
+        source = given.array(4).at(*given.numbers(5, 6))
+        if cache.dtype == types.int8:
+            _emit_quantized(source, target, size)
+            return
+        kind, item = {types.float32: (F32, 4), types.uint16: (HALF, 2)}[cache.dtype]
+
+        def copy(index: Vec, lanes: int) -> None:
+            x = (source + index * 4).load(F32, lanes)
+            (target + index * item).store(x if kind == F32 else x.astype(kind))
+
+        for_vectors(size, LANES, copy)
+
+    return types.void(cache, *(_INDEX,) * 3, x, *(_INDEX,) * 3), codegen_of(emit)
+
+
+def _emit_quantized(source: Ptr, target: Ptr, size: Vec) -> None:
+    builder = size.builder
+    tops = {lanes: Var(Vec.full(builder, 0, F32, lanes)) for lanes in (LANES, 1)}
+
+    def largest(index: Vec, lanes: int) -> None:
+        x, top = (source + index * 4).load(F32, lanes), tops[lanes]
+        name, kind = ("v16f32", _FLOATS) if lanes > 1 else ("f32", F32)
+        magnitude = x.call(f"llvm.fabs.{name}", kind, x)
+        top.set(x.call(f"llvm.maximum.{name}", kind, magnitude, top.get()))
+
+    for_vectors(size, LANES, largest)
+    wide = tops[LANES].get()
+    top = wide.call("llvm.vector.reduce.fmaximum.v16f32", F32, wide)
+    top = top.call("llvm.maximum.f32", F32, top, tops[1].get())
+    inverse = top.equals(0).where(top.like(0), top.like(127) / top)
+
+    def store(index: Vec, lanes: int) -> None:
+        scaled = (source + index * 4).load(F32, lanes) * inverse
+        # Added to this, a number is rounded; its low bits are then a whole number's.
+        whole = (scaled + _ROUNDER).view(I32)
+        (target + index).store(whole.astype(I8), align=1)
+
+    for_vectors(size, LANES, store)
+    (target + size).store(top / 127, align=1)
+
+
+@intrinsic
+def widen_cached(typingctx, cache, page, group, position, head_dim, out, row):
+    """out[row] = a row of the cache, as float32; out (N, head_dim)."""
+
+    def emit(given: Arguments) -> None:
+        page, group, position, head_dim = given.numbers(1, 2, 3, 4)
+        rows = _Rows(given.array(0), page, group, head_dim)
+        source, target = rows.row(position), given.array(5).at(given.number(6))
+        scale = rows.scale(source) if rows.has_scales else None
+
+        def copy(index: Vec, lanes: int) -> None:
+            items = rows.items(source, index, lanes)
+            if scale is not None:
+                items = items * (scale.spread(lanes) if lanes > 1 else scale)
+            (target + index * 4).store(items)
+
+        for_vectors(head_dim, LANES, copy)
+
+    return types.void(cache, *(_INDEX,) * 4, out, _INDEX), codegen_of(emit)

@@ -12,8 +12,9 @@ Source:  FlashAttention, Dao et al., arXiv 2205.14135
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.ir.attention_ir import (
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, read_page
+from hotcold.numba_kernels.ir.exp_ir import LOG2_E
+from hotcold.numba_kernels.ir.prompt_attention_ir import (
     GROUPS,
     TILE_ROWS,
     add_values,
@@ -22,9 +23,7 @@ from hotcold.numba_kernels.ir.attention_ir import (
     score_rows,
     share_scores,
 )
-from hotcold.numba_kernels.ir.exp_ir import LOG2_E
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.ir.vector_ir import widen_row
 from hotcold.numba_kernels.serve.work_stealing import next_block
 
 _MAX_GROUPS = 8  # of a block: its queries, sums and a page take 200 KB at a head_dim of 128
@@ -35,7 +34,7 @@ _PAD = LANES  # floats behind a page's row: a power of two between rows would fi
 def prompt_scratch_shapes(head_dim: int) -> list[tuple[int, ...]]:
     """The shapes of a thread's work space: the kernel's queries, page_keys .. weighted.
 
-    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.attention_ir`.
+    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.prompt_attention_ir`.
     """
     width = -(-head_dim // TILE_ROWS) * TILE_ROWS
     page = PAGE_POSITIONS, -(-width // LANES) * LANES + _PAD
@@ -62,10 +61,10 @@ def prompt_attention_kernel(
     pages[p // PAGE_POSITIONS]. Others are not read. All threads call it with the same `counters`;
     blocks that see most positions are taken first. Checks nothing.
     Shapes:  numbers: a layer's LAYER_NUMBERS; qkv (T, rows), queries first, rotated; keys, values
-             (M, KV heads, PAGE_POSITIONS, head_dim); pages (>= of the last position + 1,);
+             (M, KV heads, PAGE_POSITIONS, row); pages (>= of the last position + 1,);
              queries .. weighted: a thread's `prompt_scratch_shapes`; counters: a kind of
              `new_block_counters`, zero; out (T, H * head_dim)
-    Dtypes:  qkv, out float32; keys, values float32 or uint16 (float16 bits); pages int32
+    Dtypes:  qkv, out float32; keys, values as `decode.attention` has them; pages int32
     """
     num_kv_heads, num_tokens = numbers.num_kv_heads, qkv.shape[0]
     heads = numbers.num_heads // num_kv_heads
@@ -126,13 +125,6 @@ def _unpack(weighted, sums, begin, end, head, count, dim, out):
 
 
 @njit(nogil=True, cache=True)
-def _widen_page(cache, page, head, first, last, out):
-    """out[p] = positions first..last-1 of one head's page, as float32."""
-    for row in range(first, last):
-        widen_row(cache[page, head], row, out[row])
-
-
-@njit(nogil=True, cache=True)
 def _attend_block(
     numbers, first, most, kv_head, count, keys, values, pages, queries, page_keys, page_values,
     scores, sums, weighted,
@@ -149,8 +141,8 @@ def _attend_block(
     for start in range(least - least % PAGE_POSITIONS, most + 1, PAGE_POSITIONS):
         page = pages[start // PAGE_POSITIONS]
         low, high = max(0, least - start), min(PAGE_POSITIONS, most + 1 - start)
-        _widen_page(keys, page, kv_head, low, high, page_keys)
-        _widen_page(values, page, kv_head, low, high, page_values)
+        read_page(keys, page, kv_head, low, high, dim, page_keys)
+        read_page(values, page, kv_head, low, high, dim, page_values)
         for group in range(0, num_groups, GROUPS):
             _attend_page(
                 numbers.softcap, first, most, window, start, group,

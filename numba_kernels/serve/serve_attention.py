@@ -10,7 +10,11 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.attention import (
-    attend_kernel,
+    SEGMENT_POSITIONS,
+    attend_segment,
+    first_seen,
+    merge_segments,
+    num_segments,
     rope_kernel,
     softcap_kernel,
     store_kernel,
@@ -46,7 +50,7 @@ NUM_COUNTERS = 6
 class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
-    numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim);
+    numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, row);
     rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none
     """
 
@@ -66,14 +70,20 @@ class AttentionArrays(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    scores (threads, P), projected (T, E) float32; inputs: quantized activations; counters of blocks
-    taken (NUM_COUNTERS, threads * 16)."""
+    projected (T, E) float32; inputs: quantized activations; counters of blocks taken (NUM_COUNTERS,
+    threads * 16). A thread's part of attention: scores (threads, R, SEGMENT_POSITIONS), sums
+    (threads, R, head_dim), totals (threads, R, 2). Parts of tokens with S segments, at most:
+    part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
 
     residual: np.ndarray
     normed: np.ndarray
     qkv: np.ndarray
     heads: np.ndarray
     scores: np.ndarray
+    sums: np.ndarray
+    totals: np.ndarray
+    part_sums: np.ndarray
+    part_totals: np.ndarray
     projected: np.ndarray
     inputs: QuantizedVectors
     counters: np.ndarray
@@ -153,27 +163,101 @@ def rotate_and_store(part, num_parts, layer, buffers, arrays, qkv):
             if rope >= 0 and head < first_value:
                 rope_kernel(vector, arrays.rope_tables[rope, position])
             if head >= first_value:
-                store_kernel(arrays.values[layer, page, head - first_value], row, vector)
+                group = head - first_value
+                store_kernel(arrays.values[layer], page, group, row, qkv, t, head * dim, dim)
             elif head >= num_heads:
-                store_kernel(arrays.keys[layer, page, head - num_heads], row, vector)
+                group = head - num_heads
+                store_kernel(arrays.keys[layer], page, group, row, qkv, t, head * dim, dim)
+
+
+@njit(nogil=True, cache=True)
+def _run_length(slots, first, num_tokens, most):
+    """Tokens of one sequence from `first` on, at most `most`."""
+    count = 1
+    while count < most and first + count < num_tokens and slots[first + count] == slots[first]:
+        count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _put_away(numbers, group, segment, positions, first, num_tokens, found, scratch_heads, parts):
+    """Rows of `attend_segment` to `heads` where a token has one segment, else to its parts."""
+    (sums, totals), (part_sums, part_totals) = found, parts
+    dim, heads = numbers.head_dim, numbers.num_heads // numbers.num_kv_heads
+    begin = segment * SEGMENT_POSITIONS
+    for t in range(first, first + num_tokens):
+        start = first_seen(numbers.window, positions[t])
+        if positions[t] < begin or start >= begin + SEGMENT_POSITIONS:
+            continue
+        is_whole = num_segments(numbers.window, positions[t]) == 1
+        for h in range(heads):
+            head, row = group * heads + h, (t - first) * heads + h
+            if is_whole:
+                share = np.float32(1) / totals[row, 1]
+                for i in range(dim):
+                    scratch_heads[t, head * dim + i] = sums[row, i] * share
+            else:
+                part = segment - start // SEGMENT_POSITIONS
+                for i in range(dim):
+                    part_sums[t, part, head * dim + i] = sums[row, i]
+                part_totals[t, part, head, 0] = totals[row, 0]
+                part_totals[t, part, head, 1] = totals[row, 1]
 
 
 @njit(nogil=True, cache=True)
 def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
-    """Attention of the (token, head) pairs that this thread takes."""
-    numbers, counters = arrays.numbers[layer], scratch.counters[_HEADS]
-    dim, num_heads = numbers.head_dim, numbers.num_heads
-    heads_a_group = num_heads // numbers.num_kv_heads
-    taken = next_block(counters, 0)
-    while taken < num_tokens * num_heads:
-        t, head = taken // num_heads, taken % num_heads
-        length, pages = buffers.positions[t] + 1, buffers.page_tables[buffers.slots[t]]
-        attend_kernel(
-            numbers, scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
-            arrays.values[layer], head // heads_a_group, pages, length, scratch.scores[thread],
-            scratch.heads[t, head * dim : (head + 1) * dim],
-        )  # fmt: skip
-        taken = next_block(counters, 0)
+    """The parts of attention that this thread takes: of a sequence, a KV head and a segment each.
+
+    Returns whether a token has several segments, to be merged.
+    """
+    numbers, counters, positions = (
+        arrays.numbers[layer],
+        scratch.counters[_HEADS],
+        buffers.positions,
+    )
+    num_groups, scores = numbers.num_kv_heads, scratch.scores[thread]
+    keys, values = arrays.keys[layer], arrays.values[layer]
+    found = scratch.sums[thread], scratch.totals[thread]
+    parts = scratch.part_sums, scratch.part_totals
+    most = max(1, scores.shape[0] // (numbers.num_heads // num_groups))
+    first, base, has_parts, taken = 0, 0, False, next_block(counters, 0)
+    while first < num_tokens:
+        count = _run_length(buffers.slots, first, num_tokens, most)
+        first_segment = end_segment = positions[first] // SEGMENT_POSITIONS
+        for t in range(first, first + count):
+            start = first_seen(numbers.window, positions[t]) // SEGMENT_POSITIONS
+            first_segment = min(first_segment, start)
+            end_segment = max(end_segment, positions[t] // SEGMENT_POSITIONS)
+            has_parts = has_parts or positions[t] // SEGMENT_POSITIONS > start
+        num_items = (end_segment + 1 - first_segment) * num_groups
+        pages = buffers.page_tables[buffers.slots[first]]
+        while taken < base + num_items:
+            group, segment = (
+                (taken - base) % num_groups,
+                first_segment + (taken - base) // num_groups,
+            )
+            attend_segment(
+                numbers, keys, values, group, pages, segment, positions, first, count, scratch.qkv,
+                scores, found[0], found[1],
+            )  # fmt: skip
+            _put_away(numbers, group, segment, positions, first, count, found, scratch.heads, parts)
+            taken = next_block(counters, 0)
+        base += num_items
+        first += count
+    return has_parts
+
+
+@njit(nogil=True, cache=True)
+def _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens):
+    """Merge the segments of every num_threads-th head of the tokens that have several."""
+    numbers = arrays.numbers[layer]
+    for t in range(num_tokens):
+        count = num_segments(numbers.window, buffers.positions[t])
+        for head in range(thread, numbers.num_heads if count > 1 else 0, num_threads):
+            merge_segments(
+                count, scratch.part_sums[t], scratch.part_totals[t], head, numbers.head_dim,
+                scratch.heads[t],
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -220,8 +304,11 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
         barrier_wait(buffers.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)
     barrier_wait(buffers.cells, service, num_threads)
-    _attend(thread, layer, buffers, arrays, scratch, num_tokens)
+    has_parts = _attend(thread, layer, buffers, arrays, scratch, num_tokens)
     barrier_wait(buffers.cells, service, num_threads)
+    if has_parts:
+        _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens)
+        barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
     added = residual[:0] if arrays.numbers[layer].adds_late else residual

@@ -17,7 +17,6 @@ from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
-KV_ITEM_BYTES = {"float16": 2, "float32": 4}
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
 # Measured on random weights at a density of 0.10 and recall 0.96 (docs/lab_log.md, "Predictors"):
 # sign predictors of 2 bits a weight choose 0.165 of the gates, low-rank ones of 80 int8 units for
@@ -211,7 +210,7 @@ def part_costs(
     token is one row and not counted.
     """
     layers = config.num_layers
-    kv = kv_cache_bytes(config, context_length, KV_ITEM_BYTES[kv_dtype]) // layers
+    kv = kv_cache_bytes(config, context_length, kv_dtype) // layers
     weights = (attention_bytes(config) + ffn_bytes(config, 0)) // layers
     kinds = [ATTENTION] * layers + [HEAD]
     held = [weights + kv] * layers + [head_bytes(config)]

@@ -211,6 +211,21 @@ def test_half_precision(
         assert relative_difference(found, checkpoint.logits) < bound
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "variant", ["llama-gqa", "opt-prenorm", "falcon-bias", "gemma2", "qwen3-windows"]
+)
+def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> None:
+    checkpoint, ids = tiny(variant), np.tile(tiny(variant).ids, 4)[:128]
+    with InProcessSystem(checkpoint.path, 2, 2, max_tokens=128, kv_dtype=kv_dtype) as system:
+        in_steps = system.logits("dense", ids, [1])
+        bound = 1e-5 if kv_dtype == "float32" else 4e-3
+        assert relative_difference(in_steps[:40], checkpoint.logits) < bound
+        for way in ([128], [64], [33, 62]):
+            found = system.logits("dense", ids, way)
+            assert relative_difference(found, in_steps) < bound, way
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
 @pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16"])

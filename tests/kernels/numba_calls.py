@@ -5,13 +5,21 @@ Nothing is checked: arrays have the shapes and dtypes that services give kernels
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
-from hotcold.numba_kernels.decode.attention import attend_kernel, rope_kernel
+from hotcold.numba_kernels.decode.attention import (
+    SEGMENT_POSITIONS,
+    attend_segment,
+    first_seen,
+    merge_segments,
+    num_segments,
+    rope_kernel,
+)
 from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS
@@ -58,15 +66,31 @@ def decode_attention(
 ) -> np.ndarray:
     """Without `pages`, keys and values (G, P, hd) are one page."""
     if pages is None:
-        keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
-    out, scores = np.empty_like(queries), np.empty(length, np.float32)
-    factor = queries.shape[1] ** -0.5 if scale is None else scale
-    numbers = layer_numbers(scale=factor, window=window, softcap=softcap)
-    heads_a_group = len(queries) // keys.shape[1]
-    for h in range(len(queries)):
-        group = h // heads_a_group
-        attend_kernel(numbers, queries[h], keys, values, group, pages, length, scores, out[h])
-    return out
+        short = -keys.shape[1] % 4
+        keys, values = (np.pad(each, ((0, 0), (0, short), (0, 0)))[None] for each in (keys, values))
+        pages = np.zeros(1, np.int32)
+    num_heads, num_groups, dim = len(queries), keys.shape[1], queries.shape[1]
+    factor = dim**-0.5 if scale is None else scale
+    facts = {"scale": factor, "window": window, "softcap": softcap, "head_dim": dim}
+    numbers = layer_numbers(**facts, num_heads=num_heads, num_kv_heads=num_groups)
+    heads, positions = num_heads // num_groups, np.array([length - 1], np.int32)
+    first = first_seen(window, length - 1) // SEGMENT_POSITIONS
+    count = num_segments(window, length - 1)
+    qkv, out = queries.reshape(1, -1), np.empty(queries.size, np.float32)
+    part_sums = np.empty((count, num_heads * dim), np.float32)
+    part_totals = np.empty((count, num_heads, 2), np.float32)
+    scores, sums = (np.empty((heads, size), np.float32) for size in (SEGMENT_POSITIONS, dim))
+    totals = np.empty((heads, 2), np.float32)
+    for part, group in itertools.product(range(count), range(num_groups)):
+        attend_segment(
+            numbers, keys, values, group, pages, first + part, positions, 0, 1, qkv, scores, sums,
+            totals,
+        )  # fmt: skip
+        own = slice(group * heads, (group + 1) * heads)
+        part_sums[part].reshape(num_heads, dim)[own], part_totals[part, own] = sums, totals
+    for head in range(num_heads):
+        merge_segments(count, part_sums, part_totals, head, dim, out)
+    return out.reshape(queries.shape)
 
 
 def sparse_ffn(

@@ -32,6 +32,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.page_end import at_page_end
+from tests.kernels.prompt_texts import a_text, attend
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     SUMMED,
@@ -47,6 +48,8 @@ WIDTH_IN_BLOCKS = 2304  # eight groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
 LAST_ROWS, LAST_TOKENS = 3, (1, 2)
+PROMPT = a_text(np.uint16, 150, (6, 2), 20)
+ATTENTION: tuple[dict[str, float], ...] = ({}, {"window": 70, "softcap": 2.5})
 LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
 _TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -90,7 +93,9 @@ def results(kind: str) -> dict[str, np.ndarray]:
     """The kernels' products for all TOKENS, and sums of the rows in LISTED for one token."""
     gate, down = matrix(kind, 1)[0], matrix(kind, 2)[0]
     found = {f"rows{n}": gemv(gate, inputs(kind, n)[0]) for n in TOKENS}
-    if kind != "f16":
+    if kind == "f16":
+        found |= {f"attended{i}": attend(PROMPT, **how) for i, how in enumerate(ATTENTION)}
+    else:
         found |= _last_chunks(kind)
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found

@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.kernels import reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.other_cpu import (
+    ATTENTION,
     KINDS,
     LAST_GROUPS,
     LAST_TOKENS,
     LISTED,
+    PROMPT,
     TOKENS,
     inputs,
     matrix,
@@ -88,7 +91,11 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
         _, x = inputs(kind, num_tokens)
         limit = 2e-6 * (np.abs(x) @ np.abs(gate).T)
         assert (np.abs(found[f"rows{num_tokens}"] - x @ gate.T) <= limit).all()
-    if kind != "f16":
+    if kind == "f16":
+        for i, how in enumerate(ATTENTION):
+            expected = reference.prompt_attention(*PROMPT, **how)
+            np.testing.assert_allclose(found[f"attended{i}"], expected, atol=3e-6)
+    else:
         check_last_chunks(kind, found)
     if kind != "f16" and kind not in SUMMED:  # nobody adds up its rows
         return

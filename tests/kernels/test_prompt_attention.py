@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,108 +11,25 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2, tanh_of_exponent
 from hotcold.numba_kernels.ir.vec import F32, Arguments, Vec, codegen_of
-from hotcold.numba_kernels.prompt.prompt_attention import (
-    prompt_attention_kernel,
-    prompt_scratch_shapes,
-)
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from tests.kernels import reference
-from tests.kernels.arrays import random_bits, random_floats
-from tests.kernels.layer_numbers import layer_numbers
+from tests.kernels.prompt_texts import DTYPES, NAN, Text, a_text, attend, numbers_in
 
 pytestmark = pytest.mark.sweep
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
-NAN = {np.float32: np.nan, np.uint16: 0x7E00}
-
-
-class Text(NamedTuple):
-    """Queries (P, H, hd) of all positions; keys and values (G, P, hd)."""
-
-    queries: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-
-    @property
-    def length(self) -> int:
-        """Its positions."""
-        return len(self.queries)
-
-
-def a_text(dtype: type, length: int, heads: tuple[int, int], head_dim: int) -> Text:
-    num_heads, num_kv_heads = heads
-    queries = random_floats(1, length, num_heads, head_dim)
-    keys = random_bits(2, dtype, num_kv_heads, length, head_dim)
-    return Text(queries, keys, random_bits(3, dtype, num_kv_heads, length, head_dim))
-
-
-def paged(cache: np.ndarray, pages: np.ndarray, seen_from: int) -> np.ndarray:
-    """(pages, G, PAGE_POSITIONS, hd) with NaN wherever no position from `seen_from` on is."""
-    num_heads, length, head_dim = cache.shape
-    whole = np.full((num_heads, len(pages) * PAGE_POSITIONS, head_dim), NAN[cache.dtype.type])
-    whole[:, seen_from:length] = cache[:, seen_from:]
-    pool = np.full((len(pages) + 3, num_heads, PAGE_POSITIONS, head_dim), NAN[cache.dtype.type])
-    parts = whole.reshape(num_heads, len(pages), PAGE_POSITIONS, head_dim)
-    pool[pages] = parts.transpose(1, 0, 2, 3)
-    return pool.astype(cache.dtype)
-
-
-def attend(
-    text: Text,
-    first: int = 0,
-    last: int | None = None,
-    *,
-    num_threads: int = 1,
-    window: int = 0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-) -> np.ndarray:
-    """Outputs (last - first, H, hd) of positions first..last-1 as one chunk.
-
-    The cache holds what they see, in pages of any order, and NaN in all other places.
-    """
-    last = text.length if last is None else last
-    queries = text.queries[first:last]
-    num_heads, head_dim = queries.shape[1:]
-    num_pages = -(-last // PAGE_POSITIONS)
-    pages = np.random.default_rng(last).permutation(num_pages + 3)[:num_pages].astype(np.int32)
-    seen_from = max(0, first + 1 - window) if window else 0
-    keys, values = (paged(cache[:, :last], pages, seen_from) for cache in (text.keys, text.values))
-    numbers = layer_numbers(
-        num_heads=num_heads,
-        num_kv_heads=len(text.keys),
-        head_dim=head_dim,
-        window=window,
-        softcap=softcap,
-        scale=head_dim**-0.5 if scale is None else scale,
-    )
-    qkv = np.full((len(queries), (num_heads + 2) * head_dim), np.nan, np.float32)
-    qkv[:, : num_heads * head_dim] = queries.reshape(len(queries), -1)
-    out = np.full((len(queries), num_heads * head_dim), np.nan, np.float32)
-    counters = np.zeros(INTS_A_CELL, np.int32)
-
-    def run(thread: int) -> None:
-        scratch = [aligned_empty(shape, np.float32) for shape in prompt_scratch_shapes(head_dim)]
-        for array in scratch:
-            array[:] = np.nan
-        prompt_attention_kernel(numbers, qkv, first, keys, values, pages, *scratch, counters, out)
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(run, range(num_threads)))
-    return out.reshape(queries.shape)
+INFINITY = NAN | {np.float32: np.inf, np.uint16: 0x7C00}
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def check(text: Text, first: int = 0, **changes: Any) -> None:
     found = attend(text, first, **changes)
-    expected = reference.prompt_attention(text.queries[first:], text.keys, text.values, **changes)
+    keys, values = numbers_in(text.keys), numbers_in(text.values)
+    expected = reference.prompt_attention(text.queries[first:], keys, values, **changes)
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 1000])
 def test_lengths(dtype: type, length: int) -> None:
     text = a_text(dtype, length, (4, 2), 32)
@@ -121,7 +37,7 @@ def test_lengths(dtype: type, length: int) -> None:
         check(text, first)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize(
     "heads",
     [(1, 1), (2, 1), (9, 3), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1), (9, 1), (24, 2), (71, 1)],
@@ -131,13 +47,13 @@ def test_groups_of_heads(dtype: type, heads: tuple[int, int]) -> None:
     check(a_text(dtype, 200, heads, 40), 70)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("head_dim", [1, 3, 8, 12, 20, 32, 64, 80, 96, 100, 112, 128, 256])
 def test_head_dims(dtype: type, head_dim: int) -> None:
     check(a_text(dtype, 150, (6, 3), head_dim), 20)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 63, 64, 65, 100, 128, 150, 4096])
 @pytest.mark.parametrize("softcap", [0.0, 2.5, 50.0])
 def test_windows_and_softcaps(dtype: type, window: int, softcap: float) -> None:
@@ -146,7 +62,7 @@ def test_windows_and_softcaps(dtype: type, window: int, softcap: float) -> None:
         check(text, first, window=window, softcap=softcap, scale=0.4)
 
 
-@DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("window", [0, 40, 64, 300])
 @pytest.mark.parametrize("softcap", [0.0, 2.5])
@@ -168,7 +84,7 @@ def test_bits_do_not_depend_on_the_chunk(
             np.testing.assert_array_equal(found, whole[first:last], err_msg=f"{first}..{last}")
 
 
-@DTYPES
+@EACH_DTYPE
 def test_later_tokens_change_no_bit(dtype: type) -> None:
     """Whatever their queries, keys and values are, in the same chunk and block."""
     text = a_text(dtype, 100, (4, 2), 20)
@@ -177,7 +93,7 @@ def test_later_tokens_change_no_bit(dtype: type) -> None:
         others = Text(*(array.copy() for array in text))
         others.queries[cut:] = np.nan
         others.keys[:, cut:] = NAN[dtype]
-        others.values[:, cut:] = np.inf if dtype == np.float32 else 0x7C00
+        others.values[:, cut:] = INFINITY[dtype]
         np.testing.assert_array_equal(attend(others)[:cut], expected[:cut])
 
 

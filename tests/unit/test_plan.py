@@ -50,7 +50,7 @@ def test_all_bytes_of_the_model_are_somewhere(context: int) -> None:
     devices = plan.report["devices"]
     weights = attention_bytes(config) + head_bytes(config)
     weights += ffn_bytes(config, config.num_layers * config.ffn_size)
-    cache = kv_cache_bytes(config, context, 2)
+    cache = kv_cache_bytes(config, context, "float16")
     assert sum(device["used_bytes"] for device in devices) == weights + cache
     assert sum(device["bytes"]["kv_cache"] for device in devices) == pytest.approx(cache, abs=10)
     for device in devices:

@@ -130,8 +130,9 @@ def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
         arrays = {name: value for name, value in vars(found).items() if name != "starts"}
         assert sum(array.nbytes for array in arrays.values()) == size
     assert sum(seen) > 0 and min(seen) > 0
-    per_position = 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    assert kv_cache_bytes(config, 7, 2) == 7 * per_position
+    rows, dim = 2 * 7 * config.num_layers * config.num_kv_heads, config.head_dim
+    for kv_dtype, row_bytes in (("float32", 4 * dim), ("float16", 2 * dim), ("q8", dim + 4)):
+        assert kv_cache_bytes(config, 7, kv_dtype) == rows * row_bytes
 
 
 def test_embedding_is_mapped_and_looked_up(tmp_path: Path) -> None:

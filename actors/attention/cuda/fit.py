@@ -44,8 +44,7 @@ class _Sizes:
     @classmethod
     def of(cls, system: SystemConfig, config: ModelConfig, device: Device) -> _Sizes:
         positions = num_kv_pages(system) * PAGE_POSITIONS
-        item_bytes = 4 if system.kv_dtype == "float32" else 2
-        cache = kv_cache_bytes(config, positions, item_bytes)
+        cache = kv_cache_bytes(config, positions, system.kv_dtype)
         layout, kernels = arena_layout(system, config), device.kernels
         tokens = layout.max_tokens
         width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size

@@ -23,7 +23,6 @@ from hotcold.ui.api.backend import Backend
 
 TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
-_KV_BYTES = {"float32": 4, "float16": 2}
 
 
 class _Facts(NamedTuple):
@@ -189,7 +188,7 @@ def _memory_bytes(system: SystemConfig) -> int:
     """Weights as they are loaded, and the KV cache."""
     config = read_model(Path(system.model_path), system.weight_dtype)
     num_positions = system.kv_positions or system.context_length
-    kv_bytes = kv_cache_bytes(config, num_positions, _KV_BYTES.get(system.kv_dtype, 2))
+    kv_bytes = kv_cache_bytes(config, num_positions, system.kv_dtype)
     return loaded_bytes(system, config) + kv_bytes
 
 

@@ -1,0 +1,148 @@
+"""Decode attention over segments of a paged cache, in all its formats, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hotcold.numba_kernels.decode.attention import (
+    SEGMENT_POSITIONS,
+    attend_segment,
+    read_page,
+    store_kernel,
+)
+from tests.kernels import numba_calls, reference
+from tests.kernels.arrays import random_floats
+from tests.kernels.layer_numbers import layer_numbers
+
+PAGE = 64
+KINDS = ["f32", "f16", "q8"]
+_DTYPES = {"f32": np.float32, "f16": np.uint16, "q8": np.int8}
+
+
+def cached(rows: np.ndarray, kind: str, pages: np.ndarray) -> np.ndarray:
+    """(M, G, PAGE, row): rows (G, P, hd) stored one by one, the rest of the pool NaN or garbage."""
+    num_groups, length, dim = rows.shape
+    width = dim + 4 if kind == "q8" else dim
+    pool = np.empty((pages.max() + 2, num_groups, PAGE, width), _DTYPES[kind])
+    pool.view(np.uint8)[:] = 0xFF  # NaN as a number, and as a scale
+    for group in range(num_groups):
+        for p in range(length):
+            store_kernel(pool, pages[p // PAGE], group, p % PAGE, rows[group], p, 0, dim)
+    return pool
+
+
+def read(pool: np.ndarray, pages: np.ndarray, length: int, dim: int) -> np.ndarray:
+    """What the cache says that it holds: (G, length, dim) float32."""
+    out = np.empty((pool.shape[1], pages.size * PAGE, dim), np.float32)
+    for head, rows in enumerate(out):
+        for i, page in enumerate(pages):
+            read_page(pool, page, head, 0, PAGE, dim, rows[i * PAGE : (i + 1) * PAGE])
+    return out[:, :length]
+
+
+def shuffled_pages(length: int) -> np.ndarray:
+    count = -(-length // PAGE)
+    return np.random.default_rng(length).permutation(count + 3)[:count].astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [(n, 1) for n in range(1, 9)] + [(6, 2), (9, 3)], ids=str)
+def test_lengths(kind: str, heads: tuple[int, int]) -> None:
+    dim = 40 if heads[0] % 2 else 64
+    for length in (1, 63, 64, 65, 255, 256, 257, 1000, 5000):
+        queries = random_floats(1, heads[0], dim) * 3
+        pages = shuffled_pages(length)
+        keys, values = (
+            cached(random_floats(seed, heads[1], length, dim), kind, pages) for seed in (2, 3)
+        )
+        held = [read(each, pages, length, dim) for each in (keys, values)]
+        expected = reference.decode_attention(queries, *held, length)
+        found = numba_calls.decode_attention(queries, keys, values, length, pages)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 1, 200, 256, 1000])
+@pytest.mark.parametrize("softcap", [0.0, 2.5, 50.0])
+def test_windows_and_softcaps_over_segments(kind: str, window: int, softcap: float) -> None:
+    dim, length = 32, 1100
+    queries, pages = random_floats(1, 4, dim) * 4, shuffled_pages(length)
+    keys, values = (cached(random_floats(seed, 2, length, dim), kind, pages) for seed in (2, 3))
+    held = [read(each, pages, length, dim) for each in (keys, values)]
+    for used in (1, 255, 256, 257, 513, length):
+        options = {"window": window, "softcap": softcap, "scale": 0.3}
+        expected = reference.decode_attention(queries, *held, used, **options)
+        found = numba_calls.decode_attention(queries, keys, values, used, pages, **options)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 20, 32, 64, 80, 128, 256])
+def test_rows_in_8_bits(dim: int) -> None:
+    """Within half a step of the row's scale; zeros stay zeros; the largest is kept to the bit."""
+    rows = random_floats(1, 2, 100, dim) * np.exp(random_floats(2, 2, 100, 1) * 4)
+    rows[0, 7] = 0
+    pages = shuffled_pages(100)
+    pool = cached(rows, "q8", pages)
+    found = read(pool, pages, 100, dim)
+    steps = np.abs(rows).max(axis=2, keepdims=True) / 127
+    assert (np.abs(found - rows) <= steps * 0.5001).all() and not found[0, 7].any()
+    np.testing.assert_allclose(np.abs(found).max(axis=2), np.abs(rows).max(axis=2), rtol=1e-6)
+    assert pool.shape[-1] == dim + 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_not_finite_is_kept(kind: str, number: float) -> None:
+    rows = random_floats(1, 1, 3, 48)
+    rows[0, 1, 33] = number
+    pages = np.zeros(1, np.int32)
+    found = read(cached(rows, kind, pages), pages, 3, 48)
+    assert not np.isfinite(found[0, 1, 33]) and np.isfinite(found[0, [0, 2]]).all()
+
+
+def test_exponentials_are_exact_to_float32() -> None:
+    """Shares of one sum: softmax of scores far apart and close, in float64."""
+    dim, length = 16, 250
+    for spread in (1e-3, 1.0, 20.0, 80.0):
+        keys = np.zeros((1, length, dim), np.float32)
+        keys[0, :, 0] = np.linspace(-spread, 0, length)
+        values = random_floats(3, 1, length, dim)
+        query = np.zeros((1, dim), np.float32)
+        query[0, 0] = 1
+        expected = reference.decode_attention(query, keys, values, length, scale=1.0)
+        found = numba_calls.decode_attention(query, keys, values, length, scale=1.0)
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 300])
+def test_tokens_of_one_sequence_have_the_bits_of_each_alone(kind: str, window: int) -> None:
+    """Even where a later token's key and value are not finite."""
+    dim, num_heads, num_groups, length, num_tokens = 48, 6, 2, 600, 5
+    heads, pages = num_heads // num_groups, shuffled_pages(length)
+    rows = [random_floats(seed, num_groups, length, dim) for seed in (2, 3)]
+    for each in rows:
+        each[:, -1] = np.inf
+    keys, values = (cached(each, kind, pages) for each in rows)
+    qkv = random_floats(1, num_tokens, (num_heads + 2 * num_groups) * dim)
+    facts = {"head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_groups, "scale": 0.2}
+    numbers = layer_numbers(**facts, window=window)
+    positions = np.arange(length - num_tokens, length, dtype=np.int32)
+    size = SEGMENT_POSITIONS
+
+    def run(segment: int, group: int, first: int, count: int) -> np.ndarray:
+        scores, sums = np.zeros((64, size), np.float32), np.zeros((64, dim), np.float32)
+        totals = np.zeros((64, 2), np.float32)
+        attend_segment(
+            numbers, keys, values, group, pages, segment, positions, first, count, qkv, scores,
+            sums, totals,
+        )  # fmt: skip
+        return np.concatenate([sums, totals], axis=1)[: count * heads]
+
+    for segment in range(3):
+        for group in range(num_groups):
+            together = run(segment, group, 0, num_tokens)
+            alone = [run(segment, group, t, 1) for t in range(num_tokens)]
+            np.testing.assert_array_equal(together, np.concatenate(alone))
+            assert np.isfinite(together[: (num_tokens - 1) * heads]).all()
