@@ -226,9 +226,9 @@ def _folder(model_path: Path) -> Path:
     with suppress(OSError):
         beside.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = beside.stat()
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            if os.access(beside, os.W_OK | os.X_OK):
-                return beside
+        is_ours = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        if is_ours and os.access(beside, os.W_OK | os.X_OK):
+            return beside
     digest = hashlib.sha256(os.fsencode(resolved_model(model_path))).hexdigest()[:16]
     return own_folder(FOLDER, digest)
 

@@ -1,4 +1,4 @@
-"""The store of pages that services with attention keep in files, as the index of prompts sees it."""
+"""The store of pages that services with attention keep in files, as the index of prompts has it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 _PAGES_A_CALL = 8
 _CLOSE_S = 10.0
 
-# Calls a method of each service with attention; returns their answers in order. Errors: HotcoldError
-# of one that is lost.
+# Calls a method of each service with attention; returns their answers in order. Errors:
+# HotcoldError of one that is lost.
 CallServices = Callable[..., list[Any]]
 
 
