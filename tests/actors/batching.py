@@ -18,6 +18,7 @@ from hotcold.actors.protocol.messages import (
     Generation,
     SystemConfig,
 )
+from hotcold.actors.protocol.page_store import PageStore
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.lowrank import LowRankLayer
@@ -33,9 +34,17 @@ WAIT_S = 150
 
 @contextmanager
 def batching(
-    checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
+    checkpoint: TinyCheckpoint,
+    mode: str = "exact",
+    context: int = CONTEXT,
+    shares: bool = False,
+    store: PageStore | None = None,
+    **options: Any,
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
-    """A driver of up to 8 requests at once on two services of two threads."""
+    """A driver of up to 8 requests at once on two services of two threads.
+
+    `shares`: prompts begin with what earlier ones have computed; else each is computed anew.
+    """
     settings = {"num_slots": 8, "kv_positions": 8 * context} | options
     settings["has_down_norms"] = mode == THRESHOLD
     with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
@@ -44,8 +53,9 @@ def batching(
             "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,
             context_length=context,
             kv_positions=system.kv_positions,
+            prefix_cache_bytes=None if shares else 0,
         )
-        driver = Driver(config, system.exchange, system.topology)
+        driver = Driver(config, system.exchange, system.topology, page_store=store)
         driver.engine.mode = mode_of(system, mode)
         try:
             yield system, driver
