@@ -14,7 +14,6 @@ from hotcold.model.errors import HotcoldError
 
 _log = logging.getLogger(__name__)
 _PAGES_A_CALL = 8
-_CLOSE_S = 10.0
 
 # Calls a method of each service with attention; returns their answers in order. Errors:
 # HotcoldError of one that is lost.
@@ -24,15 +23,13 @@ CallServices = Callable[..., list[Any]]
 class ServicePageStore:
     """A `PageStore`: a page is on file where all services with attention have their layers of it.
 
-    A thread of its own asks services to write, so the engine never waits for a disk. Where more
-    pages wait than may, further ones are not written.
+    A thread of its own asks services to write, so the engine never waits for a disk.
 
     note: the last line that is worth telling; "" at first
     """
 
-    def __init__(self, call: CallServices, max_waiting: int) -> None:
-        """max_waiting: pages that may wait to be written, which the KV cache then cannot reuse."""
-        self._call, self._max_waiting = call, max_waiting
+    def __init__(self, call: CallServices) -> None:
+        self._call = call
         self._session = b""  # names what is on file to services; a new process knows none
         self._keys: set[bytes] = set()
         self._waiting: dict[bytes, int] = {}  # pages to be written, by key
@@ -41,7 +38,6 @@ class ServicePageStore:
         self._changed = threading.Condition()
         self._is_writing = self._is_closing = False
         self.note = ""
-        self.num_bytes = 0
         self._thread = threading.Thread(target=self._write, name="page store", daemon=True)
         self._thread.start()
 
@@ -70,8 +66,7 @@ class ServicePageStore:
 
     def keys(self) -> set[bytes]:
         """See `PageStore`."""
-        with self._changed:
-            return set(self._keys)
+        return self._keys
 
     def save(self, key: bytes, page: int) -> None:
         """See `PageStore`."""
@@ -79,7 +74,7 @@ class ServicePageStore:
             if key in self._keys:
                 self._used.append(key)
                 self._ended.append(key)
-            elif not self._session or len(self._waiting) >= self._max_waiting:
+            elif not self._session:
                 self._ended.append(key)
             else:
                 self._waiting[key] = page
@@ -102,9 +97,8 @@ class ServicePageStore:
         return num_good
 
     def close(self) -> None:
-        """Return once what waits is written, or after some seconds."""
+        """Write no more; returns once no page is read any more."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._is_writing), _CLOSE_S)
             self._is_closing = True
             self._stop_writing()
         self._thread.join()

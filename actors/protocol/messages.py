@@ -38,8 +38,6 @@ class SystemConfig:
     max_batch: int = 8  # requests that run at once; others wait
     kv_positions: int = 0  # in the KV cache, of all requests together; 0: one context
     kv_dtype: str = "float16"
-    # Of the file of prompts' beginnings. None: they are in the KV cache alone; 0: nowhere.
-    prefix_cache_bytes: int | None = None
     prefill_chunk: int = 256
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes

@@ -20,7 +20,7 @@ class PageStore(Protocol):
         ...
 
     def keys(self) -> set[bytes]:
-        """Return the keys of the pages that are on file now."""
+        """Return the keys of the pages that are on file now, to look keys up in at once."""
         ...
 
     def save(self, key: bytes, page: int) -> None:

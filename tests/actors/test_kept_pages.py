@@ -79,8 +79,8 @@ def stores() -> Iterator[Callable[..., ServicePageStore]]:
     """Makes stores, and closes them in the end."""
     made: list[tuple[ServicePageStore, Services]] = []
 
-    def make(services: Services, max_waiting: int = 100) -> ServicePageStore:
-        made.append((ServicePageStore(services, max_waiting), services))
+    def make(services: Services) -> ServicePageStore:
+        made.append((ServicePageStore(services), services))
         return made[-1][0]
 
     yield make
@@ -276,28 +276,6 @@ def test_reopening_waits_for_what_is_being_read(model: Path, stores: Make) -> No
     reopened.join(60)
     assert not reopened.is_alive()
     assert store.saved() == [] and store.keys() == {key(1)}
-
-
-def test_no_more_pages_wait_than_may(model: Path, stores: Make) -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    services = Services(kept_pages(model, cache(12)))
-
-    def wait() -> None:
-        begun.set()
-        assert may_end.wait(60)
-
-    services.before_saving = wait
-    store = stores(services, max_waiting=2)
-    store.reopen(ONE)
-    store.save(key(0), 0)
-    assert begun.wait(60)
-    for n in range(1, 5):
-        store.save(key(n), n)
-    assert store.saved() == [key(3), key(4)]  # at once: they are not written
-    may_end.set()
-    ended: list[bytes] = []
-    assert wait_until(lambda: ended.extend(store.saved()) or len(ended) == 3)
-    assert store.keys() == {key(0), key(1), key(2)}
 
 
 def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -> None:
