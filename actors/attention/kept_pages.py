@@ -139,11 +139,11 @@ class KeptPages:
         return num_good
 
     def close(self) -> None:
-        """Close the file."""
-        with self._changing:
-            self._close_file()
+        """Close the file, as the end of the process does."""
         self._writer.shutdown()
         self._readers.shutdown()
+        with self._changing:
+            self._close_file()
 
     def _close_file(self) -> None:
         self._session = b""

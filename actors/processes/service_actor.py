@@ -20,6 +20,7 @@ from hotcold.actors.processes.child_process import give_back_freed_memory
 from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import NotLoaded
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from hotcold.actors.setup.host_files import (
     named_host,
@@ -271,7 +272,10 @@ class ServiceActor:
 
     def _require_service(self) -> Service:
         if self._service is None:
-            raise ServiceError(f"the {self.spec.name} service is not loaded")
+            name = self.spec.name
+            raise NotLoaded(
+                f"the {name} service died, and a new process is not loaded; start again"
+            )
         return self._service
 
 
