@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from hotcold.actors.attention.kept_pages import FOLDER
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
@@ -197,6 +200,36 @@ def test_memory_for_one_prompt_alone(copied: TinyCheckpoint, host: StandInRay) -
             assert [answer(system, ids) for ids in prompts] == [(one, 192) for one in expected]
         path, size = files(copied)[0], 15
         assert path.stat().st_size == 8192 + size * ((path.stat().st_size - 8192) // size)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_system_of_processes(copied: TinyCheckpoint) -> None:
+    """The last pages are written while it is stopped."""
+    config = with_file(copied, num_threads=1)
+    short = replace(asked(PROMPT), sampling=SamplingParams(max_tokens=1, temperature=0.0))
+    with System.start(config) as system:
+        first = system.complete(short)
+    with System.start(config) as system:
+        found = system.complete(short)
+    assert (first.num_cached_tokens, found.num_cached_tokens) == (0, 192)
+    assert found.ids == first.ids
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("local_ray")
+def test_processes_that_are_killed(copied: TinyCheckpoint) -> None:
+    config = with_file(copied, num_threads=1)
+    with System.start(config) as system:
+        expected = system.complete(asked(PROMPT))
+        system.complete(replace(asked(PROMPT[:30]), sampling=SamplingParams(max_tokens=200)))
+        os.kill(system.call("processes")["gpu"], signal.SIGKILL)
+        assert system.complete(asked(PROMPT)).ids == expected.ids
+        assert system.complete(asked(PROMPT[:150])).num_cached_tokens == 128
+        for process_id in system.call("processes").values():  # with the driver
+            os.kill(process_id, signal.SIGKILL)
+    with System.start(config) as system:
+        found = system.complete(asked(PROMPT))
+        assert (found.ids, found.num_cached_tokens) == (expected.ids, 192)
 
 
 def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
