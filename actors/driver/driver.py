@@ -67,6 +67,7 @@ from hotcold.predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 
+_LAST_SAVE_S = 10.0  # for pages of the KV cache that are not on file yet
 _CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
@@ -382,6 +383,7 @@ class Driver:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
         self._queue.close(self._streams.cancel_all)
+        self._prefixes.save_all(_LAST_SAVE_S)
         if self.engine.mode.predictor is not None:
             self.engine.mode.predictor.close()
 

@@ -137,8 +137,12 @@ class PrefixCache:
     def await_saves(self) -> None:
         """Return once no page is kept from use by a write to the store."""
         self._unsaved.clear()
-        until_s = time.monotonic() + _LONGEST_SAVE_S
-        while self._saving and time.monotonic() < until_s:
+        self.save_all(_LONGEST_SAVE_S)
+
+    def save_all(self, longest_s: float) -> None:
+        """Return once all pages that are to be written to the store are, or after a while."""
+        until_s = time.monotonic() + longest_s
+        while self.is_saving and time.monotonic() < until_s:
             self.save()
             time.sleep(_POLL_S)
 

@@ -4,6 +4,7 @@ A key names 64 positions and all before them (16 bytes); a page is a page of the
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -19,7 +20,7 @@ class PageStore(Protocol):
         ...
 
     def keys(self) -> set[bytes]:
-        """Return the keys of the pages that are on file now."""
+        """Return the keys of the pages that are on file now, to look keys up in at once."""
         ...
 
     def save(self, key: bytes, page: int) -> None:
@@ -40,3 +41,22 @@ class PageStore(Protocol):
         any more.
         """
         ...
+
+
+@dataclass(frozen=True)
+class OpenedPages:
+    """A service's file of pages as it was opened."""
+
+    path: str = ""  # "": it cannot be used
+    keys: set[bytes] = field(default_factory=set)
+    num_bytes: int = 0
+    note: str = ""  # what is wrong, a line
+
+
+@dataclass(frozen=True)
+class SavedPages:
+    """What a service has written, and which pages it gave up for that."""
+
+    keys: list[bytes]
+    given_up: list[bytes]
+    note: str = ""  # what went wrong, a line
