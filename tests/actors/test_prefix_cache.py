@@ -117,6 +117,18 @@ def test_cold_is_cached_with_quantized_weights(weight_dtype: str, tmp_path: Path
     assert [cached for *_, cached in found] == _CACHED
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "q8"])
+def test_cold_is_cached_in_each_format(tiny: Tiny, kv_dtype: str) -> None:
+    """Where a chunk is cut, later tokens read from the cache what earlier ones have at hand."""
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint, options = tiny("llama-gqa"), {"kv_dtype": kv_dtype, "max_tokens": 200}
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+    same(found, expected)
+    assert [cached for *_, cached in found] == _CACHED
+
+
 @pytest.mark.parametrize("mode", ["dense", "exact", "threshold", "sign"])
 def test_cold_is_cached_in_all_modes(tiny: Tiny, mode: str) -> None:
     requests = [request_of(ids) for ids in _PROMPTS]
