@@ -17,7 +17,9 @@ from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from tests.actors.batching import CONTEXT, Background, batching
+from tests.actors.changing_services import config_of, driver_of
 from tests.actors.in_process import InProcessSystem
+from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
 from tests.actors.test_batching import spoil
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
@@ -451,3 +453,38 @@ def test_with_other_arithmetic_nothing_of_the_store_is_found(tiny: Tiny) -> None
     store = DictStore(kept)
     (found,) = with_store(tiny("llama-gqa", "float16"), store, requests)
     assert found[2] == 0 and not store.loads
+
+
+# --- services that change or are lost ----------------------------------------------------------
+
+
+def test_other_services_find_nothing_of_earlier_ones(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    """A sum has another order then; a service that replaces a lost one computes the same."""
+    request = request_of(_IDS[:200])
+    fresh = {}
+    for count in (1, 2):
+        config = config_of(copied.path, num_cpu_actors=count, prefix_cache_bytes=0)
+        with stand_in_system(host, config) as system:
+            fresh[count] = answer(driver_of(system), request)
+    with stand_in_system(host, config_of(copied.path)) as system:
+
+        def cached(count: int) -> int:
+            found = answer(driver_of(system), request)
+            same([found], [fresh[count]])
+            return found[2]
+
+        assert [cached(1), cached(1)] == [0, 192]
+        system.actor.scale(2)
+        assert [cached(2), cached(2)] == [0, 192]
+        lose_once(host, 1)
+        assert cached(2) == 192
+        lose_once(host, 0)  # with the KV cache, in the middle of the answer
+        assert cached(2) == 192  # as it began
+        assert cached(2) == 192
+        system.service("gpu").kill()
+        assert cached(2) in (0, 192)  # by when it was noticed
+        assert cached(2) == 192
+        system.actor.scale(1)
+        assert [cached(1), cached(1)] == [0, 192]
