@@ -68,6 +68,10 @@ class SamplingParams(sampling.SamplingParams):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 0, _MAX_TOP)
+        for name, kind in (("cache", bool), ("cache_salt", str)):
+            if not isinstance(getattr(self, name), kind):
+                wanted = "True or False" if kind is bool else "a text"
+                raise UsageError(f"{name} is {shown(getattr(self, name))}; give {wanted}")
         if self.repetition_penalty is not None:
             known = sampling.PARAMETERS[sampling.REPETITION]
             known.kind.check(sampling.REPETITION, self.repetition_penalty)
