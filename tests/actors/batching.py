@@ -18,7 +18,6 @@ from hotcold.actors.protocol.messages import (
     Generation,
     SystemConfig,
 )
-from hotcold.actors.protocol.page_store import PageStore
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.lowrank import LowRankLayer
@@ -34,18 +33,21 @@ WAIT_S = 150
 
 @contextmanager
 def batching(
-    checkpoint: TinyCheckpoint,
-    mode: str = "exact",
-    context: int = CONTEXT,
-    shares: bool = False,
-    store: PageStore | None = None,
-    **options: Any,
+    checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
     """A driver of up to 8 requests at once on two services of two threads.
 
-    `shares`: prompts begin with what earlier ones have computed; else each is computed anew.
+    With `shares` prompts begin with what earlier ones have computed, also in a `store`; else each
+    is computed anew.
     """
-    settings = {"num_slots": 8, "kv_positions": 8 * context} | options
+    settings: dict[str, Any] = {
+        "num_slots": 8,
+        "kv_positions": 8 * context,
+        "shares": False,
+        "store": None,
+    }
+    settings |= options
+    shares, store = settings.pop("shares"), settings.pop("store")
     settings["has_down_norms"] = mode == THRESHOLD
     with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]
 
     def ask() -> None:
         for number, request in enumerate(requests):
-            running.append(Background(lambda request=request: answer(driver, request)))
+            running.append(Background(partial(answer, driver, request)))
             while driver.load().num_waiting <= number:
                 threading.Event().wait(0.001)
 
@@ -92,7 +93,7 @@ def test_cold_is_cached(
 ) -> None:
     """Alone and in batches, to the last bit of each log-probability."""
     requests = [request_of(ids) for ids in _PROMPTS]
-    options = {"weight_dtype": weight_dtype, "max_tokens": max_tokens}
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "max_tokens": max_tokens}
     checkpoint = tiny(variant, dtype)
     expected = cold(checkpoint, requests, **options)
     with batching(checkpoint, shares=True, **options) as (_, driver):
@@ -111,7 +112,7 @@ def test_cold_is_cached(
 def test_cold_is_cached_with_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
     requests = [request_of(ids) for ids in _PROMPTS]
     checkpoint = TinyCheckpoint(make_model("q-llama", tmp_path / "model"))
-    options = {"weight_dtype": weight_dtype, "max_tokens": 200}
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "max_tokens": 200}
     expected = cold(checkpoint, requests, **options)
     with batching(checkpoint, shares=True, **options) as (_, driver):
         found = [answer(driver, request) for request in requests]
@@ -123,7 +124,8 @@ def test_cold_is_cached_with_quantized_weights(weight_dtype: str, tmp_path: Path
 def test_cold_is_cached_in_each_format(tiny: Tiny, kv_dtype: str) -> None:
     """Where a chunk is cut, later tokens read from the cache what earlier ones have at hand."""
     requests = [request_of(ids) for ids in _PROMPTS]
-    checkpoint, options = tiny("llama-gqa"), {"kv_dtype": kv_dtype, "max_tokens": 200}
+    checkpoint = tiny("llama-gqa")
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "max_tokens": 200}
     expected = cold(checkpoint, requests, **options)
     with batching(checkpoint, shares=True, **options) as (_, driver):
         found = [answer(driver, request) for request in requests]
@@ -196,7 +198,7 @@ def test_preempted_requests_find_their_own_beginning(tiny: Tiny) -> None:
     requests = [request_of(_EDITED[n : n + 70], sampling=sampling) for n in range(3)]
     checkpoint = tiny("llama-gqa", "bfloat16")
     expected = cold(checkpoint, requests, context=1024)
-    options = {"context": 1024, "kv_positions": 1024}
+    options: dict[str, Any] = {"context": 1024, "kv_positions": 1024}
     with batching(checkpoint, shares=True, **options) as (_, driver):
         scheduler, preempted = driver._queue._scheduler, []
         preempt = scheduler._preempt
@@ -365,7 +367,8 @@ class DictStore:
 
     def saved(self) -> list[bytes]:
         done = [one for one in self._writing if one[0] == 0]
-        self._writing = [(left - 1, *rest) for left, *rest in self._writing if left > 0]
+        later = [one for one in self._writing if one[0] > 0]
+        self._writing = [(left - 1, key, page, content) for left, key, page, content in later]
         for _, key, page, content in done:
             now = np.stack(self._page(page))
             assert now.tobytes() == content  # nobody has written there meanwhile
@@ -405,7 +408,8 @@ def with_store(
 def test_a_restarted_system_finds_it_in_the_store(tiny: Tiny, max_tokens: int) -> None:
     long = [*_IDS, *_EDITED, *_IDS][:1000]
     requests = [request_of(ids) for ids in (*_PROMPTS, long)]
-    checkpoint, options = tiny("llama-gqa", "bfloat16"), {"context": 1200, "max_tokens": max_tokens}
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    options: dict[str, Any] = {"context": 1200, "max_tokens": max_tokens}
     expected = cold(checkpoint, requests, **options)
     kept: dict[bytes, np.ndarray] = {}
     found = with_store(checkpoint, DictStore(kept), requests, **options)

@@ -126,8 +126,8 @@ def test_a_page_that_is_found_holds_what_its_key_says(
             del running[slot], done[slot]
         elif what == "hold" and running:
             key = _keys(running[slot])[number % 4]
-            if (page := pool.hold(key)) is not None:
-                held.append(page)
+            if (found_page := pool.hold(key)) is not None:
+                held.append(found_page)
         elif what == "let go" and held:
             pool.let_go(held.pop(number % len(held)))
         elif what == "forget":
@@ -162,7 +162,7 @@ def test_the_oldest_is_given_up_first_and_ends_before_beginnings() -> None:
     slot = pool.allocate(3 * PAGE_POSITIONS, 0, pool.find(_keys(prompts[0])))  # now used last
     assert slot == 0
     pool.free(slot)
-    found = []
+    found: list[list[int]] = []
     for _ in range(6):
         pool.allocate(PAGE_POSITIONS)
         pool.name(pool.pages(0)[0], bytes(len(found) + 1))
