@@ -91,7 +91,9 @@ def _add_service(digest: hashlib.blake2b, part: ServicePart) -> None:
         digest.update(ids.tobytes())
 
 
+@cache
 def _file_digest(path: str) -> str:
+    """Of a file as it was when the system started."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
