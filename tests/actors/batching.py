@@ -38,18 +38,13 @@ def batching(
     """A driver of up to 8 requests at once on two services of two threads.
 
     With `shares` prompts begin with what earlier ones have computed, also in a `store`; else each
-    is computed anew.
+    is computed anew. `kind` is the system's class.
     """
-    settings: dict[str, Any] = {
-        "num_slots": 8,
-        "kv_positions": 8 * context,
-        "shares": False,
-        "store": None,
-    }
-    settings |= options
-    shares, store = settings.pop("shares"), settings.pop("store")
+    settings: dict[str, Any] = {"num_slots": 8, "kv_positions": 8 * context} | options
+    shares, store = settings.pop("shares", False), settings.pop("store", None)
+    kind = settings.pop("kind", InProcessSystem)
     settings["has_down_norms"] = mode == THRESHOLD
-    with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
+    with kind(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(
             str(checkpoint.path),
             "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,

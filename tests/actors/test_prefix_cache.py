@@ -19,6 +19,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from tests.actors.batching import CONTEXT, Background, batching
 from tests.actors.changing_services import config_of, driver_of
+from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
 from tests.actors.test_batching import spoil
@@ -131,6 +132,25 @@ def test_cold_is_cached_in_each_format(tiny: Tiny, kv_dtype: str) -> None:
         found = [answer(driver, request) for request in requests]
     same(found, expected)
     assert [cached for *_, cached in found] == _CACHED
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("max_tokens", [64, 128])
+def test_a_gpu_shares_whole_chunks(tiny: Tiny, max_tokens: int) -> None:
+    """Its products depend on a chunk's size, so each prompt is cut at the same places.
+
+    One after another: the stand-in's products of a step depend on the step's size, too.
+    """
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint = tiny("llama-gqa")
+    options: dict[str, Any] = {"kind": partial(CudaInProcess, hot=a_third)}
+    options["max_tokens"] = max_tokens
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        assert driver.engine.cut_tokens == max_tokens
+        found = [answer(driver, request) for request in requests]
+        same(found, expected)
+        assert [cached for *_, cached in found] == [n // max_tokens * max_tokens for n in _CACHED]
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "threshold", "sign"])
