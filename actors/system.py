@@ -36,11 +36,17 @@ _QUICK |= {"take_events", "attend", "cancel", "stop"}
 class System:
     """A handle on a driver actor; a context manager that stops what it started."""
 
-    def __init__(self, driver: Any, *, owned: bool, owns_ray: bool = False) -> None:
-        """`owned`: stop the system at the end; `owns_ray`: Ray too."""
+    def __init__(
+        self, driver: Any, *, owned: bool, owns_ray: bool = False, writes_last: bool = False
+    ) -> None:
+        """`owned`: stop the system at the end; `owns_ray`: Ray too.
+
+        `writes_last`: it has something to write when it is stopped.
+        """
         self._driver = driver
         self._owned = owned
         self._owns_ray = owns_ray
+        self._writes_last = writes_last
 
     @property
     def driver(self) -> Any:
@@ -80,7 +86,8 @@ class System:
             if found is None:
                 raise ServiceError(f"the system {name!r} has just ended; start again") from None
             return found
-        handle = cls(driver, owned=not detached, owns_ray=owns_ray)
+        writes_last = bool(system.prefix_cache_bytes)
+        handle = cls(driver, owned=not detached, owns_ray=owns_ray, writes_last=writes_last)
         try:
             handle._await_load(on_progress)
         except BaseException:
@@ -185,6 +192,9 @@ class System:
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
         if self._owns_ray:  # all of them are Ray's
+            if self._writes_last:
+                with suppress(HotcoldError):
+                    self._await(self.begin("stop"), _STOP_POLLS)
             ray.shutdown()
         elif self._owned:
             self.end()

@@ -111,7 +111,13 @@ def request_output(task: Task, answers: Sequence[Answer]) -> RequestOutput:
     assert first.result is not None
     scored = None if request.num_prompt_logprobs is None else tuple(first.prompt_logprobs)
     outputs = tuple(answer.output() for answer in answers)
-    return RequestOutput(task.prompt, outputs, first.result.num_prompt_tokens, scored)
+    return RequestOutput(
+        task.prompt,
+        outputs,
+        first.result.num_prompt_tokens,
+        scored,
+        num_cached_tokens=first.result.num_cached_tokens,
+    )
 
 
 @contextmanager

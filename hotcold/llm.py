@@ -70,6 +70,7 @@ class LLM:
         parallel: int | None = None,
         kv_tokens: int | None = None,
         kv_dtype: str | None = None,
+        prefix_cache: int | str | None = None,
         device: str = "auto",
         predictors: str | os.PathLike[str] | None = None,
         thresholds: str | os.PathLike[str] | None = None,
@@ -86,7 +87,7 @@ class LLM:
             "threads": threads, "cpu_actors": cpu_actors, "context_length": context_length,
             "parallel": parallel, "kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "device": device,
             "predictors": predictors, "thresholds": thresholds, "plan": plan,
-            "exchange": exchange, "pin": pin, "hosts": hosts,
+            "exchange": exchange, "pin": pin, "hosts": hosts, "prefix_cache": prefix_cache,
         }  # fmt: skip
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)
@@ -376,6 +377,8 @@ class LLM:
             grammar=params.shape(),
             num_logprobs=params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
+            use_cache=params.cache,
+            cache_salt=params.cache_salt,
         )
         return Task(prompt, self._copies(request, params))
 
@@ -411,6 +414,8 @@ class LLM:
                 grammar=chat.grammar,
                 num_logprobs=params.logprobs,
                 num_prompt_logprobs=params.prompt_logprobs,
+                use_cache=params.cache,
+                cache_salt=params.cache_salt,
             )
             return Task(messages, self._copies(request, params), chat)
 

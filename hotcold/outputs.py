@@ -119,6 +119,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # where they were asked for
     error: str = ""
     problem: Exception | None = field(default=None, compare=False)
+    num_cached_tokens: int = 0  # of the prompt, which the first answer found in the KV cache
 
     @property
     def first(self) -> CompletionOutput:
@@ -169,8 +170,9 @@ class RequestOutput:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second, up to the first answer's first token."""
-        return self.num_prompt_tokens / self.first.prefill_s if self.first.prefill_s else 0.0
+        """Prompt tokens computed a second, up to the first answer's first token."""
+        num_computed = self.num_prompt_tokens - self.num_cached_tokens
+        return num_computed / self.first.prefill_s if self.first.prefill_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """The first answer by the keys of `hotcold generate --json`."""
@@ -180,6 +182,7 @@ class RequestOutput:
             "ids": list(one.token_ids),
             "finish_reason": one.finish_reason,
             "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": one.decode_tokens_per_s,
             "neurons_computed": work.neurons_computed,

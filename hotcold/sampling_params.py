@@ -31,6 +31,10 @@ class SamplingParams(sampling.SamplingParams):
 
     An answer may be held to one of: `json_schema`, an object or JSON text; `regex`, which all of it
     matches; `choice`, of some texts; `grammar`, in Lark's language.
+
+    A prompt that begins as an earlier one did takes that from the KV cache, where it still is; with
+    `cache` False it is computed anew, and kept for no other. Prompts of another `cache_salt` have
+    nothing in common.
     Errors:  UsageError naming the option that is unknown or out of range
     """
 
@@ -42,6 +46,8 @@ class SamplingParams(sampling.SamplingParams):
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    cache: bool = True
+    cache_salt: str = ""
 
     def __new__(cls, *unnamed: Any, **given: Any) -> SamplingParams:
         """Note which options are given. A copy gets its options otherwise."""
@@ -62,6 +68,10 @@ class SamplingParams(sampling.SamplingParams):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 0, _MAX_TOP)
+        for name, kind in (("cache", bool), ("cache_salt", str)):
+            if not isinstance(getattr(self, name), kind):
+                wanted = "True or False" if kind is bool else "a text"
+                raise UsageError(f"{name} is {shown(getattr(self, name))}; give {wanted}")
         if self.repetition_penalty is not None:
             known = sampling.PARAMETERS[sampling.REPETITION]
             known.kind.check(sampling.REPETITION, self.repetition_penalty)

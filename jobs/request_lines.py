@@ -2,7 +2,9 @@
 
 {"id": "a", "prompt": "Once upon", "sampling": {"max_tokens": 20, "temperature": 0}}
 {"id": "b", "messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}
-{"id": 3, "ids": [1, 17, 42]}
+{"id": 3, "ids": [1, 17, 42], "cache": false}
+
+With "cache" false a prompt is computed anew, also what earlier ones have begun with.
 """
 
 import json
@@ -17,7 +19,7 @@ from hotcold.model.sampling import SamplingParams
 
 RequestId = str | int
 _PROMPTS = ("prompt", "messages", "ids")
-_KEYS = ("id", *_PROMPTS, "sampling")
+_KEYS = ("id", *_PROMPTS, "sampling", "cache")
 _ID_WANTED = "give a text or a whole number"
 
 
@@ -93,14 +95,17 @@ def _request(values: dict[str, Any], defaults: SamplingParams) -> GenerateReques
     sampling = values.get("sampling")
     if not isinstance(sampling, dict | None):
         raise UsageError(f"sampling is {shown(sampling)}; give an object of options")
-    params = SamplingParams.of_given(sampling or {}, defaults)
+    cache = values.get("cache")
+    if not isinstance(cache, bool | None):
+        raise UsageError(f"cache is {shown(cache)}; give true or false")
+    params, uses_cache = SamplingParams.of_given(sampling or {}, defaults), cache is not False
     match given[0], values[given[0]]:
         case "prompt", str() as text:
-            return GenerateRequest(params, prompt=text)
+            return GenerateRequest(params, prompt=text, use_cache=uses_cache)
         case "messages", list() as messages if all(map(_is_message, messages)):
-            return GenerateRequest(params, messages=messages)
+            return GenerateRequest(params, messages=messages, use_cache=uses_cache)
         case "ids", list() as ids if all(type(token_id) is int for token_id in ids):
-            return GenerateRequest(params, prompt_ids=ids)
+            return GenerateRequest(params, prompt_ids=ids, use_cache=uses_cache)
         case "prompt", value:
             raise UsageError(f"prompt is {shown(value)}; give a text")
         case "messages", value:

@@ -59,6 +59,8 @@ class ControlPrompt(StrictModel):
     num_logprobs: Annotated[int, Field(ge=0)] | None = None
     num_prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     wants_embedding: bool = False
+    use_cache: bool = True
+    cache_salt: str = ""
 
     def request(self) -> GenerateRequest:
         """The request of the system. Errors: ApiError 400, UsageError."""

@@ -12,8 +12,9 @@ from urllib.parse import unquote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hotcold.ui.api.cached import client
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.keys import Keys
+from hotcold.ui.keys import Keys, client_of
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)
@@ -84,7 +85,9 @@ class Gate:
         limit = _BodyLimit(receive, send, self._max_body_bytes)
         try:
             address = (scope.get("client") or ("",))[0]
-            self._check(scope.get("method", ""), scope["path"], Headers(scope=scope), address)
+            headers = Headers(scope=scope)
+            self._check(scope.get("method", ""), scope["path"], headers, address)
+            client.set(client_of(given_key(headers)) if self._keys else "")
             await self._app(scope, limit.receive, limit.send)
         except ApiError as error:
             if scope["type"] == "websocket":
@@ -108,17 +111,14 @@ class Gate:
             return False
         if wait_s := self._keys.seconds_to_wait(address):
             raise too_many_failures(wait_s)
-        kind, _, value = headers.get("authorization", "").partition(" ")
-        by_password = kind.lower() == "basic"
-        given = _password(value) if by_password else value.strip().encode("latin-1")
-        is_key = kind.lower() in ("bearer", "basic") and bool(given)
-        if not is_key or not self._keys.is_right(given, address):
+        given = given_key(headers)
+        if not given or not self._keys.is_right(given, address):
             raise ApiError(
                 401, "a key is needed: send it as 'Authorization: Bearer KEY'",
                 "authentication_error", code="invalid_api_key",
                 headers={"WWW-Authenticate": 'Basic realm="hotcold", charset="UTF-8"'},
             )  # fmt: skip
-        return by_password
+        return _kind_of(headers) == "basic"
 
 
 class _BodyLimit:
@@ -204,6 +204,18 @@ def _is_of_another_page(method: str, headers: Headers) -> bool:
         return False
     fetched_for = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))
     return method != "GET" or fetched_for != ("navigate", "document")
+
+
+def given_key(headers: Headers) -> bytes:
+    """The key that came with a request, also as a password; empty where none did."""
+    value = headers.get("authorization", "").partition(" ")[2]
+    if _kind_of(headers) == "basic":
+        return _password(value)
+    return value.strip().encode("latin-1") if _kind_of(headers) == "bearer" else b""
+
+
+def _kind_of(headers: Headers) -> str:
+    return headers.get("authorization", "").partition(" ")[0].lower()
 
 
 def _password(encoded: str) -> bytes:

@@ -71,6 +71,11 @@ class Keys:
                 record.may_ask_at = self._clock() + wait_s
 
 
+def client_of(given: bytes) -> str:
+    """What tells the client with this key from others, and not the key; "" without one."""
+    return hashlib.sha256(b"client " + given).hexdigest() if given else ""
+
+
 def _digest(key: bytes) -> bytes:
     """SHA-256, so that all have one length."""
     return hashlib.sha256(key).digest()

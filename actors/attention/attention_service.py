@@ -62,6 +62,11 @@ class AttentionService(Service):
         self._hot = hot
 
     @property
+    def cache_arrays(self) -> tuple[np.ndarray, ...]:
+        """The KV cache: arrays (layers, pages, ...)."""
+        return self.arrays.keys, self.arrays.values
+
+    @property
     def fired_counts(self) -> np.ndarray:
         """How often each hot neuron fired in COUNT_FFN requests, in loading order."""
         return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts

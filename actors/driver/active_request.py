@@ -19,6 +19,7 @@ from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.streams import Stream
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.page_index import page_keys
 from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
@@ -67,6 +68,8 @@ class ActiveRequest:
         """
         self.tokens = list(request.prompt_ids or [])
         self.num_done = 0
+        self.num_cached_tokens = 0  # of the prompt, in pages that others had filled
+        self.cache_salt = request.cache_salt
         self.is_scored = request.num_prompt_logprobs is not None
         self.slot = -1
         self.stream = stream
@@ -74,6 +77,9 @@ class ActiveRequest:
         self._generator = generator
         self._sampling = request.sampling
         self._num_prompt_tokens = len(self.tokens)
+        self._uses_cache = request.use_cache
+        self._is_recomputed = False
+        self._keys: tuple[bytes, list[bytes]] | None = None
         self._mean: StateMean | None = None
         if request.wants_embedding:
             self._mean = StateMean(generator.config, generator.engine.embedding)
@@ -102,6 +108,25 @@ class ActiveRequest:
         return min(len(self.tokens) + ahead, self._num_prompt_tokens + self._max_tokens)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return self._num_prompt_tokens
+
+    def page_keys(self, namespace: bytes) -> list[bytes]:
+        """The keys of its prompt's whole pages (`actors.protocol.page_index`)."""
+        if self._keys is None or self._keys[0] != namespace:
+            self._keys = namespace, page_keys(namespace, self.tokens[: self._num_prompt_tokens])
+        return self._keys[1]
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may have the prompts of others, and they its own.
+
+        One that is scored or embedded goes through kernels, whose bits differ from matmul's.
+        """
+        return self._uses_cache and not (self.is_scored or self.embeds)
+
+    @property
     def num_left(self) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(self.tokens) - self.num_done
@@ -128,18 +153,32 @@ class ActiveRequest:
             self._moments.append(time.monotonic())
 
     def recompute(self) -> None:
-        """Begin again after its KV cache was lost: its tokens are run again in the same chunks.
+        """Begin again after its KV cache was lost: its tokens are run again, in the same ways.
 
         None is chosen again, so neither the tokens nor the random numbers change.
         """
+        self._is_recomputed = True
         self.num_done = 0
         self.chunk_sizes = self._chunk_sizes()
 
+    def skip_to(self, num_done: int) -> None:
+        """Go on after `num_done` tokens, which are in its pages of the KV cache already."""
+        if not self._is_recomputed:
+            self.num_cached_tokens += num_done - self.num_done
+        self.num_done = num_done
+        self.chunk_sizes = self._chunk_sizes()
+
     def _chunk_sizes(self) -> list[int]:
-        """The prompt's chunks for matmul; one that is scored or embedded goes through kernels."""
+        """The chunks for matmul that are left of the prompt.
+
+        One that is scored or embedded goes through kernels.
+        """
         if self.is_scored or self.embeds:
             return []
-        return chunk_sizes(self._num_prompt_tokens, self._generator.engine.max_tokens)
+        engine = self._generator.engine
+        return chunk_sizes(
+            self._num_prompt_tokens, engine.max_tokens, engine.cut_tokens, self.num_done
+        )
 
     def accept(self, logits: np.ndarray) -> bool:
         """Choose the next token and emit what can be shown; True where it was the last one.
@@ -244,6 +283,7 @@ class ActiveRequest:
             ids=self.tokens[self._num_prompt_tokens :],
             finish_reason=finish_reason,
             num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             prefill_s=first_token - admitted,
             decode_s=now - first_token,
             queued_s=admitted - submitted,

@@ -15,6 +15,7 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
+from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
@@ -31,6 +32,7 @@ from hotcold.actors.driver.streams import (
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import (
     CacheLost,
+    NotFiniteError,
     RequestError,
     SystemLost,
     cause_of,
@@ -45,7 +47,10 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
+from hotcold.actors.protocol.page_store import PageStore
+from hotcold.actors.protocol.step_sizes import share_tokens
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
@@ -62,6 +67,7 @@ from hotcold.predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 
+_LAST_SAVE_S = 10.0  # for pages of the KV cache that are not on file yet
 _CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
@@ -104,8 +110,11 @@ class Driver:
         exchange: Exchange,
         topology: Topology,
         prepare_matmul: Callable[[], None] = lambda: None,
+        page_store: PageStore | None = None,
     ) -> None:
         """`prepare_matmul` is called by the engine's thread before services multiply matrices.
+
+        page_store: where pages of the KV cache are kept beside memory
 
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
@@ -126,10 +135,12 @@ class Driver:
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
+        self._prefixes = PrefixCache(self._pool, page_store)
         self.generator.warm_up()
+        self._use_arithmetic(topology)
         self._streams = OpenStreams()
         self.readers = Readers()
-        self._scheduler = Scheduler(engine, self._pool)
+        self._scheduler = Scheduler(engine, self._prefixes)
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
         self._started_s = time.monotonic()
@@ -216,11 +227,15 @@ class Driver:
         """
 
         def with_pages() -> _Result:
+            self._prefixes.await_saves()
             slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
                 return function()
+            except (CacheLost, NotFiniteError):
+                self._prefixes.forget()
+                raise
             finally:
                 self._pool.free(slot)
 
@@ -248,6 +263,7 @@ class Driver:
                 engine.mode = other
                 predictor.close()
                 self._system = replace(self._system, mode=other.name, predictors_path="")
+                self._use_arithmetic(engine.topology)
             return trial
 
         return self.between_requests(choose)
@@ -327,6 +343,7 @@ class Driver:
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
             self._system = change.system
+            self._use_arithmetic(change.topology)
         except BaseException as error:
             cause = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
             raise SystemLost(
@@ -355,10 +372,18 @@ class Driver:
             neurons=self.neuron_watch.read(),
         )
 
+    def _use_arithmetic(self, topology: Topology) -> None:
+        """Find only what the services compute as they are now."""
+        system, config = self._system, self.generator.config
+        share = 0 if system.prefix_cache_bytes == 0 else share_tokens(self.engine.cut_tokens)
+        identity = arithmetic_identity(system, config, topology, share) if share else b""
+        self._prefixes.use(identity, share)
+
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
         self._queue.close(self._streams.cancel_all)
+        self._prefixes.save_all(_LAST_SAVE_S)
         if self.engine.mode.predictor is not None:
             self.engine.mode.predictor.close()
 

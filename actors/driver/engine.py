@@ -12,7 +12,7 @@ import numpy as np
 from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
@@ -83,6 +83,7 @@ class Engine:
         """Use the services that the exchange has now."""
         config = self.config
         self.topology = topology
+        self.cut_tokens = cut_tokens(self.max_tokens, topology.has_gpu)  # of prompts, multiples
         ffn_of, num_ffn = topology.ffn_lists
         self._facts = LayerFacts(
             attention_of=topology.attention_of,

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from hotcold.actors.driver.active_request import ActiveRequest
@@ -17,6 +18,7 @@ from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, SystemLo
 from hotcold.model.errors import ServiceError
 
 _Result = TypeVar("_Result")
+_SAVE_S = 0.005  # between two looks at what has been written of the KV cache
 
 
 class _Job:
@@ -145,7 +147,7 @@ class RequestQueue:
         """Move what has come into the queue, waiting for it when idle; False at the end."""
         idle = self._scheduler.is_idle and not self._waiting
         while idle or not self._incoming.empty():
-            item = self._incoming.get()
+            item = self._next()
             if item is None:
                 return False
             if isinstance(item, _Job) and not item.waits:
@@ -156,6 +158,14 @@ class RequestQueue:
             self._waiting.append(item)
             idle = False
         return True
+
+    def _next(self) -> ActiveRequest | _Job | None:
+        """What comes next; pages of the KV cache are written meanwhile."""
+        while self._scheduler.is_saving:
+            with suppress(queue.Empty):
+                return self._incoming.get(timeout=_SAVE_S)
+            self._scheduler.save_pages()
+        return self._incoming.get()
 
     def _start_waiting(self) -> None:
         """End cancelled requests, and start those at the head while there is room."""

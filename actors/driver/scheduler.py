@@ -4,6 +4,8 @@ Everything that can go through kernels goes in one step: the next token of every
 prompts as far as they fit. A long prompt goes through matmul, one layer of a chunk at a time, with
 steps in between.
 
+A request's prompt begins with what earlier ones have computed of it (`prefix_cache`).
+
 Each running request has a slot, and pages of the KV cache as it grows. Where no page is free for
 the next token, the request that was admitted last is preempted: its tokens are recomputed once
 there are pages, before any waiting request starts. A request is admitted where there are pages for
@@ -20,8 +22,8 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.batches import Batch, PromptChunks
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
-from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.errors import HotcoldError, ServiceError
 
@@ -62,11 +64,12 @@ class Scheduler:
     """Runs requests side by side, all in the engine's thread."""
 
     def __init__(
-        self, engine: Engine, pool: KvPool, clock: Callable[[], int] = time.monotonic_ns
+        self, engine: Engine, prefixes: PrefixCache, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        """`pool` has no more slots than a kernel takes tokens."""
+        """The pool of `prefixes` has no more slots than a kernel takes tokens."""
         self._engine = engine
-        self._pool = pool
+        self._prefixes = prefixes
+        self._pool = prefixes.pool
         self._running: list[ActiveRequest] = []  # in the order of admission
         self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
@@ -96,10 +99,8 @@ class Scheduler:
         num_spare = sum(
             self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
         )
-        slot = self._pool.allocate(request.num_positions(_AHEAD), num_spare)
-        if slot is None:
+        if not self._prefixes.start(request, request.num_positions(_AHEAD), num_spare):
             return False
-        request.start(slot)
         self._running.append(request)
         return True
 
@@ -115,28 +116,44 @@ class Scheduler:
         self._chunk = None
 
     def recompute_all(self) -> None:
-        """Recompute all that runs after the KV cache was lost; tokens that were chosen stay."""
-        self._chunk = None
-        for request in self._running:
-            request.recompute()
+        """Recompute all that runs after the KV cache was lost; tokens that were chosen stay.
+
+        Each starts anew, so that none writes into pages that another has, too.
+        """
+        self._prefixes.forget()
+        for request in reversed(self._running.copy()):
+            self._preempt(request)
 
     def try_replace(self, service: int, cause: str) -> bool:
         """Start a new process for a service (`Exchange.try_replace`)."""
-        return self._engine.exchange.try_replace(service, cause)
+        try:
+            return self._engine.exchange.try_replace(service, cause)
+        except CacheLost:
+            self._prefixes.forget()
+            raise
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether `save_pages` is to be called also while nothing runs."""
+        return self._prefixes.is_saving
+
+    def save_pages(self) -> None:
+        """Go on writing pages of the KV cache to their store."""
+        self._prefixes.save()
 
     def _advance(self) -> None:
+        self.save_pages()
         self.end_cancelled()
         while self._preempted and self._start(self._preempted[0]):
             self._preempted.popleft()
         others = [request for request in self._running if not request.chunk_sizes]
-        if self._chunk is None:
-            long_prompt = next((request for request in self._running if request.chunk_sizes), None)
-            self._chunk = None if long_prompt is None else PromptChunks(self._engine, long_prompt)
-        chunk = self._chunk
-        is_prompts = self._turns.is_prompts(chunk is not None, bool(others))
+        long = next((request for request in self._running if request.chunk_sizes), None)
+        if self._chunk is not None:
+            long = self._chunk.request
+        is_prompts = self._turns.is_prompts(long is not None, bool(others))
         with self._turns.timed(is_prompts):
-            if chunk is not None and is_prompts:
-                self._run_layer(chunk)
+            if long is not None and is_prompts:
+                self._run_layer(long)
             elif others:
                 self._run_step(others)
 
@@ -157,13 +174,20 @@ class Scheduler:
         while self._preempted:
             self._preempted.popleft().fail(error)
 
-    def _run_layer(self, chunk: PromptChunks) -> None:
-        with self._failing([chunk.request]):
+    def _run_layer(self, request: ActiveRequest) -> None:
+        """Run a layer of the request's chunks, or find what others have computed of the next."""
+        with self._failing([request]):
+            if self._chunk is None:
+                if self._prefixes.extend(request):
+                    return
+                self._chunk = PromptChunks(self._engine, request)
+            chunk = self._chunk
             logits = chunk.run_layer()
+            self._prefixes.keep(request)
             if chunk.is_done:
                 self._chunk = None
             if logits is not None:
-                self._accept(chunk.request, logits)
+                self._accept(request, logits)
 
     def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
         """Those of `requests` that have pages for all their tokens; others are preempted."""
@@ -223,6 +247,7 @@ class Scheduler:
 
         Where it cannot be replaced, end the requests that have a NaN.
         """
+        self._prefixes.forget()
         if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
         if error.service is None or not self.try_replace(error.service, str(error)):
@@ -235,6 +260,6 @@ class Scheduler:
 
     def _leave(self, request: ActiveRequest) -> None:
         self._running.remove(request)
-        self._pool.free(request.slot)
+        self._prefixes.end(request)
         if self._chunk is not None and self._chunk.request is request:
             self._chunk = None

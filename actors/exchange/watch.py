@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from hotcold.actors.exchange.service_process import ServiceProcess
-from hotcold.actors.protocol.failures import ServiceLost, service_error
+from hotcold.actors.protocol.failures import NotLoaded, ServiceLost, service_error
 from hotcold.model.errors import HotcoldError, ServiceError
 
 POLL_S = 0.1  # between two polls
@@ -141,6 +141,7 @@ def _result(call: Any, service: int, name: str) -> Any:
         return ray.get(call, timeout=0)
     except ray.exceptions.RayError as error:
         cause = service_error(name, error)
-        if isinstance(error, ray.exceptions.RayTaskError):
+        is_answer = isinstance(error, ray.exceptions.RayTaskError)
+        if is_answer and not isinstance(cause, NotLoaded):
             raise cause from error
         raise ServiceLost(service, str(cause)) from error

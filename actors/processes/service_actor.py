@@ -20,6 +20,7 @@ from hotcold.actors.processes.child_process import give_back_freed_memory
 from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import NotLoaded
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from hotcold.actors.setup.host_files import (
     named_host,
@@ -40,8 +41,12 @@ from hotcold.placement.machine.memory_pages import FirstTouch
 from hotcold.placement.machine.pinning import bind_thread, find_cores, find_place, pin_process
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hotcold.actors.attention.cuda.device import Device
     from hotcold.actors.attention.cuda.load import CudaLoading
+    from hotcold.actors.attention.kept_pages import KeptPages
+    from hotcold.actors.protocol.page_store import OpenedPages, SavedPages
 
 
 # Reads the service's weights, and reports bytes as it reads them.
@@ -63,6 +68,7 @@ class ServiceActor:
         self._setup = HostSetup()
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
+        self._pages: KeptPages | None = None
         self._arena_ref: Any = None
         self._is_seen = False  # its counters, by the driver
 
@@ -235,6 +241,26 @@ class ServiceActor:
         device = "cpu" if service is None else service.device_name
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
+    def open_pages(self, session: bytes, identity: bytes) -> OpenedPages:
+        """Open the file of KV cache pages; see `KeptPages.open`."""
+        from hotcold.actors.attention.kept_pages import KeptPages
+
+        if self._pages is None:
+            service: Any = self._require_service()
+            num_layers = read_config(self.spec.path).num_layers
+            self._pages = KeptPages.of(self.spec, service.cache_arrays, num_layers)
+        return self._pages.open(session, identity)
+
+    def save_pages(
+        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[int]
+    ) -> SavedPages | None:
+        """Write pages to it; see `KeptPages.save`."""
+        return None if self._pages is None else self._pages.save(session, used, keys, pages)
+
+    def load_pages(self, session: bytes, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Read pages from it; see `KeptPages.load`."""
+        return 0 if self._pages is None else self._pages.load(session, keys, pages)
+
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
@@ -246,7 +272,10 @@ class ServiceActor:
 
     def _require_service(self) -> Service:
         if self._service is None:
-            raise ServiceError(f"the {self.spec.name} service is not loaded")
+            name = self.spec.name
+            raise NotLoaded(
+                f"the {name} service died, and a new process is not loaded; start again"
+            )
         return self._service
 
 

@@ -36,6 +36,7 @@ from hotcold.placement.memory import require_memory
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver
+    from hotcold.actors.driver.service_page_store import ServicePageStore
 
 # Stages of a start, in order, beside LOADING_WEIGHTS.
 STARTING = "starting services"
@@ -83,6 +84,7 @@ class SystemServices:
         self.changing = threading.Lock()  # held while services are loaded
         self.held_cpus: Any = None  # a placement group, once services have changed
         self._driver: Driver | None = None
+        self._store: ServicePageStore | None = None
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
         # Imported while the services' processes start.
@@ -140,7 +142,9 @@ class SystemServices:
             from hotcold.actors.driver.driver import Driver
 
             topology = self.connection.topology
-            self._driver = Driver(self.system, self.exchange, topology, self.prepare_matmul)
+            store = self._page_store()
+            self._driver = Driver(self.system, self.exchange, topology, self.prepare_matmul, store)
+            self.notes += (store.note,) if store is not None and store.note else ()
             self.connection.ready()
             self.exchange.start()
             if self.system.auto_mode:
@@ -151,6 +155,19 @@ class SystemServices:
             self._failure = error
             self._kill()
             raise
+
+    def _page_store(self) -> ServicePageStore | None:
+        """What keeps pages of the KV cache in files; None where none is wanted."""
+        from hotcold.actors.driver.service_page_store import ServicePageStore
+
+        def call(method: str, *arguments: Any) -> list[Any]:
+            connection = self.connection
+            caches = connection.topology.cache_services
+            return connection.call_each(method, *arguments, services=caches)
+
+        if self.system.prefix_cache_bytes:
+            self._store = ServicePageStore(call)
+        return self._store
 
     def _prepare_hosts(self) -> None:
         """Make what a host needs once, before any service takes memory."""
@@ -232,6 +249,8 @@ class SystemServices:
             driver.load()
         finally:
             driver.close()
+            if self._store is not None:
+                self._store.close()
         self.exchange.buffers.requests[:, OPERATION] = STOP
         self.exchange.inner.request(self.connection.topology.services)
         self.connection.call_each("join", 2.0)

@@ -38,6 +38,10 @@ class ServiceLost(_FromService, ServiceError):
     """A service died, is stuck, or runs in another process than the one that was loaded."""
 
 
+class NotLoaded(ServiceError):
+    """A service's process is another one than that which was loaded: Ray has restarted it."""
+
+
 class NotFiniteError(RequestError):
     """Numbers of some sequences are NaN or infinite."""
 

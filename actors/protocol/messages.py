@@ -58,6 +58,8 @@ class SystemConfig:
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
+    # Of a file of the KV cache's pages; None: they are found while they are in memory; 0: never.
+    prefix_cache_bytes: int | None = None
 
     def as_json(self) -> bytes:
         """All fields, for a process that is no Ray actor; `from_json` reads them."""
@@ -193,6 +195,8 @@ class GenerateRequest:
     tools: that an answer to messages may call (`model/text/tools.py`)
     template_variables: more values for the chat template, JSON by their names
     request_id: for cancelling; unique
+    use_cache: whether the prompt's beginning is taken from the KV cache, and kept there for others
+    cache_salt: only requests of one salt share
     """
 
     sampling: SamplingParams
@@ -209,6 +213,8 @@ class GenerateRequest:
     num_prompt_logprobs: int | None = None
     # One vector for the prompt instead of new tokens; the prompt goes through kernels, too.
     wants_embedding: bool = False
+    use_cache: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -234,11 +240,13 @@ class Generation:
     reads: dict[str, float] = field(default_factory=dict)
     # Where it was wanted, the mean of the prompt's last hidden states: d float32 numbers.
     embedding: list[float] | None = None
+    num_cached_tokens: int = 0  # of the prompt, in the KV cache before: not computed again
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second, up to the first new token."""
-        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Prompt tokens computed a second, up to the first new token."""
+        num_computed = self.num_prompt_tokens - self.num_cached_tokens
+        return num_computed / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -252,6 +260,7 @@ class Generation:
             "ids": self.ids,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "neurons_computed": self.neurons_computed,

@@ -36,6 +36,8 @@ class Option(NamedTuple):
         """A keyword's value as it is kept; None: the default. Errors: UsageError."""
         if given is None:
             return self.default
+        if self.reads == "size" and given in self.choices:
+            return 0
         if self.reads == "choice" and given not in self.choices:
             raise UsageError(
                 f"{self.keyword} is {shown(given)}; give one of {', '.join(self.choices)}"
@@ -97,6 +99,10 @@ class SystemOptions:
     kv_positions: int | None = _option(
         "--kv-tokens", "Tokens that the KV cache holds, of all requests together; one context "
         "without it.", "number")
+    prefix_cache_bytes: int | None = _option(
+        "--prefix-cache", "Keep beginnings of prompts in a file of at most this size, like 20GiB, "
+        "for later starts too; off: compute each prompt anew. Without it they are kept in the KV "
+        "cache alone.", "size", choices=("off",), keyword="prefix_cache")
     kv_dtype: str | None = _option(
         "--kv-dtype", "KV cache format; q8 is half of float16.", choices=KV_DTYPES)
     device: str = _option(

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from hotcold.actors.protocol.messages import ServicePart
+from hotcold.actors.protocol.messages import ServicePart, ServiceSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,11 @@ class Topology:
     def cache_services(self) -> list[int]:
         """Those with attention, and with it the KV cache of their layers."""
         return [s for s, part in enumerate(self.parts) if part.attention]
+
+    @cached_property
+    def has_gpu(self) -> bool:
+        """Whether a GPU computes some of it."""
+        return any(isinstance(part, ServiceSpec) and part.on_gpu for part in self.parts)
 
     @cached_property
     def head(self) -> int:

@@ -62,6 +62,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
         kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
+        prefix_cache_bytes=_prefix_cache(options.prefix_cache_bytes),
         exchange=options.exchange,
         predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
@@ -82,6 +83,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         raise UsageError(
             "--kv-dtype q8 is for the CPU, and attention would be on the GPU; give --device cpu "
             "or --kv-dtype float16"
+        )
+    if system.device == "cuda" and system.prefix_cache_bytes:
+        raise UsageError(
+            "--prefix-cache with a size keeps pages of the KV cache in memory of the CPU, not of a "
+            "GPU; leave it out, or give --device cpu"
         )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
@@ -177,6 +183,13 @@ def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
     if dtype not in KV_DTYPES:
         raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(KV_DTYPES)}")
     return dtype
+
+
+def _prefix_cache(num_bytes: int | None) -> int | None:
+    """The file's size; 0 for "off", None where it was not given."""
+    if num_bytes is not None and num_bytes < 0:
+        raise UsageError(f"--prefix-cache is {num_bytes}; give a size like 20GiB, or off")
+    return num_bytes
 
 
 def _within(option: str, value: int | None, low: int, high: int, default: int) -> int:

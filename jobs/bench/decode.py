@@ -154,11 +154,12 @@ def decode_request(
 ) -> GenerateRequest:
     """Greedy decoding of `num_tokens` after the first, from ids spread over the vocabulary.
 
-    Each `number` has a prompt of its own: equal ones would compute the same neurons.
+    Each `number` has a prompt of its own: equal ones would compute the same neurons. No prompt is
+    found in the KV cache.
     """
     ids = [(7 + 97 * number + 31 * i) % config.vocab_size for i in range(prompt_tokens)]
     sampling = SamplingParams(max_tokens=num_tokens + 1, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(sampling, prompt_ids=ids)
+    return GenerateRequest(sampling, prompt_ids=ids, use_cache=False)
 
 
 @click.command(cls=GroupedCommand)

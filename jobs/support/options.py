@@ -15,14 +15,19 @@ from hotcold.model.sampling import PARAMETERS, REPEATS, SamplingParams
 
 
 class Bytes(click.ParamType[int]):
-    """A size such as 8GiB (binary), 8GB (decimal) or a number of bytes."""
+    """A size such as 8GiB (binary), 8GB (decimal) or a number of bytes; a word for none."""
 
     name = "size"
+
+    def __init__(self, none: tuple[str, ...] = ()) -> None:
+        self._none = none
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         """The number of bytes."""
         if isinstance(value, int):
             return value
+        if value in self._none:
+            return 0
         try:
             return bytes_of(value)
         except UsageError as problem:
@@ -92,7 +97,7 @@ def system_option(name: str, **changes: Any) -> Any:
     kinds: dict[str, Any] = {
         "choice": click.Choice(one.choices),
         "number": int,
-        "size": Bytes(),
+        "size": Bytes(one.choices),
         "path": click.Path(path_type=Path),
         "addresses": Addresses(),
     }

@@ -35,17 +35,24 @@ WAIT_S = 150
 def batching(
     checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
-    """A driver of up to 8 requests at once on two services of two threads."""
-    settings = {"num_slots": 8, "kv_positions": 8 * context} | options
+    """A driver of up to 8 requests at once on two services of two threads.
+
+    With `shares` prompts begin with what earlier ones have computed, also in a `store`; else each
+    is computed anew. `kind` is the system's class.
+    """
+    settings: dict[str, Any] = {"num_slots": 8, "kv_positions": 8 * context} | options
+    shares, store = settings.pop("shares", False), settings.pop("store", None)
+    kind = settings.pop("kind", InProcessSystem)
     settings["has_down_norms"] = mode == THRESHOLD
-    with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
+    with kind(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(
             str(checkpoint.path),
             "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,
             context_length=context,
             kv_positions=system.kv_positions,
+            prefix_cache_bytes=None if shares else 0,
         )
-        driver = Driver(config, system.exchange, system.topology)
+        driver = Driver(config, system.exchange, system.topology, page_store=store)
         driver.engine.mode = mode_of(system, mode)
         try:
             yield system, driver

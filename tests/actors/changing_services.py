@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -135,12 +136,13 @@ def require_whole(system: StandInSystem, num_cpu_actors: int, hot: Sequence[np.n
 
 
 def require_pages(driver: Driver) -> None:
-    """No two slots share a page, and the services read what the pool wrote."""
+    """Pages are free or have as many users as are counted; services read what the pool wrote."""
     tables, pool = driver.engine.exchange.buffers.page_tables, driver._pool
     assert np.shares_memory(pool._page_tables, tables)
-    allocated = [page for pages in pool._allocated.values() for page in pages]
-    assert len(set(allocated)) == len(allocated) and set(allocated).isdisjoint(pool._free_pages)
-    assert len(allocated) + len(pool._free_pages) == 4 * num_pages_of(CONTEXT)
+    allocated = Counter(page for pages in pool._allocated.values() for page in pages)
+    users = {page: count for page, count in enumerate(pool._num_users) if count}
+    assert dict(allocated) == users and set(allocated).isdisjoint(pool._free_pages)
+    assert len(allocated) + pool.num_free_pages == 4 * num_pages_of(CONTEXT)
     for slot, pages in pool._allocated.items():
         assert tables[slot, : len(pages)].tolist() == pages
 

@@ -106,6 +106,8 @@ class StandInActor:
         """End the process. Ray puts an empty one in its place, unless `restart` is False."""
         calls, self._unanswered = self._unanswered, []
         end_threads(self.service._service)
+        if self.service._pages is not None:
+            self.service._pages.close()
         if restart and not self.is_gone:
             self._start()
         else:

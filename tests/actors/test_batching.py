@@ -391,7 +391,7 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
         assert first.end().ids == alone[0].ids
         assert second.end().ids == alone[1].ids
         layers = [at for at, what in enumerate(order) if what == "layer"]
-        num_chunks = len(chunk_sizes(len(long), system.max_tokens))
+        num_chunks = len(chunk_sizes(len(long), system.max_tokens, driver.engine.cut_tokens))
         assert len(layers) == num_chunks * system.config.num_layers > 6
         between = order[layers[0] : layers[-1]]
         assert between == ["layer", [0]] * (len(between) // 2)
@@ -424,15 +424,6 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
             assert all(seen[first:last])  # no step without it while it ran
             assert sum(slots.count(slot) for slots in steps) in {n + 9 for n in lengths}
         assert max(map(len, steps)) == KERNEL_TOKENS
-
-
-@pytest.mark.sweep(keep=10)
-@pytest.mark.parametrize("length", range(1, 400, 7))
-def test_chunks_depend_on_the_length_alone(length: int) -> None:
-    for most in (16, 33, 64, 256):
-        sizes = chunk_sizes(length, most)
-        assert sum(sizes) <= length and all(MATRIX_TOKENS <= size <= most for size in sizes)
-        assert most < MATRIX_TOKENS or length - sum(sizes) < MATRIX_TOKENS
 
 
 # --- what goes wrong -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,27 @@ def test_several_answers_have_seeds_that_follow(llm: LLM) -> None:
     lone = [llm.generate(PROMPTS[0], DRAWN.changed(seed=7 + i)).token_ids for i in range(3)]
     assert [one.token_ids for one in found.outputs] == lone
     assert [one.index for one in found.outputs] == [0, 1, 2]
+
+
+def test_a_prompt_that_was_there_is_not_computed_again(llm: LLM) -> None:
+    """The same answer; with a salt, or without the cache, nothing is found of it."""
+    ids = (llm.tokenize(PROMPTS[0]) * 100)[:150]
+    params = GREEDY.changed(cache_salt="one", logprobs=1)
+    first, again = llm.generate(ids, params), llm.generate(ids, params)
+    apart = llm.generate(ids, params.changed(cache_salt="another"))
+    anew = llm.generate(ids, params.changed(cache=False))
+    found = [first, again, apart, anew]
+    assert [one.num_cached_tokens for one in found] == [0, 128, 0, 0]
+    assert [one.as_json()["cached_tokens"] for one in found] == [0, 128, 0, 0]
+    assert len({(one.token_ids, one.logprobs) for one in found}) == 1
+    several = llm.generate([*ids, 5], params.changed(n=2))
+    assert several.num_cached_tokens == 128
+
+
+@pytest.mark.parametrize("options", [{"cache": 1}, {"cache": None}, {"cache_salt": 3}])
+def test_options_of_the_cache_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        SamplingParams(**options)
 
 
 def test_logprobs_are_those_of_a_score(llm: LLM) -> None:

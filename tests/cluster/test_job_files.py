@@ -36,8 +36,9 @@ def test_good_requests(tmp_path: Path) -> None:
 
     {"id": 1, "ids": [1, 2], "prompt": null, "sampling": null}\r
     {"id": "1", "messages": [{"role": "user", "content": ""}]}
-    {"id": 2, "prompt": "x", "sampling": {"repetition_penalty": 1.5, "temperature": null}}"""
-    first, second, third, fourth = read(tmp_path, content)
+    {"id": 2, "prompt": "x", "sampling": {"repetition_penalty": 1.5, "temperature": null}}
+    {"id": 3, "ids": [1, 2], "cache": false}"""
+    first, second, third, fourth, fifth = read(tmp_path, content)
     assert (first.request_id, second.request_id, third.request_id) == ("a", 1, "1")
     assert first.request and second.request and third.request
     assert first.request.prompt == "Hi"
@@ -46,6 +47,7 @@ def test_good_requests(tmp_path: Path) -> None:
     assert second.request.sampling == DEFAULTS
     assert third.request.messages == [{"role": "user", "content": ""}]
     assert fourth.request
+    assert fourth.request.use_cache and fifth.request and not fifth.request.use_cache
     assert fourth.request.sampling == replace(DEFAULTS, repeat_penalty=1.5, repeat_last_n=-1)
 
 
@@ -71,6 +73,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": "x", "sampling": {"stop": 3}}', "stop is 3"),
         ('{"id": 1, "prompt": "x", "sampling": {"temperature": NaN}}', "temperature is nan"),
         ('{"id": 1, "prompt": "x", "max_tokens": 1}', "unknown key 'max_tokens'"),
+        ('{"id": 1, "prompt": "x", "cache": 0}', "cache is 0; give true or false"),
     ],
 )
 def test_bad_requests(line: str, error: str, tmp_path: Path) -> None:

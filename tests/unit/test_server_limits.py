@@ -182,7 +182,12 @@ def test_an_answer_is_put_together() -> None:
     answer, backend = ask(Client(TokenEvent("a", None, 1), END), prompt=[1, 2])
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == "a"
-    assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert answer.json()["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert backend.num_active == 0
 
 

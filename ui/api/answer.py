@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
 from hotcold.model.errors import ServiceError
@@ -33,6 +34,11 @@ class Answer:
     def ids(self) -> list[int]:
         """The tokens of a finished answer."""
         return self._whole.ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The tokens of its prompt that were in the KV cache before; of a finished answer."""
+        return self._whole.num_cached_tokens
 
     @property
     def _whole(self) -> Generation:
@@ -76,8 +82,17 @@ async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEve
 
 def usage(
     requests: Sequence[GenerateRequest], answers: Sequence[Answer], copies: int, most: int = 1 << 31
-) -> dict[str, int]:
-    """Token counts: a prompt of `copies` answers counts once, an answer `most` tokens at most."""
+) -> dict[str, Any]:
+    """Token counts: a prompt of `copies` answers counts once, an answer `most` tokens at most.
+
+    Of a prompt that counts once, what its first answer found in the KV cache.
+    """
     prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
     new = sum(min(len(answer.ids), most) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    cached = sum(answer.num_cached_tokens for answer in answers[::copies])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -19,6 +19,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api.cached import of_client
 from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
@@ -279,7 +280,8 @@ class Answers:
         """
         try:
             async with asyncio.timeout_at(self.deadline):
-                self.requests = [self._backend.limited(request) for request in await make()]
+                limited = [self._backend.limited(request) for request in await make()]
+                self.requests = [replace(one, cache_salt=of_client(one)) for one in limited]
                 self._client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self._num_places):
@@ -295,7 +297,7 @@ class Answers:
             index = self._unsubmitted.popleft()
             request = self.requests[index]
             self._request_ids[index] = await client.submit(request, partial(self._deliver, index))
-            self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
+            self._backend.metrics.add_prompt(len(request.prompt_ids or ()), request.use_cache)
 
     async def _submit_later(self, client: AsyncClient) -> None:
         try:

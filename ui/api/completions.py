@@ -102,6 +102,6 @@ class _Writer:
 
 def _usage(
     body: CompletionRequest, requests: Sequence[GenerateRequest], answers: Sequence[Answer]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     most = 0 if body.max_tokens == 0 else 1 << 31
     return usage(requests, answers, body.n or 1, most)

@@ -40,6 +40,12 @@ class Metrics:
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._queried = self._counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the KV cache."
+        )
+        self._cached = self._counter(
+            "vllm:prefix_cache_hits", "Tokens of prompts that were found in the KV cache."
+        )
         self._new_tokens = self._counter("vllm:generation_tokens", "Tokens chosen.")
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first event.", _FIRST_TOKEN_S
@@ -80,9 +86,11 @@ class Metrics:
             ),
         }
 
-    def add_prompt(self, num_tokens: int) -> None:
-        """Count a request that was queued."""
+    def add_prompt(self, num_tokens: int, uses_cache: bool = False) -> None:
+        """Count a request that was queued; `uses_cache`: part of it may be in the KV cache."""
         self._prompt_tokens.inc(num_tokens)
+        if uses_cache:
+            self._queried.inc(num_tokens)
 
     def add_first(self, since_arrival_s: float, num_tokens: int) -> None:
         """Count a request's first event."""
@@ -98,6 +106,7 @@ class Metrics:
     def add_result(self, result: Generation, since_arrival_s: float) -> None:
         """Count a finished request."""
         self._request.observe(since_arrival_s)
+        self._cached.inc(result.num_cached_tokens)
         self._count_end(result.finish_reason)
         if result.per_token_ms.get("total"):
             self._neurons.set(result.neurons_computed)

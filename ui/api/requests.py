@@ -26,7 +26,9 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     )
     ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
+    request = GenerateRequest(
+        sampling, prompt_ids=ids[0], num_logprobs=num_logprobs, **body.caching()
+    )
     grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
     if wanted_calls is not None:
         schema = None if grammar is None else grammar.text
@@ -65,6 +67,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
                 prompt_ids=ids,
                 num_logprobs=body.logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
+                **body.caching(),
             ),
             grammar,
         )

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
+from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import Request, StrictModel
@@ -75,7 +76,7 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class SamplingRequest(ConstrainedRequest, Drawn):
+class SamplingRequest(ConstrainedRequest, Drawn, Cached):
     """The fields of both kinds of completions."""
 
     model: str | None = None

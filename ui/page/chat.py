@@ -14,6 +14,9 @@ import gradio as gr
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.cached import client
+from hotcold.ui.gate import given_key
+from hotcold.ui.keys import client_of
 from hotcold.ui.page import asset
 from hotcold.ui.page.chat_settings import ChatSettings, read_settings
 from hotcold.ui.page.conversation_list import act, listed
@@ -101,6 +104,7 @@ class Chat:
         page.unload(self._leave)
 
     def _history(self, request: gr.Request) -> ChatHistory:
+        client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
         key = str(request.session_hash)
         history = self._histories.setdefault(key, ChatHistory())
         self._histories.move_to_end(key)

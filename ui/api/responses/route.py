@@ -139,7 +139,10 @@ class _Response:
             self.content["incomplete_details"] = {"reason": "max_output_tokens"}
         self.content["usage"] = {
             "input_tokens": asked,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": result.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": new,
             "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": asked + new,

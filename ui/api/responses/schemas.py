@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import StrictModel
@@ -117,7 +118,7 @@ class TextOptions(StrictModel):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Drawn):
+class ResponsesRequest(Drawn, Cached):
     """POST /v1/responses. Nothing is stored: each request has its whole conversation."""
 
     input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
@@ -167,6 +168,8 @@ class ResponsesRequest(Drawn):
             "response_format": self._response_format(),
             "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
             "chat_template_kwargs": self.chat_template_kwargs,
+            "cache": self.cache,
+            "cache_salt": self.cache_salt,
         }
         if functions:
             asked["tools"] = [

@@ -1,0 +1,179 @@
+"""What prompts begin with is computed once: the KV cache's pages that earlier requests have filled.
+
+A page's key says all tokens up to its end, who computed them and for whom, so a page that is found
+holds what the request would compute itself, to the last bit. Only what goes through matmul of a
+prompt is shared (`actors.protocol.step_sizes`). Pages stay until they are wanted for something
+else, and where there is a store, they are written there and found again after that.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.protocol.kv_pool import KvPool
+from hotcold.actors.protocol.page_index import namespace_key
+from hotcold.actors.protocol.page_store import PageStore
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+
+_LOADED_AT_ONCE = 8  # pages of a store, or what is shared at least: others wait meanwhile
+_SAVED_SHARE = 4  # one in so many pages may be kept from use while it is being saved
+_POLL_S, _LONGEST_SAVE_S = 0.001, 60.0
+
+
+@dataclass
+class Prefix:
+    """What a running request may share: a key for each page, of which `num_named` are in the index.
+
+    The keys hold for one `epoch` of the cache, whose services computed all of the pages.
+    """
+
+    keys: list[bytes]
+    epoch: int
+    num_named: int = 0
+
+
+@dataclass
+class PrefixCache:
+    """Used by the engine's thread alone. It finds nothing before `use`."""
+
+    pool: KvPool
+    store: PageStore | None = None
+    _identity: bytes = b""
+    _share_tokens: int = 0
+    _epoch: int = 0
+    _prefixes: dict[int, Prefix] = field(default_factory=dict)  # by slot
+    _unsaved: dict[bytes, None] = field(default_factory=dict)  # keys, in order
+    _saving: dict[bytes, int] = field(default_factory=dict)  # pages by key
+
+    def use(self, identity: bytes, share_tokens: int) -> None:
+        """From now on keep what `identity` computes, in pieces of `share_tokens`; 0: nothing."""
+        self._identity, self._share_tokens = identity, share_tokens
+        self.forget()
+
+    def forget(self) -> None:
+        """Find none of what has been computed until now, nor what running requests go on with."""
+        self._epoch += 1
+        self._unsaved.clear()
+        self.pool.forget()
+        if self.store is not None:
+            self.store.reopen(self._identity)
+        while self._saving:  # the store reads none of them any more
+            self.pool.let_go(self._saving.popitem()[1])
+
+    def start(self, request: ActiveRequest, num_positions: int, num_spare_pages: int) -> bool:
+        """Give a request a slot that begins with all pages found; False where there is no room.
+
+        `num_positions` and `num_spare_pages` as of `KvPool.allocate`.
+        """
+        prefix = self._prefix(request)
+        found = self._whole(self.pool.find(prefix.keys[: self._num_wanted(request)]))
+        slot = self.pool.allocate(num_positions, num_spare_pages, found)
+        if slot is None:
+            return False
+        prefix.num_named = len(found)
+        self._prefixes[slot] = prefix
+        request.start(slot)
+        request.skip_to(len(found) * PAGE_POSITIONS)
+        return True
+
+    def extend(self, request: ActiveRequest) -> bool:
+        """Before a chunk of a request: find more of it, computed meanwhile or in the store.
+
+        Says whether there was more; there may be still more then.
+        """
+        prefix, first = self._prefixes[request.slot], request.num_done // PAGE_POSITIONS
+        is_whole = self._share_tokens > 0 and request.num_done % self._share_tokens == 0
+        wanted = prefix.keys[first : self._num_wanted(request)] if is_whole else []
+        if not wanted or prefix.epoch != self._epoch:
+            return False
+        found = self._whole(self.pool.find(wanted))
+        if found:
+            self.pool.replace(request.slot, first, found)
+        else:
+            found = self._loaded(request.slot, first, wanted)
+        prefix.num_named = max(prefix.num_named, first + len(found))
+        request.skip_to((first + len(found)) * PAGE_POSITIONS)
+        return bool(found)
+
+    def keep(self, request: ActiveRequest) -> None:
+        """Let others find what of a running request's prompt is done by now."""
+        prefix = self._prefixes[request.slot]
+        if prefix.epoch != self._epoch or not prefix.keys:
+            return
+        num_pages = min(request.num_done // PAGE_POSITIONS, len(prefix.keys))
+        pages = self.pool.pages(request.slot)
+        for index in range(prefix.num_named, num_pages - num_pages % self._step):
+            key = prefix.keys[index]
+            if self.pool.name(pages[index], key) and self.store is not None:
+                self._unsaved[key] = None
+            prefix.num_named = index + 1
+
+    def end(self, request: ActiveRequest) -> None:
+        """Take a request's slot back."""
+        del self._prefixes[request.slot]
+        self.pool.free(request.slot)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether pages are still to be written to the store."""
+        return bool(self._saving or self._unsaved)
+
+    def save(self) -> None:
+        """Go on writing pages to the store: now and then, while `is_saving`."""
+        if self.store is None or not self.is_saving:
+            return
+        for key in self.store.saved():
+            if key in self._saving:
+                self.pool.let_go(self._saving.pop(key))
+        most = max(1, self.pool.num_pages // _SAVED_SHARE)
+        while self._unsaved and len(self._saving) < most:
+            key = next(iter(self._unsaved))
+            del self._unsaved[key]
+            page = self.pool.hold(key)
+            if page is not None:  # it has not been given up meanwhile
+                self._saving[key] = page
+                self.store.save(key, page)
+
+    def await_saves(self) -> None:
+        """Return once no page is kept from use by a write to the store."""
+        self._unsaved.clear()
+        self.save_all(_LONGEST_SAVE_S)
+
+    def save_all(self, longest_s: float) -> None:
+        """Return once all pages that are to be written to the store are, or after a while."""
+        until_s = time.monotonic() + longest_s
+        while self.is_saving and time.monotonic() < until_s:
+            self.save()
+            time.sleep(_POLL_S)
+
+    @property
+    def _step(self) -> int:
+        """Pages that are shared together."""
+        return max(self._share_tokens // PAGE_POSITIONS, 1)
+
+    def _whole(self, pages: list[int]) -> list[int]:
+        return pages[: len(pages) - len(pages) % self._step]
+
+    def _prefix(self, request: ActiveRequest) -> Prefix:
+        if not self._share_tokens or not request.may_share:
+            return Prefix([], self._epoch)
+        namespace = namespace_key(self._identity, request.cache_salt)
+        return Prefix(request.page_keys(namespace), self._epoch)
+
+    def _num_wanted(self, request: ActiveRequest) -> int:
+        """Pages that a request may find: one token is computed in any case."""
+        return min(request.num_prompt_tokens, len(request.tokens) - 1) // PAGE_POSITIONS
+
+    def _loaded(self, slot: int, first: int, wanted: list[bytes]) -> list[int]:
+        """Pages of a slot from `first` on, as far as they could be filled from the store."""
+        if self.store is None:
+            return []
+        on_file = self.store.keys()
+        keys = wanted[: -(-_LOADED_AT_ONCE // self._step) * self._step]
+        num_there = next((i for i, key in enumerate(keys) if key not in on_file), len(keys))
+        keys = keys[: num_there - num_there % self._step]
+        pages = self.pool.pages(slot)[first : first + len(keys)]
+        good = self._whole(pages[: self.store.load(keys, pages)]) if keys else []
+        for page, key in zip(good, keys, strict=False):
+            self.pool.name(page, key)
+        return good

@@ -1,0 +1,117 @@
+"""What the bits of the KV cache depend on beside the tokens: two systems of one identity agree."""
+
+import hashlib
+import importlib.metadata
+import json
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from numba.core.registry import cpu_target
+
+from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.topology import Topology
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.placement.machine.sysfs import read_cpu
+
+# Options of a system that change what its services compute, or with what.
+_OPTIONS = (
+    "mode",
+    "kv_dtype",
+    "weight_dtype",
+    "device",
+    "num_hot_neurons",
+    "num_host_layers",
+    "neuron_upload_tokens",
+    "down_transposed",
+    "has_down_norms",
+    "hosts",
+)
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("actors/attention", "actors/cpu", "actors/driver", "cuda_kernels", "model/weights")
+_LIBRARIES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+
+def arithmetic_identity(
+    system: SystemConfig,
+    config: ModelConfig,
+    topology: Topology,
+    share_tokens: int,
+    device_name: str = "cpu",
+) -> bytes:
+    """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
+
+    They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
+    with their threads and neurons, the CPU and the GPU (`device_name`), sources, libraries, cuts of
+    prompts (`share_tokens`), and which frequencies ropes have for the context.
+    Errors:  ConfigError, CheckpointError
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    options = asdict(system)
+    facts = {
+        "model": _model(system, topology),
+        "config": repr(config),
+        "options": [options[name] for name in _OPTIONS],
+        "thresholds": _file_digest(system.thresholds_path),
+        "is_stored": system.storage is not None,
+        "ropes": [rope.length_that_counts(system.context_length) for rope in config.ropes],
+        "share_tokens": share_tokens,
+        "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
+        "device": device_name,
+        "sources": [sources_digest(), _sources()],
+        "libraries": [_version(name) for name in _LIBRARIES],
+    }
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    for part in topology.parts:
+        _add_service(digest, part)
+    return digest.digest()
+
+
+def _compiled_for() -> list[str]:
+    """The CPU that kernels are compiled for, by LLVM's names; see `has_feature`."""
+    codegen = cpu_target.target_context.codegen()  # no public names for these
+    return [str(codegen._get_host_cpu_name()), str(codegen._tm_features)]
+
+
+def _model(system: SystemConfig, topology: Topology) -> str:
+    """The digest that services of a running system check their files by."""
+    digests = {part.model_digest for part in topology.parts if isinstance(part, ServiceSpec)}
+    digests.discard("")
+    return "".join(sorted(digests)) or ModelIdentity.of(system.model_path).state
+
+
+def _add_service(digest: hashlib.blake2b, part: ServicePart) -> None:
+    threads = part.num_threads if isinstance(part, ServiceSpec) else 0
+    facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, part.host, threads]
+    digest.update(json.dumps(facts).encode())
+    for ids in part.neuron_ids or ():
+        digest.update(ids.size.to_bytes(8, "little"))
+        digest.update(ids.tobytes())
+
+
+@cache
+def _file_digest(path: str) -> str:
+    """Of a file as it was when the system started."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+@cache
+def _sources() -> str:
+    """A digest of what computes prompts besides `numba_kernels`."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((_ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".h"):
+                digest.update(path.relative_to(_ROOT).as_posix().encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@cache
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

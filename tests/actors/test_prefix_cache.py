@@ -1,0 +1,514 @@
+"""Prompts that begin alike are computed once, and answered as if each were the first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
+from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
+from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
+from tests.actors.batching import CONTEXT, Background, batching
+from tests.actors.changing_services import config_of, driver_of
+from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.in_process import InProcessSystem
+from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
+from tests.actors.test_batching import spoil
+from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
+from tests.tiny_models import VOCAB_SIZE
+
+Tiny = Callable[..., TinyCheckpoint]
+Answer = tuple[list[int], list[TokenLogprob], int]  # the last: cached tokens
+
+_IDS = np.random.default_rng(5).integers(0, VOCAB_SIZE, CONTEXT).tolist()
+_EDITED = [*_IDS[:150], (_IDS[150] + 1) % VOCAB_SIZE, *_IDS[151:]]
+# Of one text, whole and edited: of other lengths, which end in a page or fill it.
+_PROMPTS = [_IDS[:300], _IDS[:64], _IDS[:65], _IDS[:128], _IDS[:170], _EDITED[:230], _IDS[:340]]
+# Of each, in turn, what those before it have left: less than the whole prompt.
+_CACHED = [0, 0, 64, 64, 128, 128, 256]
+
+
+def request_of(ids: Sequence[int], **changes: Any) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=9, temperature=0.8, seed=len(ids), ignore_eos=True)
+    return replace(GenerateRequest(sampling, prompt_ids=list(ids), num_logprobs=2), **changes)
+
+
+def answer(driver: Driver, request: GenerateRequest) -> Answer:
+    logprobs: list[TokenLogprob] = []
+    for event in driver.generate(request):
+        logprobs += event.logprobs
+        if event.result is not None:
+            return event.result.ids, logprobs, event.result.num_cached_tokens
+    raise AssertionError("no result")
+
+
+def cold(tiny: TinyCheckpoint, requests: Sequence[GenerateRequest], **options: Any) -> list[Answer]:
+    """Each alone, of a system that shares nothing."""
+    with batching(tiny, **options) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+    assert not any(cached for *_, cached in found)
+    return found
+
+
+def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+
+
+def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Answers to requests that are all there before the first begins."""
+    running: list[Background] = []
+
+    def ask() -> None:
+        for number, request in enumerate(requests):
+            running.append(Background(partial(answer, driver, request)))
+            while driver.load().num_waiting <= number:
+                threading.Event().wait(0.001)
+
+    driver.between_requests(ask)
+    return [one.end() for one in running]
+
+
+FAMILIES = [
+    *(("llama-gqa", dtype, "") for dtype in ("float32", "float16", "bfloat16")),
+    *((name, "float32", "") for name in ("mistral", "gemma2", "gemma3", "qwen3-windows")),
+    *((name, "bfloat16", "") for name in ("falcon-bias", "olmo2", "minicpm")),
+    *((name, "float32", "") for name in ("phi3-windows", "smollm3", "bamboo", "nemotron")),
+]
+
+
+@pytest.mark.sweep(keep=7)
+@pytest.mark.parametrize(("variant", "dtype", "weight_dtype"), FAMILIES)
+@pytest.mark.parametrize("max_tokens", [64, 200])
+def test_cold_is_cached(
+    tiny: Tiny, variant: str, dtype: str, weight_dtype: str, max_tokens: int
+) -> None:
+    """Alone and in batches, to the last bit of each log-probability."""
+    requests = [request_of(ids) for ids in _PROMPTS]
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "max_tokens": max_tokens}
+    checkpoint = tiny(variant, dtype)
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+        same(found, expected)
+        assert [cached for *_, cached in found] == _CACHED
+        found = at_once(driver, requests)
+        same(found, expected)
+        lengths = [len(request.prompt_ids or ()) for request in requests]
+        assert [cached for *_, cached in found] == [(size - 1) // PAGE * PAGE for size in lengths]
+        assert all_are_free(driver)
+
+
+@pytest.mark.sweep(keep=1)
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
+def test_cold_is_cached_with_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint = TinyCheckpoint(make_model("q-llama", tmp_path / "model"))
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "max_tokens": 200}
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+    same(found, expected)
+    assert [cached for *_, cached in found] == _CACHED
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "q8"])
+def test_cold_is_cached_in_each_format(tiny: Tiny, kv_dtype: str) -> None:
+    """Where a chunk is cut, later tokens read from the cache what earlier ones have at hand."""
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint = tiny("llama-gqa")
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "max_tokens": 200}
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+    same(found, expected)
+    assert [cached for *_, cached in found] == _CACHED
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("max_tokens", [64, 128])
+def test_a_gpu_shares_whole_chunks(tiny: Tiny, max_tokens: int) -> None:
+    """Its products depend on a chunk's size, so each prompt is cut at the same places.
+
+    One after another: the stand-in's products of a step depend on the step's size, too.
+    """
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint = tiny("llama-gqa")
+    options: dict[str, Any] = {"kind": partial(CudaInProcess, hot=a_third)}
+    options["max_tokens"] = max_tokens
+    expected = cold(checkpoint, requests, **options)
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        assert driver.engine.cut_tokens == max_tokens
+        found = [answer(driver, request) for request in requests]
+        same(found, expected)
+        assert [cached for *_, cached in found] == [n // max_tokens * max_tokens for n in _CACHED]
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "threshold", "sign"])
+def test_cold_is_cached_in_all_modes(tiny: Tiny, mode: str) -> None:
+    requests = [request_of(ids) for ids in _PROMPTS]
+    checkpoint = tiny("llama-silu" if mode == "threshold" else "llama-relu", "bfloat16")
+    expected = cold(checkpoint, requests, mode=mode)
+    with batching(checkpoint, mode, shares=True) as (_, driver):
+        found = [answer(driver, request) for request in requests]
+    same(found, expected)
+    assert [cached for *_, cached in found] == _CACHED
+
+
+def all_are_free(driver: Driver) -> bool:
+    driver.between_requests(lambda: None)  # when the last one has left
+    return driver._pool.num_free_pages == driver._pool.num_pages
+
+
+def test_the_second_finds_what_the_first_has_computed_meanwhile(tiny: Tiny) -> None:
+    """Of eight requests with one beginning, all of which wait before the first begins."""
+    requests = [request_of([*_IDS[:200], n]) for n in range(8)]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests)
+    with batching(checkpoint, shares=True) as (_, driver):
+        placed: list[int] = []
+        place = driver.engine.place
+
+        def noted(token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
+            placed.extend(position for position in positions if position < 192)
+            place(token_ids, positions, slots)
+
+        driver.engine.place = noted  # type: ignore[method-assign]
+        found = at_once(driver, requests)
+        assert sorted(placed) == list(range(192))
+    same(found, expected)
+    assert [cached for *_, cached in found] == [0] + [192] * 7
+
+
+def test_a_small_pool_gives_up_what_was_used_least_recently(tiny: Tiny) -> None:
+    """Pages for one context: what others need is computed again, and never what is in use."""
+    others = [[(token + n) % VOCAB_SIZE for token in _IDS] for n in range(1, 4)]
+    prompts = [ids[:length] for length in (300, 200, 90) for ids in (_IDS, *others)]
+    requests = [request_of(ids) for ids in prompts]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests)
+    with batching(checkpoint, shares=True, kv_positions=CONTEXT) as (_, driver):
+        pool, random = driver._pool, np.random.default_rng(1)
+        assert pool.num_pages == CONTEXT // PAGE
+        same([answer(driver, request) for request in requests], expected)
+        for _ in range(3):
+            order = random.permutation(len(requests)).tolist()
+            found = at_once(driver, [requests[number] for number in order])
+            same(found, [expected[number] for number in order])
+        assert all_are_free(driver)
+        first, *rest = (requests[0], *requests[1:4])
+        for request in (first, rest[0], first):
+            *_, cached = answer(driver, request)
+        assert cached < 256  # the other one had needed some of its pages
+        *_, cached = answer(driver, first)
+        assert cached == 256
+
+
+def test_preempted_requests_find_their_own_beginning(tiny: Tiny) -> None:
+    sampling = SamplingParams(max_tokens=600, temperature=0.8, ignore_eos=True, seed=1)
+    requests = [request_of(_EDITED[n : n + 70], sampling=sampling) for n in range(3)]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests, context=1024)
+    options: dict[str, Any] = {"context": 1024, "kv_positions": 1024}
+    with batching(checkpoint, shares=True, **options) as (_, driver):
+        scheduler, preempted = driver._queue._scheduler, []
+        preempt = scheduler._preempt
+
+        def noted(request: Any) -> None:
+            preempted.append(request)
+            preempt(request)
+
+        scheduler._preempt = noted  # type: ignore[method-assign]
+        found = at_once(driver, requests)
+        assert preempted and all_are_free(driver)
+    same(found, expected)
+    assert [cached for *_, cached in found] == [0, 0, 0]  # their own is not counted
+
+
+# --- who shares --------------------------------------------------------------------------------
+
+
+def test_salts_are_apart_and_some_share_nothing(tiny: Tiny) -> None:
+    with batching(tiny("llama-gqa", "bfloat16"), shares=True) as (_, driver):
+
+        def cached(**changes: Any) -> int:
+            return answer(driver, request_of(_IDS[:200], **changes))[2]
+
+        assert cached(use_cache=False) == 0
+        assert cached() == 0  # nor was it kept
+        assert cached(use_cache=False) == 0
+        assert cached(num_prompt_logprobs=0) == 0
+        assert cached(wants_embedding=True) == 0
+        assert cached(cache_salt="a") == 0
+        assert cached(cache_salt="b") == 0
+        assert [cached(cache_salt=salt) for salt in ("", "a", "b")] == [192] * 3
+
+
+def test_scored_and_embedded_prompts_leave_nothing(tiny: Tiny) -> None:
+    """They go through kernels, whose bits are not those of matmul."""
+    with batching(tiny("llama-gqa", "bfloat16"), shares=True) as (_, driver):
+        answer(driver, request_of(_IDS[:200], num_prompt_logprobs=0))
+        answer(driver, request_of(_IDS[:200], wants_embedding=True))
+        assert answer(driver, request_of(_IDS[:200]))[2] == 0
+
+
+@pytest.mark.parametrize("options", [{"shares": False}, {"shares": True, "max_tokens": 32}])
+def test_systems_that_share_nothing(tiny: Tiny, options: dict[str, Any]) -> None:
+    with batching(tiny("llama-gqa"), **options) as (_, driver):
+        assert [answer(driver, request_of(_IDS[:200]))[2] for _ in range(2)] == [0, 0]
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_layer", [0, 7])
+def test_a_lost_cache_is_found_no_more(tiny: Tiny, at_layer: int) -> None:
+    """While some share pages: each is computed anew, and answers stay."""
+    requests = [request_of([*_IDS[:200], n]) for n in range(4)]
+    late = request_of(_EDITED[:290])
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, [*requests, late])
+    with batching(checkpoint, shares=True) as (system, driver):
+        same([answer(driver, requests[0])], expected[:1])
+        run_layer, num_layers = driver.engine.run_layer, 0
+
+        def losing(layer: int, num_tokens: int, next_layer: int) -> None:
+            nonlocal num_layers
+            num_layers += 1
+            if num_layers == at_layer + 1:
+                lose_cache(system)
+                raise CacheLost("a test lost it")
+            run_layer(layer, num_tokens, next_layer)
+
+        driver.engine.run_layer = losing  # type: ignore[method-assign]
+        found = at_once(driver, [*requests, late])
+        assert num_layers > at_layer + 1
+        assert all_are_free(driver)
+        same(found, expected)
+        same([answer(driver, request) for request in (*requests, late)], expected)
+
+
+def test_a_job_that_loses_the_cache(tiny: Tiny) -> None:
+    request = request_of(_IDS[:200])
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, [request])
+    with batching(checkpoint, shares=True) as (system, driver):
+        answer(driver, request)
+        calls: list[int] = []
+
+        def job() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                lose_cache(system)
+                raise CacheLost("a test lost it")
+
+        driver.between_requests(job)
+        found = answer(driver, request)
+        assert len(calls) == 2 and found[2] == 0
+        same([found], expected)
+
+
+def lose_cache(system: InProcessSystem) -> None:
+    arrays = system.services[0].arrays  # type: ignore[attr-defined]
+    for cache in (arrays.keys, arrays.values):
+        cache[:] = np.nan if cache.dtype == np.float32 else 0x7E00
+
+
+def test_after_a_nan_nothing_is_found(tiny: Tiny) -> None:
+    unused = next(token for token in range(VOCAB_SIZE) if token not in _IDS)
+    request, bad = request_of(_IDS[:200]), request_of([*_IDS[:130], unused] * 2)
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, [request])
+    with batching(checkpoint, shares=True) as (_, driver):
+        spoil(driver, unused)
+        with pytest.raises(NotFiniteError):
+            answer(driver, bad)
+        same([answer(driver, request)], expected)
+        assert answer(driver, request)[2] == 192
+        with pytest.raises(NotFiniteError):
+            answer(driver, bad)
+        found = answer(driver, request)
+        assert found[2] == 0
+        same([found], expected)
+        assert all_are_free(driver)
+
+
+def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
+    request = request_of(_IDS[:300])
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, [request])
+    with batching(checkpoint, shares=True, kv_positions=CONTEXT) as (_, driver):
+        answer(driver, request)
+        driver.score_window(_EDITED[:200], 5, False)  # writes into pages of slot 0
+        found = answer(driver, request)
+        same([found], expected)
+        assert found[2] == 0
+
+
+# --- a store beside memory ---------------------------------------------------------------------
+
+
+class DictStore:
+    """A `PageStore` in a dict; it writes a page some calls after it was asked to."""
+
+    def __init__(self, kept: dict[bytes, np.ndarray] | None = None, delay: int = 3) -> None:
+        self.kept = {} if kept is None else kept
+        self.system: InProcessSystem | None = None
+        self.torn: set[bytes] = set()
+        self.loads: list[int] = []
+        self._delay = delay
+        self._writing: list[tuple[int, bytes, int, bytes]] = []
+        self.identities: list[bytes] = []
+
+    def _page(self, page: int) -> list[np.ndarray]:
+        assert self.system is not None
+        arrays = self.system.services[0].arrays  # type: ignore[attr-defined]
+        return [arrays.keys[:, page], arrays.values[:, page]]
+
+    def reopen(self, identity: bytes) -> None:
+        self.identities.append(identity)
+        self._writing.clear()
+
+    def keys(self) -> set[bytes]:
+        return set(self.kept)
+
+    def save(self, key: bytes, page: int) -> None:
+        content = np.stack(self._page(page)).tobytes()
+        self._writing.append((self._delay, key, page, content))
+
+    def saved(self) -> list[bytes]:
+        done = [one for one in self._writing if one[0] == 0]
+        later = [one for one in self._writing if one[0] > 0]
+        self._writing = [(left - 1, key, page, content) for left, key, page, content in later]
+        for _, key, page, content in done:
+            now = np.stack(self._page(page))
+            assert now.tobytes() == content  # nobody has written there meanwhile
+            self.kept[key] = now
+        return [key for _, key, _, _ in done]
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        self.loads.append(len(keys))
+        for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            for target, source in zip(self._page(page), self.kept[key], strict=True):
+                target[:] = source
+            if key in self.torn:
+                for key in keys[number:]:
+                    del self.kept[key]
+                self._page(page)[0][:] = 0  # half of what was to be there
+                return number
+        return len(keys)
+
+
+def with_store(
+    checkpoint: TinyCheckpoint,
+    store: DictStore,
+    requests: Sequence[GenerateRequest],
+    **options: Any,
+) -> list[Answer]:
+    """Answers of a new system that has the store; all is saved when it ends."""
+    with batching(checkpoint, shares=True, store=store, **options) as (system, driver):
+        store.system = system
+        found = [answer(driver, request) for request in requests]
+        while driver._prefixes.is_saving:  # also while nothing runs
+            threading.Event().wait(0.01)
+        assert all_are_free(driver)
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [64, 256])
+def test_a_restarted_system_finds_it_in_the_store(tiny: Tiny, max_tokens: int) -> None:
+    long = [*_IDS, *_EDITED, *_IDS][:1000]
+    requests = [request_of(ids) for ids in (*_PROMPTS, long)]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    options: dict[str, Any] = {"context": 1200, "max_tokens": max_tokens}
+    expected = cold(checkpoint, requests, **options)
+    kept: dict[bytes, np.ndarray] = {}
+    found = with_store(checkpoint, DictStore(kept), requests, **options)
+    same(found, expected)
+    assert [cached for *_, cached in found] == [*_CACHED, 320]
+    store = DictStore(kept)
+    found = with_store(checkpoint, store, requests, **options)
+    same(found, expected)
+    lengths = [len(request.prompt_ids or ()) for request in requests]
+    assert [cached for *_, cached in found] == [(size - 1) // PAGE * PAGE for size in lengths]
+    assert max(store.loads) == 8  # others have their turn in between
+    assert len(set(store.identities)) == 1 and len(store.identities[0]) == 32
+
+
+def test_a_torn_page_is_computed_again(tiny: Tiny) -> None:
+    requests = [request_of(_IDS[:300])]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests)
+    kept: dict[bytes, np.ndarray] = {}
+    with_store(checkpoint, DictStore(kept), requests)
+    assert len(kept) == 4
+    store = DictStore(kept)
+    store.torn = {list(kept)[2]}
+    found = with_store(checkpoint, store, requests)
+    same(found, expected)
+    assert found[0][2] == 128 and len(kept) == 4
+
+
+def test_what_memory_gave_up_comes_back_from_the_store(tiny: Tiny) -> None:
+    """Pages for one context, a slow store: what is being saved stays, and others wait for it."""
+    others = [[(token + n) % VOCAB_SIZE for token in _IDS] for n in range(1, 4)]
+    requests = [request_of(ids[:340]) for ids in (_IDS, *others)]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests)
+    store = DictStore(delay=20)
+    found = with_store(checkpoint, store, [*requests, *requests], kv_positions=CONTEXT)
+    same(found, [*expected, *expected])
+    assert not any(cached for *_, cached in found[:4])
+    assert any(cached for *_, cached in found[4:])
+
+
+def test_with_other_arithmetic_nothing_of_the_store_is_found(tiny: Tiny) -> None:
+    requests, kept = [request_of(_IDS[:300])], dict[bytes, np.ndarray]()
+    with_store(tiny("llama-gqa", "bfloat16"), DictStore(kept), requests)
+    store = DictStore(kept)
+    (found,) = with_store(tiny("llama-gqa", "float16"), store, requests)
+    assert found[2] == 0 and not store.loads
+
+
+# --- services that change or are lost ----------------------------------------------------------
+
+
+def test_other_services_find_nothing_of_earlier_ones(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    """A sum has another order then; a service that replaces a lost one computes the same."""
+    request = request_of(_IDS[:200])
+    fresh = {}
+    for count in (1, 2):
+        config = config_of(copied.path, num_cpu_actors=count, prefix_cache_bytes=0)
+        with stand_in_system(host, config) as system:
+            fresh[count] = answer(driver_of(system), request)
+    with stand_in_system(host, config_of(copied.path)) as system:
+
+        def cached(count: int) -> int:
+            found = answer(driver_of(system), request)
+            same([found], [fresh[count]])
+            return found[2]
+
+        assert [cached(1), cached(1)] == [0, 192]
+        system.actor.scale(2)
+        assert [cached(2), cached(2)] == [0, 192]
+        lose_once(host, 1)
+        assert cached(2) == 192
+        lose_once(host, 0)  # with the KV cache, in the middle of the answer
+        assert cached(2) == 192  # as it began
+        assert cached(2) == 192
+        system.service("gpu").kill()
+        assert cached(2) in (0, 192)  # by when it was noticed
+        assert cached(2) == 192
+        system.actor.scale(1)
+        assert [cached(1), cached(1)] == [0, 192]

@@ -1,0 +1,78 @@
+"""Which changes of a system change what its KV cache may be mistaken for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.setup.arithmetic import arithmetic_identity
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from tests.tiny_checkpoint import TinyCheckpoint
+
+_Change = Callable[[SystemConfig, list[ServiceSpec]], tuple[SystemConfig, list[ServiceSpec]]]
+
+
+def _identity(system: SystemConfig, specs: list[ServiceSpec], **more: Any) -> bytes:
+    config = read_config(Path(system.model_path))
+    return arithmetic_identity(
+        system, config, Topology(tuple(specs)), **({"share_tokens": 64} | more)
+    )
+
+
+def _of_system(**values: Any) -> _Change:
+    return lambda system, specs: (replace(system, **values), specs)
+
+
+def _of_services(index: int, **values: Any) -> _Change:
+    def change(
+        system: SystemConfig, specs: list[ServiceSpec]
+    ) -> tuple[SystemConfig, list[ServiceSpec]]:
+        return system, [replace(s, **values) if s.index == index else s for s in specs]
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def system(tiny: Callable[..., TinyCheckpoint]) -> SystemConfig:
+    return SystemConfig(str(tiny("llama-gqa", "float32").path), num_cpu_actors=2, num_threads=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _of_system(mode="dense"),
+        _of_system(kv_dtype="float32"),
+        _of_system(weight_dtype="q8"),
+        _of_system(device="cuda"),
+        _of_services(0, num_threads=3),
+        _of_services(1, num_threads=3),
+        _of_services(1, model_digest="another"),
+        _of_services(1, has_down_bias=False),
+        _of_services(1, neuron_ids=[np.arange(3, dtype=np.int32)] * 2),
+    ],
+)
+def test_what_changes_it(system: SystemConfig, change: _Change) -> None:
+    specs = service_specs(system, read_config(Path(system.model_path)))
+    assert _identity(*change(system, specs)) != _identity(system, specs)
+
+
+def test_cuts_and_devices_change_it(system: SystemConfig) -> None:
+    specs = service_specs(system, read_config(Path(system.model_path)))
+    found = {_identity(system, specs), _identity(system, specs, share_tokens=512)}
+    assert len(found | {_identity(system, specs, device_name="a GPU")}) == 3
+
+
+def test_what_leaves_it(system: SystemConfig) -> None:
+    """Batch, size of the cache and ways of asking change no bit."""
+    specs = service_specs(system, read_config(Path(system.model_path)))
+    others = {"max_batch": 3, "kv_positions": 9000, "exchange": "calls", "prefill_chunk": 128}
+    change = _of_system(**others)
+    assert _identity(*change(system, specs)) == _identity(system, specs)
