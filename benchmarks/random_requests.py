@@ -36,6 +36,7 @@ from typing import Any
 import click
 import psutil
 
+from benchmarks.fault_load import leaks
 from benchmarks.request_draws import Drawn, Draws
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
@@ -122,7 +123,11 @@ class Tally:
 
     def add_difference(self, drawn: Drawn, what: str) -> None:
         """Print a difference with its request."""
-        found = {"number": drawn.number, "difference": what, "request": asdict(drawn.request)}
+        request = asdict(drawn.request)
+        self.add_problem({"number": drawn.number, "difference": what, "request": request})
+
+    def add_problem(self, found: Json) -> None:
+        """Print and count what should not be."""
         with self.lock:
             self.differences.append(found)
             self.counts["differences"] += 1
@@ -234,6 +239,8 @@ class Run:
             self._asked.put(None)
         for client in clients:
             client.join()
+        if lent := leaks(self._tested.system):
+            self._tally.add_problem({"difference": f"in the end are lent: {lent}"})
 
     def _show(self, number: int) -> None:
         with self._tally.lock:
