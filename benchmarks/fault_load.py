@@ -13,6 +13,7 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import SamplingParams
 
 _TICK_S, _LONGEST_TICK_S = 0.02, 0.2
+_SETTLED_S = 6.0  # until what has ended has given everything back
 _PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
 
 
@@ -37,6 +38,18 @@ class RunningClock:
             now = time.monotonic()
             self.now_s += min(now - last, _LONGEST_TICK_S)
             last = now
+
+
+def leaks(system: System) -> str:
+    """What nobody uses and is still lent: requests, pages of the KV cache; "" for nothing."""
+    end_s = time.monotonic() + _SETTLED_S
+    while time.monotonic() < end_s:
+        load = system.call("driver_load")
+        if not (load.num_running or load.num_waiting or load.kv_cache_usage):
+            return ""
+        time.sleep(0.1)
+    allocated = f"{load.kv_cache_usage:.1%} of the KV cache"
+    return f"{load.num_running} requests that run, {load.num_waiting} that wait, {allocated}"
 
 
 class Load:

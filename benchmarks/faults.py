@@ -30,7 +30,7 @@ from statistics import median
 import click
 
 from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
-from benchmarks.fault_load import Era, Load, requests_of
+from benchmarks.fault_load import Era, Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
@@ -135,11 +135,11 @@ def _part(
         click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
     load.stop()
     system.call("scale", 2)
-    leaks = _leaks(system)
-    if load.wrong or leaks:
-        click.echo("; ".join([*load.wrong, leaks]), err=True)
+    lent = leaks(system)
+    if load.wrong or lent:
+        click.echo("; ".join([*load.wrong, lent]), err=True)
     took = [[f.kind, f.number, f.recovered_s - f.over_s] for f in faults]
-    return {"faults": took, "right": load.num_right, "wrong": load.wrong, "leaks": leaks}
+    return {"faults": took, "right": load.num_right, "wrong": load.wrong, "leaks": lent}
 
 
 def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
@@ -148,18 +148,6 @@ def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
         if count and count % (4 * len(names)) == 0:
             time.sleep(0.5)
         yield KINDS[chance.choice(names)]
-
-
-def _leaks(system: System) -> str:
-    """What nobody uses and is still lent: requests, pages of the KV cache; "" for nothing."""
-    end_s = time.monotonic() + _SETTLED_S * 10
-    while time.monotonic() < end_s:
-        load = system.call("driver_load")
-        if not (load.num_running or load.num_waiting or load.kv_cache_usage):
-            return ""
-        time.sleep(0.1)
-    allocated = f"{load.kv_cache_usage:.1%} of the KV cache"
-    return f"{load.num_running} requests that run, {load.num_waiting} that wait, {allocated}"
 
 
 def table_of(report: Json) -> str:
@@ -182,9 +170,9 @@ def table_of(report: Json) -> str:
     if every:
         lines += ["", f"{len(every)} faults, seed {report['seed']}: median {median(every):.2f} s, "
                   f"worst {max(every):.2f} s."]  # fmt: skip
-    leaks = [part["leaks"] for part in report["parts"].values() if part["leaks"]]
+    lent = [part["leaks"] for part in report["parts"].values() if part["leaks"]]
     lines += ["", "Seconds are from the fault's end to the next token, of any request. "
-              f"Left lent in the end: {'; '.join(leaks) or 'no request, no page'}."]  # fmt: skip
+              f"Left lent in the end: {'; '.join(lent) or 'no request, no page'}."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

@@ -36,6 +36,7 @@ from typing import Any
 import click
 import psutil
 
+from benchmarks.fault_load import leaks
 from benchmarks.request_draws import Drawn, Draws
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
@@ -51,6 +52,7 @@ _AHEAD = 24  # requests whose right answers are known and that wait for a client
 _KILL_EVERY_S = 12.0  # the system gives up at the tenth lost service within a minute
 _SHOWN_EVERY_S = 10.0
 _PLAIN = {"prefix_cache_bytes": 0, "speculate": "off"}
+_SHOWN = {"cached_tokens": "prompt_tokens_kept", "accepted_tokens": "drafted_tokens_accepted"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Answer:
     prompt_logprobs: tuple[Any, ...] = ()
     embedding: tuple[float, ...] = ()
     error: str = ""
-    num_cached: int = field(default=0, compare=False)  # tokens of the prompt, not computed
+    numbers: Json = field(default_factory=dict, compare=False)  # of the command-line contract
 
     @classmethod
     def of(cls, events: list[TokenEvent], error: str = "") -> Answer:
@@ -78,7 +80,7 @@ class Answer:
             prompt_logprobs=tuple(one for event in events for one in event.prompt_logprobs),
             embedding=tuple(result.embedding or ()) if result is not None else (),
             error=error,
-            num_cached=result.num_cached_tokens if result is not None else 0,
+            numbers=result.as_json() if result is not None else {},
         )
 
     def difference(self, expected: Answer) -> str:
@@ -121,7 +123,11 @@ class Tally:
 
     def add_difference(self, drawn: Drawn, what: str) -> None:
         """Print a difference with its request."""
-        found = {"number": drawn.number, "difference": what, "request": asdict(drawn.request)}
+        request = asdict(drawn.request)
+        self.add_problem({"number": drawn.number, "difference": what, "request": request})
+
+    def add_problem(self, found: Json) -> None:
+        """Print and count what should not be."""
         with self.lock:
             self.differences.append(found)
             self.counts["differences"] += 1
@@ -131,7 +137,7 @@ class Tally:
 def answer_of(system: System, request: GenerateRequest, leave_after: int | None = None) -> Answer:
     """Run a request; `leave_after`: cancel it after so many tokens."""
     events: list[TokenEvent] = []
-    stream = system.generate(request)
+    stream: Any = system.generate(request)
     try:
         num_tokens = 0
         while leave_after is None or num_tokens < leave_after:
@@ -233,6 +239,8 @@ class Run:
             self._asked.put(None)
         for client in clients:
             client.join()
+        if lent := leaks(self._tested.system):
+            self._tally.add_problem({"difference": f"in the end are lent: {lent}"})
 
     def _show(self, number: int) -> None:
         with self._tally.lock:
@@ -262,8 +270,8 @@ class Run:
             self._tally.add_difference(drawn, difference)
             return
         kind = "refused" if found.error else "whole" if found.finish_reason else "left"
-        cached = {"prompt_tokens_not_computed": found.num_cached}
-        self._tally.count(**{kind: 1}, tokens=len(found.ids), **cached)
+        shown = {name: found.numbers.get(key, 0) for key, name in _SHOWN.items()}
+        self._tally.count(**{kind: 1}, tokens=len(found.ids), **shown)
 
     def _kill_soon(self, chance: random.Random) -> None:
         time.sleep(chance.uniform(0.0, 0.3))
@@ -313,6 +321,7 @@ def table_of(report: Json) -> str:
 @click.option("--cpu-actors", type=int)
 @click.option("--threads", type=int)
 @click.option("--speculate", default="auto", show_default=True)
+@click.option("--draft")
 @click.option("--prefix-cache", default="64MB", show_default=True)
 @click.option("--kills/--no-kills", default=True, help="Services that are killed, restarts.")
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
@@ -320,7 +329,8 @@ def table_of(report: Json) -> str:
 def main(
     model: str | None, shape: str | None, requests: int, minutes: float, seed: int, context: int,
     mode: str | None, dtype: str | None, kv_dtype: str | None, cpu_actors: int | None,
-    threads: int | None, speculate: str, prefix_cache: str, kills: bool, out: Path | None,
+    threads: int | None, speculate: str, draft: str | None, prefix_cache: str, kills: bool,
+    out: Path | None,
 ) -> None:  # fmt: skip
     """Compare random requests' answers, to the bit, with those of a plain system."""
     until_s = time.monotonic() + minutes * 60
@@ -329,13 +339,14 @@ def main(
         "num_threads": threads, "context_length": context, "max_batch": _CLIENTS,
         "kv_positions": 3 * context,
     }  # fmt: skip
-    own = {"prefix_cache_bytes": OPTIONS["prefix_cache_bytes"].value_of(prefix_cache)}
+    own: Json = {"speculate": speculate} | ({"draft": draft} if draft else {})
+    own["prefix_cache_bytes"] = OPTIONS["prefix_cache_bytes"].value_of(prefix_cache)
     tally = Tally()
-    if lacking := sorted({*both, *own, "speculate"} - OPTIONS.keys()):
+    if lacking := sorted({*both, *own} - OPTIONS.keys()):
         click.echo(f"not in this version: {', '.join(lacking)}", err=True)
     with model_of(model, shape, context) as path:
         plain, _ = prepare_system(path, given_options(both | _PLAIN))
-        config, _ = prepare_system(path, given_options(both | own | {"speculate": speculate}))
+        config, _ = prepare_system(path, given_options(both | own))
         draws = Draws(path, seed, config.context_length, harms=kills)
         with System.start(plain, others=[config]) as cold:
             tested = TestedSystem(config, tally)
@@ -346,8 +357,7 @@ def main(
         report = where_and_when(path, config.num_threads) | {
             "model": path.name,
             "seed": seed,
-            "options": {name: value for name, value in (both | own).items() if value is not None}
-            | {"speculate": speculate},
+            "options": {name: value for name, value in (both | own).items() if value is not None},
             "counts": dict(tally.counts),
             "differences": tally.differences,
         }

@@ -22,6 +22,7 @@ from hotcold.model.sampling import SamplingParams
 from tests.actors.changing_services import config_of, driver_of
 from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import (
+    StandInActor,
     StandInRay,
     StandInSystem,
     lose_once,
@@ -113,19 +114,27 @@ def test_a_lost_service_finds_its_pages_again(copied: TinyCheckpoint, host: Stan
         assert answer(system, PROMPT) == (expected[0], 192)
 
 
+def dies_before(actor: StandInActor, method: str) -> None:
+    """Let a service's process die when it is called so, once."""
+
+    def die() -> None:
+        actor.before.clear()
+        actor.kill()
+
+    actor.before[method] = die
+
+
 def test_a_service_that_is_lost_while_it_loads_or_saves(
     copied: TinyCheckpoint, host: StandInRay
 ) -> None:
     expected = cold(host, copied, PROMPT, PROMPT[1:])
     with stand_in_system(host, with_file(copied)) as system:
-        gpu = system.service("gpu")
-        gpu.before["save_pages"] = lambda: (gpu.before.clear(), gpu.kill())[0]
+        dies_before(system.service("gpu"), "save_pages")
         assert answer(system, PROMPT)[0] == expected[0]
         assert answer(system, PROMPT[1:])[0] == expected[1]
         assert answer(system, PROMPT)[0] == expected[0]
     with stand_in_system(host, with_file(copied)) as system:
-        gpu = system.service("gpu")
-        gpu.before["load_pages"] = lambda: (gpu.before.clear(), gpu.kill())[0]
+        dies_before(system.service("gpu"), "load_pages")
         assert answer(system, PROMPT)[0] == expected[0]
         assert answer(system, PROMPT[1:])[0] == expected[1]
 
