@@ -105,6 +105,7 @@ class CpuService(Service):
                 self.num_threads,
                 self.index,
                 np.int32(seen),
+                self.weights,
                 self.buffers,
                 self.source,
                 self._scratch,
@@ -112,11 +113,6 @@ class CpuService(Service):
                 self.function,
             )
         )
-
-    def work_within(self, service: Service) -> None:
-        """Use another service's requests and threads."""
-        self.thread_cores, self.buffers = service.thread_cores, service.buffers
-        self._arena = service._arena
 
     def answer_share(self, thread: int) -> None:
         """Do one thread's share of the FFN request in the mailbox; every thread must do its own."""
@@ -233,4 +229,18 @@ def load_cpu_service(
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    service = CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    add_draft(service, spec, config, on_bytes, touch)
+    return service
+
+
+def add_draft(
+    service: CpuService,
+    spec: ServiceSpec,
+    config: ModelConfig,
+    on_bytes: OnBytes,
+    touch: Touch | None = None,
+) -> None:
+    """Load the same neurons in the weights of drafts too, if there are such. As the service."""
+    if spec.draft is not None:
+        service.draft = load_cpu_service(spec.draft, config, on_bytes, touch)

@@ -15,6 +15,7 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
+from hotcold.actors.driver.model_drafter import ModelDrafter
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
@@ -56,6 +57,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.serve.mailbox import DRAFT
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import read_predictors
@@ -119,6 +121,9 @@ class Driver:
         engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
         self.engine = engine
         self._start_helpers(mode.predictor, exchange, topology)
+        self.drafter = _model_drafter(system, engine, topology.shards)
+        if self.drafter is not None:
+            self._start_helpers(self.drafter.mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
         self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
@@ -295,7 +300,7 @@ class Driver:
         """
         topology = change.topology
         watch = NeuronWatch(self.generator.config, change.exchange.buffers, topology)
-        old = new = self.engine.mode.predictor
+        old = new = self._predictor
         if old is not None:
             bits = change.exchange.buffers.predictor_bits
             new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
@@ -304,7 +309,7 @@ class Driver:
             self._queue.between_steps(lambda: self._change_services(change, new, watch))
         finally:
             for each in (old, new):
-                if each is not None and each is not self.engine.mode.predictor:
+                if each is not None and each is not self._predictor:
                     each.close()
 
     def _change_services(
@@ -321,7 +326,10 @@ class Driver:
                 self._scheduler.recompute_all()
             self._scheduler.restart_chunk()
             self._pool.move(tables)
-            self.engine.mode = replace(self.engine.mode, predictor=predictor)
+            if self.drafter is not None and self.drafter.mode.predictor is not None:
+                self.drafter.mode = replace(self.drafter.mode, predictor=predictor)
+            else:
+                self.engine.mode = replace(self.engine.mode, predictor=predictor)
             for engine in (self.engine, self._profiling):
                 engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
@@ -359,8 +367,14 @@ class Driver:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
         self._queue.close(self._streams.cancel_all)
-        if self.engine.mode.predictor is not None:
-            self.engine.mode.predictor.close()
+        if self._predictor is not None:
+            self._predictor.close()
+
+    @property
+    def _predictor(self) -> NeuronPredictor | None:
+        """That of the engine's mode or of drafts: only one of them has some."""
+        of_drafts = None if self.drafter is None else self.drafter.mode.predictor
+        return of_drafts or self.engine.mode.predictor
 
     def _start_helpers(
         self, predictor: NeuronPredictor | None, exchange: Exchange, topology: Topology
@@ -369,6 +383,21 @@ class Driver:
         if predictor is not None and exchange.next_number:
             service = topology.cache_services[0]  # in other services' layers one core predicts
             predictor.start_helpers(exchange.buffers, service, self._system.num_threads)
+
+
+def _model_drafter(
+    system: SystemConfig, engine: Engine, shards: Sequence[Sequence[np.ndarray]]
+) -> ModelDrafter | None:
+    """What drafts by the model, as the system has it; None where nothing does."""
+    config = engine.config
+    if system.draft_system is not None:
+        mode = step_mode(config, default_mode(config))
+        return ModelDrafter(engine, replace(mode, weights=DRAFT))
+    if system.draft not in PREDICTED_MODES:
+        return None
+    identity, file = ModelIdentity.of(system.model_path), Path(system.draft_predictors_path)
+    predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
+    return ModelDrafter(engine, step_mode(config, system.draft, predictors.arranged(shards)))
 
 
 def _load_mode(

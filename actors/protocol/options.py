@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
+from hotcold.actors.protocol.messages import (
+    AUTO_MODE,
+    DRAFT_DTYPES,
+    EXCHANGES,
+    MODES,
+    NO_MODEL,
+    PREDICTED_DRAFT,
+)
 from hotcold.model.errors import UsageError, shown
 
 QUANTIZED = ("q8", "q4_1", "q4")
@@ -16,6 +23,7 @@ DTYPES = ("f16", "bf16", *QUANTIZED)
 KV_DTYPES = ("float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 PIN_CHOICES = ("auto", "on", "off")
+DRAFTS = ("auto", NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?")
@@ -109,6 +117,10 @@ class SystemOptions:
     exchange: str = _option(
         "--exchange", "How the driver asks services: doorbells in shared memory, or actor calls.",
         choices=EXCHANGES, default="arena")
+    draft: str = _option(
+        "--draft", "What drafts tokens for --speculate, beside repeated text (ngram): q4, the "
+        "model's own weights in 4 bits, in memory beside them; predicted, the model with the "
+        "neurons that its predictors choose; auto is ngram.", choices=DRAFTS, default="auto")
     pin: str = _option(
         "--pin", "Keep services on the cores and memory of their NUMA nodes; auto: with one node, "
         "on cores until another program wants those.", choices=PIN_CHOICES, default="auto")
