@@ -177,7 +177,7 @@ def load_attention_service(
         attention = load_attention(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
         head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
         arrays = arrays._replace(**vars(attention), **vars(head))
-        service.draft = AttentionService(
-            spec.name, spec.index, spec.num_threads, arrays, hot and hot.draft
-        )
+        hot_draft = None if hot is None else hot.draft
+        assert hot_draft is None or isinstance(hot_draft, CpuService)
+        service.draft = AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot_draft)
     return service

@@ -60,7 +60,7 @@ from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.serve.mailbox import DRAFT
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
-from hotcold.predictors.predictor_file import read_predictors
+from hotcold.predictors.predictor_file import Predictors, read_predictors
 
 _Result = TypeVar("_Result")
 
@@ -393,11 +393,16 @@ def _model_drafter(
     if system.draft_system is not None:
         mode = step_mode(config, default_mode(config))
         return ModelDrafter(engine, replace(mode, weights=DRAFT))
-    if system.draft not in PREDICTED_MODES:
+    if not system.draft_predictors_path:
         return None
-    identity, file = ModelIdentity.of(system.model_path), Path(system.draft_predictors_path)
-    predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
+    predictors = _read_predictors(system, system.draft_predictors_path, config)
     return ModelDrafter(engine, step_mode(config, system.draft, predictors.arranged(shards)))
+
+
+def _read_predictors(system: SystemConfig, file: str, config: ModelConfig) -> Predictors:
+    """Predictors of the system's model. Errors: ArtifactError."""
+    identity, keeps_pages = ModelIdentity.of(system.model_path), system.storage is None
+    return read_predictors(Path(file), identity, config, keeps_pages=keeps_pages)
 
 
 def _load_mode(
@@ -412,8 +417,7 @@ def _load_mode(
         return StepMode(system.mode, calibrated.thresholds.of_layers())
     if system.mode not in PREDICTED_MODES:
         return step_mode(config, system.mode)
-    identity, file = ModelIdentity.of(system.model_path), Path(system.predictors_path)
-    predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
+    predictors = _read_predictors(system, system.predictors_path, config)
     return step_mode(
         config, system.mode, predictors.arranged(shards, exchange.buffers.predictor_bits)
     )

@@ -50,6 +50,9 @@ class Service(ABC):
     actor calls. A loop returns to Python only for a request that it cannot serve itself.
     """
 
+    buffers: SharedBuffers
+    _arena: np.ndarray
+
     def __init__(self, name: str, index: int, num_threads: int) -> None:
         """`index` is the service's row in the buffers."""
         self.name = name
@@ -115,7 +118,7 @@ class Service(ABC):
         """
         self._arena = arena
         self._calls = None
-        self.buffers: SharedBuffers = layout.buffers(arena) if buffers is None else buffers
+        self.buffers = layout.buffers(arena) if buffers is None else buffers
         self.prepare(layout)
         if self._draft is not None:
             self._draft.work_within(self)

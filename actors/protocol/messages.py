@@ -24,9 +24,10 @@ THRESHOLD = "threshold"  # neurons fire where their activation is not small
 MODES = ("dense", "exact", THRESHOLD, *PREDICTED_MODES)
 AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
-NO_MODEL = "ngram"  # as a draft: no step of the model
-DRAFT_DTYPES = ("q4",)  # of the second weights that a draft may have
-PREDICTED_DRAFT = "predicted"  # by the first of PREDICTED_MODES that has predictors
+# What drafts tokens: repeated text alone; the model's own weights in so few bits, which services
+# hold beside the others; the model with the neurons that its predictors choose.
+NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
+DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
-    # What drafts tokens beside n-grams: "q4", the model's own weights in so few bits, or a mode of
-    # PREDICTED_MODES; NO_MODEL: nothing.
-    draft: str = NO_MODEL
-    draft_predictors_path: str = ""  # of a predicted mode that drafts
+    draft: str = NO_MODEL  # what drafts tokens: see DRAFTS
+    draft_predictors_path: str = ""  # of PREDICTED_DRAFT
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
@@ -161,7 +160,9 @@ class ServiceSpec(ServicePart):
     def draft(self) -> ServiceSpec | None:
         """The same part in the system's second weights; None where it has none."""
         system = self.system.draft_system
-        return system and replace(self, system=system, storage=None, among=None)
+        if system is None:
+            return None
+        return replace(self, system=system, storage=None, among=None)
 
     @property
     def path(self) -> Path:

@@ -9,6 +9,7 @@ from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     EXCHANGES,
     MODES,
+    PREDICTED_DRAFT,
     PREDICTED_MODES,
     THRESHOLD,
     SystemConfig,
@@ -133,7 +134,7 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
     Low-rank predictors that lie in the checkpoint are written to one first.
     """
     if mode not in PREDICTED_MODES:
-        if options.predictors is not None:
+        if options.predictors is not None and options.draft != PREDICTED_DRAFT:
             raise UsageError(
                 f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
             )

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotcold.actors.protocol.messages import (
+    AUTO_MODE,
     DRAFT_DTYPES,
+    DRAFTS,
     PREDICTED_DRAFT,
     PREDICTED_MODES,
     SystemConfig,
 )
-from hotcold.actors.protocol.options import DRAFTS, SystemOptions
+from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
 from hotcold.actors.setup.memory_needs import draft_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
@@ -29,18 +31,23 @@ def with_draft(
 
     Errors:  UsageError where this system cannot have it, ArtifactError for unusable predictors
     """
-    draft = options.draft
-    if draft not in DRAFTS:
-        raise UsageError(f"no draft named {shown(draft)}; give {' or '.join(DRAFTS)}")
-    if draft in DRAFT_DTYPES:
-        return _with_weights(replace(system, draft=draft), config)
-    if draft == PREDICTED_DRAFT:
-        return _with_predictors(path, system, options)
+    if options.draft == AUTO_DRAFT:
+        return system
+    if options.draft not in DRAFTS:
+        known = " or ".join((AUTO_DRAFT, *DRAFTS))
+        raise UsageError(f"no draft named {shown(options.draft)}; give {known}")
+    system = replace(system, draft=options.draft)
+    if system.draft in DRAFT_DTYPES:
+        _require_weights(system, config)
+    if system.draft == PREDICTED_DRAFT:
+        file = _predictors(path, system, options)
+        check_artifact(file, "predictors", ModelIdentity.of(path))
+        return replace(system, draft_predictors_path=str(file.resolve()))
     return system
 
 
-def _with_weights(system: SystemConfig, config: ModelConfig) -> SystemConfig:
-    """The system if it can hold its second weights."""
+def _require_weights(system: SystemConfig, config: ModelConfig) -> None:
+    """Raise UsageError unless the system can hold its second weights, and they are fewer bytes."""
     given = f"--draft {system.draft}"
     if system.device == "cuda":
         raise UsageError(
@@ -57,22 +64,23 @@ def _with_weights(system: SystemConfig, config: ModelConfig) -> SystemConfig:
             f"{given}: the draft takes {draft / 1e9:.2f} GB and the model itself "
             f"{target / 1e9:.2f} GB, so it would hardly be faster; leave it out"
         )
-    return system
 
 
-def _with_predictors(path: Path, system: SystemConfig, options: SystemOptions) -> SystemConfig:
-    """The system with the predictors of the first predicted mode that has some."""
+def _predictors(path: Path, system: SystemConfig, options: SystemOptions) -> Path:
+    """The file of predictors that draft: the one that is named, else one beside the model."""
     if system.mode in PREDICTED_MODES or system.auto_mode:
+        mode = AUTO_MODE if system.auto_mode else system.mode
         raise UsageError(
-            f"--draft {PREDICTED_DRAFT} drafts for a model that computes all that fires; "
-            f"leave it out with --mode {'auto' if system.auto_mode else system.mode}"
+            f"--draft {PREDICTED_DRAFT} is for a model that computes all that fires, not for "
+            f"--mode {mode}; leave one of them out"
         )
+    if options.predictors is not None:
+        return options.predictors
     for mode in PREDICTED_MODES:
-        own = predictors_path(path, mode, options.weight_dtype or "")
-        found = own if own.exists() else predictors_path(path, mode)
-        if found.exists():
-            check_artifact(found, "predictors", ModelIdentity.of(path))
-            return replace(system, draft=mode, draft_predictors_path=str(found.resolve()))
+        for weight_dtype in (options.weight_dtype or "", ""):  # those made for these weights first
+            file = predictors_path(path, mode, weight_dtype)
+            if file.exists():
+                return file
     raise UsageError(
         f"--draft {PREDICTED_DRAFT} takes predictors, and none lie beside the model; "
         "`hotcold train-predictors` makes some"

@@ -142,7 +142,9 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
     Errors:  CheckpointError, UsageError
     """
     draft = system.draft_system
-    return draft and served_config(draft, Checkpoint(Path(system.model_path)), config)
+    if draft is None:
+        return None
+    return served_config(draft, Checkpoint(Path(system.model_path)), config)
 
 
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
