@@ -14,9 +14,7 @@ from hotcold.actors.driver.active_request import ActiveRequest
 class Drafter(Protocol):
     """Proposes tokens, in the engine's thread, between two steps."""
 
-    def propose(
-        self, requests: Sequence[ActiveRequest], counts: Sequence[int]
-    ) -> list[list[int]]:
+    def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         """At most counts[i] ids (>= 1) that may follow `requests[i].tokens`; [] for no draft.
 
         Of each request all tokens but the last one are in the KV cache, and its slot has pages for
