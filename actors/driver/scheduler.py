@@ -200,18 +200,21 @@ class Scheduler:
             began = self._clock()
             ends = self._stepped(batch)
             ended = self._clock()
-            num_new = 0
+            num_new = num_accepted = 0
             for end in ends:
                 request, num_before = end.request, len(end.request.tokens)
+                num_accepted -= request.drafts.num_accepted
                 if request.has_answered:
                     request.times.include(engine.times)
                 self._accept(request, end.rows, end.draft)
                 num_new += len(request.tokens) - num_before
+                num_accepted += request.drafts.num_accepted
             if self.speculation is not None:
                 self.speculation.learn(ended - began, self._clock() - ended)
             num_drafted = sum(len(end.draft) for end in ends)
-            record = StepRecord(time.monotonic(), num_new, engine.times, num_drafted)
-            self.recent.append(record)
+            self.recent.append(
+                StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
+            )
             engine.times = StepTimes()  # layers of prompts may follow
 
     def _drafted(self, batch: Batch, max_logits: int) -> Batch:

@@ -128,10 +128,11 @@ class StepTimes:
 class StepRecord:
     """One finished step: when it ended (monotonic seconds), and how many new tokens it gave.
 
-    num_drafted: tokens of drafts that it verified
+    num_drafted, num_accepted: tokens of drafts that it verified, and those that were chosen
     """
 
     ended_s: float
     num_new_tokens: int
     times: StepTimes
     num_drafted: int = 0
+    num_accepted: int = 0
