@@ -75,6 +75,7 @@ class LLM:
         thresholds: str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         exchange: str = "arena",
+        speculate: str | int = "auto",
         draft: str = "auto",
         pin: str = "auto",
         hosts: Sequence[str] = (),
@@ -87,7 +88,8 @@ class LLM:
             "threads": threads, "cpu_actors": cpu_actors, "context_length": context_length,
             "parallel": parallel, "kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "device": device,
             "predictors": predictors, "thresholds": thresholds, "plan": plan,
-            "exchange": exchange, "draft": draft, "pin": pin, "hosts": hosts,
+            "exchange": exchange, "pin": pin, "hosts": hosts,
+            "speculate": str(speculate), "draft": draft,
         }  # fmt: skip
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)

@@ -20,6 +20,7 @@ from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
+from hotcold.actors.driver.speculation import speculation
 from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.driver.streams import (
     POLL_S,
@@ -134,7 +135,8 @@ class Driver:
         self.generator.warm_up()
         self._streams = OpenStreams()
         self.readers = Readers()
-        self._scheduler = Scheduler(engine, self._pool)
+        drafts = speculation(system.speculate, self.drafter)
+        self._scheduler = Scheduler(engine, self._pool, speculation=drafts)
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
         self._started_s = time.monotonic()

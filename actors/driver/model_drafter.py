@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.step_mode import StepMode
-from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.telemetry.step_times import StepTimes
 
 
@@ -28,16 +27,12 @@ class ModelDrafter:
     def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         """counts[i] ids that may follow `requests[i].tokens`, by as many steps as the most of them.
 
-        Where a step fails, or has numbers that are not finite, there are no drafts: what is wrong
-        with a request shows in its own step.
-        Errors:  ServiceError, CacheLost
+        Errors:  those of `Engine.step`
         """
         engine, own_times = self._engine, self._engine.times
         engine.times = self.times
         try:
             return self._propose(requests, counts)
-        except (NotFiniteError, RequestError):
-            return [[] for _ in requests]
         finally:
             engine.times = own_times
 

@@ -28,6 +28,8 @@ EXCHANGES = ("arena", "calls")
 # hold beside the others; the model with the neurons that its predictors choose.
 NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
 DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
+MOST_DRAFTED = 16  # tokens of one draft
+SPECULATE = ("auto", "off", *(str(count) for count in range(1, MOST_DRAFTED + 1)))
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class SystemConfig:
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
+    speculate: str = "off"  # of SPECULATE: how many tokens of drafts a step verifies
 
     @property
     def draft_system(self) -> SystemConfig | None:
@@ -239,6 +242,33 @@ class GenerateRequest:
     wants_embedding: bool = False
 
 
+@dataclass
+class DraftCounts:
+    """What became of drafts: tokens proposed before the model chose them.
+
+    accepted_at: for each position of a draft, how often its token was the one that was chosen
+    """
+
+    num_drafts: int = 0
+    num_drafted: int = 0  # tokens
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of drafts that were chosen."""
+        return sum(self.accepted_at)
+
+    def add(self, num_drafted: int) -> None:
+        """Count a draft of so many tokens; 0: there was none."""
+        self.num_drafts += num_drafted > 0
+        self.num_drafted += num_drafted
+
+    def accept(self, place: int) -> None:
+        """Count the draft's token at `place` as chosen."""
+        self.accepted_at += [0] * (place + 1 - len(self.accepted_at))
+        self.accepted_at[place] += 1
+
+
 @dataclass(frozen=True)
 class Generation:
     """A finished request. Times in seconds."""
@@ -250,10 +280,10 @@ class Generation:
     prefill_s: float  # from admission to the first new token
     decode_s: float
     queued_s: float = 0.0  # before admission
-    # Mean times of this request's decoding steps, by parts. A step is shared with other requests:
-    # the times are of the whole step.
+    # Times of this request's decoding steps for each token that they gave it, by parts. A step is
+    # shared with other requests: the times are of the whole step.
     per_token_ms: dict[str, float] = field(default_factory=dict)
-    step_tokens: float = 1.0  # in such a step, of all requests and of their prompts too
+    step_tokens: float = 1.0  # in such a step, of all requests, their prompts and drafts too
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose
@@ -262,6 +292,7 @@ class Generation:
     reads: dict[str, float] = field(default_factory=dict)
     # Where it was wanted, the mean of the prompt's last hidden states: d float32 numbers.
     embedding: list[float] | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -287,6 +318,10 @@ class Generation:
             "ups_computed": self.ups_computed,
             "per_token_ms": self.per_token_ms,
             "reads": self.reads,
+            "drafts": self.drafts.num_drafts,
+            "draft_tokens": self.drafts.num_drafted,
+            "accepted_tokens": self.drafts.num_accepted,
+            "accepted_by_position": self.drafts.accepted_at,
         }
 
 

@@ -13,6 +13,7 @@ from hotcold.actors.protocol.messages import (
     DRAFTS,
     EXCHANGES,
     MODES,
+    SPECULATE,
 )
 from hotcold.model.errors import UsageError, shown
 
@@ -123,6 +124,9 @@ class SystemOptions:
     pin: str = _option(
         "--pin", "Keep services on the cores and memory of their NUMA nodes; auto: with one node, "
         "on cores until another program wants those.", choices=PIN_CHOICES, default="auto")
+    speculate: str = _option(
+        "--speculate", "How many tokens are proposed beforehand, and verified in one step: as many "
+        "as pay, none, or a number. The answer is the same.", choices=SPECULATE, default="auto")
     hosts: tuple[str, ...] = _option(
         "--hosts", "Ray nodes that share the CPU services, like 10.0.0.1,10.0.0.2; the driver's "
         "own without it.", "addresses", default=())

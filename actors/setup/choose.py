@@ -9,8 +9,10 @@ from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     EXCHANGES,
     MODES,
+    MOST_DRAFTED,
     PREDICTED_DRAFT,
     PREDICTED_MODES,
+    SPECULATE,
     THRESHOLD,
     SystemConfig,
 )
@@ -66,6 +68,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
+        speculate=options.speculate,
         predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
         thresholds_path=thresholds_file(path, config, mode, options.thresholds),
@@ -84,6 +87,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
+    if options.speculate not in SPECULATE:
+        raise UsageError(
+            f"--speculate is {options.speculate!r}; give auto, off or a number from 1 to "
+            f"{MOST_DRAFTED}"
+        )
     return system
 
 

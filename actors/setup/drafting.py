@@ -36,6 +36,8 @@ def with_draft(
     if options.draft not in DRAFTS:
         known = " or ".join((AUTO_DRAFT, *DRAFTS))
         raise UsageError(f"no draft named {shown(options.draft)}; give {known}")
+    if options.speculate == "off":
+        raise UsageError(f"--draft {options.draft} is for --speculate, which is off; leave one out")
     system = replace(system, draft=options.draft)
     if system.draft in DRAFT_DTYPES:
         _require_weights(system, config)
