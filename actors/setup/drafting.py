@@ -52,9 +52,7 @@ def _require_weights(system: SystemConfig, config: ModelConfig) -> None:
     """Raise UsageError unless the system can hold its second weights, and they are fewer bytes."""
     given = f"--draft {system.draft}"
     if system.device == "cuda":
-        raise UsageError(
-            f"{given} is for systems without a GPU; give --device cpu, or leave it out"
-        )
+        raise UsageError(f"{given} is for the CPU alone; give --device cpu, or leave it out")
     if system.hosts:
         raise UsageError(f"{given} is for systems of one host; leave it out, or --hosts")
     try:
