@@ -133,6 +133,8 @@ class Driver:
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
+        if self.drafter is not None:
+            self.drafter.warm_up()
         self._streams = OpenStreams()
         self.readers = Readers()
         drafts = speculation(system.speculate, self.drafter)

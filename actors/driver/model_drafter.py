@@ -5,10 +5,12 @@ What they write there, the verifying step writes again.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.step_mode import StepMode
+from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.telemetry.step_times import StepTimes
 
 
@@ -23,6 +25,11 @@ class ModelDrafter:
         self._engine = engine
         self.mode = mode
         self.times = StepTimes()
+
+    def warm_up(self) -> None:
+        """Run one token, so that no request waits for a kernel to be compiled."""
+        with suppress(NotFiniteError):  # a draft will raise it
+            self._engine.step([0], [0], [0], mode=self.mode)
 
     def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         """counts[i] ids that may follow `requests[i].tokens`, by as many steps as the most of them.
