@@ -24,9 +24,11 @@ _LENGTHS = tuple(_NGRAM_PRIORS)
 
 _PRIOR_TRIALS = 2.0  # that a prior counts for
 _REQUEST_DECAY, _SYSTEM_DECAY = 0.95, 0.99  # a draft
-_FRESH_STEPS = 64  # after so many steps the cost of a step is measured again
+_FRESH_STEPS = 64  # after so many steps the cost of a step without drafts is measured again
+_KEPT_STEPS = 512  # after so many the cost of a size is forgotten: one slow step may have made it
 _EARNED = 0.01  # of a step's time without drafts, for trials
-_MOST_SAVED = 3.0  # steps
+_FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps
+_RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
 _TRIED = 2  # tokens of a trial's draft
 _LEAST_CHANCE = 0.02  # a token that is accepted less often is not proposed
 
@@ -134,6 +136,9 @@ class Costs:
             self._level += 0.1 * error
             self._shape[size] += (0.1 if self.is_fresh(size) else 0.5) * error
         self._measured_at[size] = self._num_measured
+        oldest = min(self._measured_at, key=lambda one: self._measured_at[one])
+        if self._num_measured - self._measured_at[oldest] > _KEPT_STEPS and oldest != size:
+            del self._measured_at[oldest], self._shape[oldest]
 
     def is_fresh(self, size: int) -> bool:
         """Whether the size was among the last _FRESH_STEPS measured."""
@@ -168,10 +173,11 @@ class Acceptance:
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Take a draft's fate."""
+        self._tried = [count * self._decay for count in self._tried]
+        self._accepted = [count * self._decay for count in self._accepted]
         for place in range(min(num_drafted, num_accepted + 1)):
-            self._tried[place] = self._tried[place] * self._decay + 1
-            is_accepted = place < num_accepted
-            self._accepted[place] = self._accepted[place] * self._decay + is_accepted
+            self._tried[place] += 1
+            self._accepted[place] += place < num_accepted
 
     def chance(self, place: int) -> float:
         """Of the token at `place`, given those before it."""
@@ -218,7 +224,7 @@ class AutoPolicy:
             source: Acceptance(_SYSTEM_DECAY, prior) for source, prior in priors.items()
         }
         self._of_requests: MutableMapping[Hashable, dict[int, Acceptance]] = WeakKeyDictionary()
-        self._saved = _MOST_SAVED  # steps' time that drafts may still cost
+        self._saved = _FIRST_SAVED  # steps' time that drafts may still cost
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """As `DraftPolicy.choose`."""
@@ -226,9 +232,9 @@ class AutoPolicy:
         can_draft = most > 0 and any(
             one.most > 0 and (has_model or one.ngram_length) for one in offers
         )
-        if not can_draft or not self._steps.is_fresh(num) or self._saved <= 0:
+        if not can_draft or not self._steps.is_fresh(num) or self._saved <= _LEAST_SAVED:
             return none
-        without = num / (self._steps.of(num) + num * self._accepting.of(1))
+        without = num / self._time_without(num)
         plans = [self._plan(offers, self._sources(offers, False), most)]
         if has_model:
             plans.append(self._plan(offers, self._sources(offers, True), most))
@@ -280,6 +286,7 @@ class AutoPolicy:
             gains += [(chance, at) for _, chance in zip(range(limit), likely, strict=False)]
         gains.sort(key=lambda gain: -gain[0])  # stable: a request's own stay in order
         counts, num_new, best = [0] * num, float(num), _Plan([], 0.0, 1.0)
+        most_time = (1 + max(self._saved, _RISKED)) * self._time_without(num)
         best_counts, num_models, rounds = counts, 0, 0
         for size, (chance, at) in enumerate(gains[:most], num + 1):
             if sources[at] == MODEL:
@@ -289,6 +296,8 @@ class AutoPolicy:
             num_new += chance
             took = self._steps.of(size) + num_new * accepting
             took += rounds * self._rounds.of(num_models) if rounds else 0
+            if took > most_time:  # it may all be in vain
+                break
             if num_new * best.took > best.num_new * took:
                 best, best_counts = _Plan([], num_new, took), counts.copy()
         best.choices = [
@@ -322,8 +331,11 @@ class AutoPolicy:
     def _loss(self, plan: _Plan, num: int | None = None) -> float:
         """What a plan takes beyond as many tokens without drafts, in steps; less than 0: a gain."""
         num = num or len(plan.choices)
-        step = self._steps.of(num) + num * self._accepting.of(1)
-        return plan.took / max(step, 1e-9) - plan.num_new / num
+        return plan.took / max(self._time_without(num), 1e-9) - plan.num_new / num
+
+    def _time_without(self, num: int) -> float:
+        """What a step of so many requests takes without drafts."""
+        return self._steps.of(num) + num * self._accepting.of(1)
 
     def _acceptance(self, request: Hashable, source: int) -> Acceptance:
         of_request = self._of_requests.setdefault(request, {})

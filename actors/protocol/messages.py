@@ -268,6 +268,15 @@ class DraftCounts:
         self.accepted_at += [0] * (place + 1 - len(self.accepted_at))
         self.accepted_at[place] += 1
 
+    def as_json(self) -> dict[str, Any]:
+        """Keys of the command-line contract."""
+        return {
+            "drafts": self.num_drafts,
+            "draft_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
+            "accepted_by_position": self.accepted_at,
+        }
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -318,10 +327,7 @@ class Generation:
             "ups_computed": self.ups_computed,
             "per_token_ms": self.per_token_ms,
             "reads": self.reads,
-            "drafts": self.drafts.num_drafts,
-            "draft_tokens": self.drafts.num_drafted,
-            "accepted_tokens": self.drafts.num_accepted,
-            "accepted_by_position": self.drafts.accepted_at,
+            **self.drafts.as_json(),
         }
 
 

@@ -64,11 +64,6 @@ class Speed:
     num_drafted: int = 0  # tokens of drafts
     num_accepted: int = 0
 
-    @property
-    def acceptance(self) -> float:
-        """The share of drafts' tokens that were chosen; 0 without drafts."""
-        return self.num_accepted / max(self.num_drafted, 1)
-
 
 @dataclass(frozen=True)
 class ActorHealth:

@@ -368,4 +368,4 @@ def test_a_result_counts_its_drafts(tiny: Tiny) -> None:
         assert 0 < ms["total"] * 30 < result.decode_s * 1000 * 1.01
         assert result.as_json()["accepted_by_position"] == [10, 10]
         speed = driver.telemetry(0.0).speed
-        assert speed.tokens_per_step > 1 and 0 < speed.acceptance <= 1
+        assert speed.tokens_per_step > 1 and speed.num_drafted >= speed.num_accepted >= 20
