@@ -19,7 +19,7 @@ from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.setup.choose import default_mode
-from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET, WATCHED
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
@@ -194,6 +194,19 @@ def test_a_draft_that_fails_leaves_the_model_as_it_was(model: Callable[[str], Pa
         np.testing.assert_array_equal(target_logits(system), wanted)
         head[:] = kept
         assert drafter.propose([request], [2]) != [[]]
+
+
+def test_neurons_of_drafts_are_not_counted(model: Callable[[str], Path]) -> None:
+    """What a running system shows of its neurons is what answers took."""
+    with InProcessSystem(model("q-llama"), 2, draft="q4") as system:
+        buffers = system.exchange.buffers
+        buffers.requests[:, WATCHED] = 1
+        target_logits(system)
+        counts, steps = buffers.neuron_counts.copy(), buffers.counted_steps.copy()
+        assert counts.any() and steps.any()
+        draft_logits(system)
+        np.testing.assert_array_equal(buffers.neuron_counts, counts)
+        np.testing.assert_array_equal(buffers.counted_steps, steps)
 
 
 def test_a_service_without_a_draft_computes_with_what_it_has(model: Callable[[str], Path]) -> None:

@@ -28,6 +28,7 @@ from tests.actors.changing_services import (
 )
 from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import StandInRay, StandInSystem, stand_in_system
+from tests.actors.test_change_services import write_sign_predictors
 from tests.actors.test_speculation import answer, answers, beside, drafting, varied
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
@@ -170,3 +171,29 @@ def test_another_number_of_services_drafts_too(path: Path, host: StandInRay) -> 
                 shard = system.service(f"cpu{number}").service._service
                 assert shard.draft.arrays.gate.shape[0] == shard.arrays.gate.shape[0]
             require_right_drafts(system, drafter)
+
+
+def test_predictors_that_draft_follow_the_services(path: Path, host: StandInRay) -> None:
+    """Each service's neurons are chosen by their own predictors, whoever holds them."""
+    expected = plain_tokens(path, host)
+    file = write_sign_predictors(path, seed=1)
+    options = {"draft": "predicted", "draft_predictors_path": str(file)}
+    with stand_in_system(host, config_of(path, weight_dtype="q4", **options)) as system:
+        driver = driver_of(system)
+        assert driver.drafter is not None and driver.engine.mode.predictor is None
+        with drafting(driver, driver.drafter, FixedPolicy(3), ngrams=False):
+            assert tokens(system) == expected
+            drafted = [last_drafts(system)]
+            for count in (3, 1):
+                outcome, found = scale_among_requests(system, count)
+                assert outcome.num_cpu_actors == count and found == expected
+                drafted.append(last_drafts(system))
+    assert drafted[1:] == drafted[:1] * 2
+    assert 0 < driver.drafter.times.num_gates < driver.drafter.times.num_tokens * 300
+
+
+def last_drafts(system: StandInSystem) -> tuple[int, list[int]]:
+    """How many tokens were drafted for a request, and how many were accepted by position."""
+    *_, last = driver_of(system).generate(greedy(7, 21))
+    assert last.result is not None
+    return last.result.drafts.num_drafted, last.result.drafts.accepted_at
