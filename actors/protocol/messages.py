@@ -6,7 +6,7 @@ Imports little: a command that uses a running system needs nothing else of `acto
 from __future__ import annotations
 
 import json
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,10 @@ THRESHOLD = "threshold"  # neurons fire where their activation is not small
 MODES = ("dense", "exact", THRESHOLD, *PREDICTED_MODES)
 AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
+# What drafts tokens: repeated text alone; the model's own weights in so few bits, which services
+# hold beside the others; the model with the neurons that its predictors choose.
+NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
+DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
 MOST_DRAFTED = 16  # tokens of one draft
 SPECULATE = ("auto", "off", *(str(count) for count in range(1, MOST_DRAFTED + 1)))
 
@@ -44,6 +48,8 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
+    draft: str = NO_MODEL  # what drafts tokens: see DRAFTS
+    draft_predictors_path: str = ""  # of PREDICTED_DRAFT
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
@@ -61,6 +67,20 @@ class SystemConfig:
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
     speculate: str = "off"  # of SPECULATE: how many tokens of drafts a step verifies
+
+    @property
+    def draft_system(self) -> SystemConfig | None:
+        """This system as its second weights are loaded: all in memory; None where it has none."""
+        if self.draft not in DRAFT_DTYPES:
+            return None
+        return replace(
+            self,
+            weight_dtype=self.draft,
+            draft=NO_MODEL,
+            down_transposed=False,
+            has_down_norms=False,
+            storage=None,
+        )
 
     def as_json(self) -> bytes:
         """All fields, for a process that is no Ray actor; `from_json` reads them."""
@@ -138,6 +158,14 @@ class ServiceSpec(ServicePart):
     # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
     reserves_cpus: bool = True  # of Ray; a service that replaces another has that one's
+
+    @property
+    def draft(self) -> ServiceSpec | None:
+        """The same part in the system's second weights; None where it has none."""
+        system = self.system.draft_system
+        if system is None:
+            return None
+        return replace(self, system=system, storage=None, among=None)
 
     @property
     def path(self) -> Path:

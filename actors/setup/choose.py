@@ -10,6 +10,7 @@ from hotcold.actors.protocol.messages import (
     EXCHANGES,
     MODES,
     MOST_DRAFTED,
+    PREDICTED_DRAFT,
     PREDICTED_MODES,
     SPECULATE,
     THRESHOLD,
@@ -17,6 +18,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.drafting import with_draft
 from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
 from hotcold.actors.setup.memory_needs import KV_ITEM_BYTES
 from hotcold.actors.setup.modes import auto_mode, thresholds_file
@@ -81,6 +83,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     )
     tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
     system = replace(system, neuron_upload_tokens=tokens)
+    system = with_draft(path, system, config, options)
     _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
@@ -139,7 +142,7 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
     Low-rank predictors that lie in the checkpoint are written to one first.
     """
     if mode not in PREDICTED_MODES:
-        if options.predictors is not None:
+        if options.predictors is not None and options.draft != PREDICTED_DRAFT:
             raise UsageError(
                 f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
             )

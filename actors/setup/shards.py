@@ -138,6 +138,17 @@ def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelCon
     return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
 
 
+def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | None:
+    """`config` with the formats of the second weights, of drafts; None where there are none.
+
+    Errors:  CheckpointError, UsageError
+    """
+    draft = system.draft_system
+    if draft is None:
+        return None
+    return served_config(draft, Checkpoint(Path(system.model_path)), config)
+
+
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
