@@ -7,6 +7,7 @@ of time, so that drafts never cost more than a percent or so.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -24,9 +25,11 @@ _LENGTHS = tuple(_NGRAM_PRIORS)
 
 _PRIOR_TRIALS = 2.0  # that a prior counts for
 _REQUEST_DECAY, _SYSTEM_DECAY = 0.95, 0.99  # a draft
+_ANCHORS = (1, 2, 3, 5, 9, 17, 32)  # sizes between which costs are on a line
 _FRESH_STEPS = 64  # after so many steps the cost of a step without drafts is measured again
-_KEPT_STEPS = 512  # after so many the cost of a size is forgotten: one slow step may have made it
-_EARNED = 0.01  # of a step's time without drafts, for trials
+_MOST_SLOWED = 1.5  # of what a step takes: the rest is other programs'
+_KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
+_EARNED = 0.005  # of a step's time without drafts, for trials
 _FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps
 _RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
 _TRIED = 2  # tokens of a trial's draft
@@ -111,34 +114,46 @@ class FixedPolicy:
 class Costs:
     """What something takes, by its size, from a few measured sizes.
 
-    An exponentially weighted mean in logarithms: one level for all sizes, which every measurement
-    moves, and a difference from it for each size. Single slow steps count as 1.5 times at most.
+    A line between anchors, in logarithms. Each measurement moves the two anchors beside its size,
+    as an exponentially weighted mean, and all others half as much; single slow ones count as 1.5
+    times at most.
     """
 
     def __init__(self, growth: float) -> None:
-        """growth: what one more costs, as a share, where that was never measured."""
+        """growth: what one more costs, as a share of the first, where that was never measured."""
         self._growth = growth
         self._level = 0.0
-        self._shape: dict[int, float] = {}
-        self._measured_at: dict[int, int] = {}
+        self._shape: dict[int, float] = {}  # by anchors that were measured: beside the level
+        self._counts: dict[int, int] = {}
+        self._measured_at: dict[int, int] = {}  # by sizes and anchors
         self._num_measured = 0
 
     def add(self, size: int, took: float) -> None:
         """Take one measurement."""
         self._num_measured += 1
-        value = math.log(max(took, 1e-9))
-        if not self._shape:
-            self._level = value
-        if size not in self._shape:
-            self._shape[size] = value - self._level
-        else:
-            error = min(value - self._level - self._shape[size], 0.4)
+        if self._num_measured == 1:
+            self._level = math.log(max(took, 1e-9)) - self._prior(size)
+        error = math.log(max(took, 1e-9)) - self._log_of(size)
+        shares = _anchors(size)
+        is_known = all(self._counts.get(anchor, 0) > 2 for anchor in shares)
+        if is_known:
+            error = min(error, math.log(_MOST_SLOWED))
             self._level += 0.1 * error
-            self._shape[size] += (0.1 if self.is_fresh(size) else 0.5) * error
+        values = {anchor: self._shape_at(anchor) for anchor in shares}
+        for anchor, share in shares.items():
+            count = self._counts.get(anchor, 0)
+            gain = max(0.1, 1 / (1 + count))
+            self._shape[anchor] = values[anchor] + gain * share * error
+            self._counts[anchor] = count + 1
+            self._measured_at[anchor] = self._num_measured
         self._measured_at[size] = self._num_measured
-        oldest = min(self._measured_at, key=lambda one: self._measured_at[one])
-        if self._num_measured - self._measured_at[oldest] > _KEPT_STEPS and oldest != size:
-            del self._measured_at[oldest], self._shape[oldest]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget an anchor that was not measured for long: a slow step may have made it."""
+        oldest = min(self._shape, key=lambda one: self._measured_at[one])
+        if self._num_measured - self._measured_at[oldest] > _KEPT_STEPS:
+            del self._shape[oldest], self._counts[oldest]
 
     def is_fresh(self, size: int) -> bool:
         """Whether the size was among the last _FRESH_STEPS measured."""
@@ -147,18 +162,33 @@ class Costs:
 
     def of(self, size: int) -> float:
         """What `size` is expected to take; 0 where nothing was measured."""
-        if size in self._shape:
-            return math.exp(self._level + self._shape[size])
+        return math.exp(self._log_of(size)) if self._shape else 0.0
+
+    def _log_of(self, size: int) -> float:
+        shares = _anchors(size)
+        return self._level + sum(share * self._shape_at(anchor) for anchor, share in shares.items())
+
+    def _shape_at(self, anchor: int) -> float:
+        """An anchor's own, or of the nearest measured one, with what more should cost."""
+        if anchor in self._shape:
+            return self._shape[anchor]
         if not self._shape:
-            return 0.0
-        less = max((one for one in self._shape if one < size), default=0)
-        more = min((one for one in self._shape if one > size), default=0)
-        if not less:
-            return self.of(more)
-        low = self.of(less)
-        if not more:
-            return low * (1 + self._growth * (size - less))
-        return low + (self.of(more) - low) * (size - less) / (more - less)
+            return self._prior(anchor)
+        nearest = max((one for one in self._shape if one < anchor), default=min(self._shape))
+        return self._shape[nearest] + self._prior(anchor) - self._prior(nearest)
+
+    def _prior(self, size: int) -> float:
+        return math.log1p(self._growth * (size - 1))
+
+
+def _anchors(size: int) -> dict[int, float]:
+    """The anchors beside a size, each with its share."""
+    at = bisect_left(_ANCHORS, size)
+    more = _ANCHORS[min(at, len(_ANCHORS) - 1)]
+    if more <= size:
+        return {more: 1.0}
+    less = _ANCHORS[at - 1]
+    return {less: (more - size) / (more - less), more: (size - less) / (more - less)}
 
 
 class Acceptance:
@@ -250,6 +280,7 @@ class AutoPolicy:
         """As `DraftPolicy.learn`."""
         num, num_new = len(offers), sum(fate[0] for fate in cost.fates)
         self._steps.add(num + cost.num_drafted, cost.step_ns)
+        expected = self._steps.of(num + cost.num_drafted)
         if num_new and cost.accept_ns:
             self._accepting.add(1, cost.accept_ns / num_new)
         by_model = [choice.count for choice in choices if choice.source == MODEL and choice.count]
@@ -262,7 +293,7 @@ class AutoPolicy:
                 self._acceptance(offer.request, source).add(seen, accepted)
                 self._of_system[source].add(seen, accepted)
         if any(choice.count for choice in choices):
-            took = cost.step_ns + cost.draft_ns + cost.accept_ns
+            took = min(cost.step_ns, _MOST_SLOWED * expected) + cost.draft_ns + cost.accept_ns
             loss = self._loss(_Plan([], num_new, took), num)
             self._saved = min(_MOST_SAVED, self._saved - loss)
         else:

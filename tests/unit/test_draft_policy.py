@@ -40,12 +40,13 @@ class Simulation:
         most: int = 31,
         seed: int = 0,
         noise: float = 0.1,
+        slow_share: float = 0.02,
     ) -> None:
         """step_ns: of a step's tokens; round_ns: a model's draft of one token; 0: no model."""
         self.policy, self.step_ns, self.round_ns, self.most = policy, step_ns, round_ns, most
         self.requests = [Request() for _ in range(num_requests)]
         self.random = np.random.default_rng(seed)
-        self.noise = noise
+        self.noise, self.slow_share = noise, slow_share
         self.took_ns = 0.0
         self.num_new = 0
         self.num_drafted = 0
@@ -90,7 +91,7 @@ class Simulation:
 
     def _noise(self) -> float:
         """Mostly a little; now and then a step waits for another program."""
-        slow = 3.0 if self.random.random() < 0.02 else 1.0
+        slow = self.random.uniform(2, 6) if self.random.random() < self.slow_share else 1.0
         return slow * float(np.exp(self.noise * self.random.standard_normal()))
 
 
@@ -121,8 +122,8 @@ def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> Non
     assert rate(AutoPolicy()) > 0.88 * best
 
 
-@pytest.mark.parametrize("num", [1, 4, 16])
-@pytest.mark.parametrize("steps", [100, 4000])
+@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize("steps", [100, 2500])
 @pytest.mark.parametrize(
     ("step_ns", "round_ns", "chance", "ngram_chance"),
     [
@@ -141,9 +142,10 @@ def test_it_loses_little_where_nothing_pays(
     steps: int,
 ) -> None:
     """About a percent in the long run, and some steps' time at first."""
-    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns)
+    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, slow_share=0.0)
     rate = simulation.run(steps, chance, ngram_chance, ngram_length=3)
-    lost = without(step_ns, num, 4000) / rate - 1
+    plain = Simulation(FixedPolicy(0), step_ns, num, slow_share=0.0)
+    lost = plain.run(steps, 0.0) / rate - 1
     assert lost < 0.03 + 8 / steps
     assert simulation.num_drafted > 0  # it was tried
 
@@ -254,14 +256,17 @@ def test_costs_of_sizes_that_were_not_measured() -> None:
     costs = Costs(growth=0.1)
     assert costs.of(4) == 0
     costs.add(2, 100.0)
-    assert costs.of(2) == pytest.approx(100) and costs.of(1) == pytest.approx(100)
-    assert costs.of(5) == pytest.approx(130)
-    costs.add(6, 200.0)
-    assert costs.of(4) == pytest.approx(150)
+    assert costs.of(2) == pytest.approx(100) and costs.of(1) == pytest.approx(100 / 1.1)
+    assert costs.of(9) == pytest.approx(100 * 1.8 / 1.1)
+    for _ in range(30):
+        costs.add(5, 200.0)
+    assert costs.of(5) == pytest.approx(200) and 100 < costs.of(4) < 200 < costs.of(9)
     for _ in range(200):
         costs.add(2, 300.0)
     assert costs.of(2) == pytest.approx(300, rel=0.01)
-    assert costs.of(6) > 250  # what slows one size slows others until they are measured
+    assert costs.of(5) > 220  # what slows one size slows others until they are measured
+    costs.add(2, 9000.0)
+    assert costs.of(2) < 350
 
 
 def test_acceptance_by_position() -> None:
