@@ -124,7 +124,10 @@ def _answers(variant: Variant, num_questions: int, num_threads: int | None) -> J
     sampled = json.loads((DEMO_DIRECTORY / "report.json").read_text())["sampled_answers"]
     asked = sampled[:num_questions]
     options = SystemOptions(
-        mode=variant.mode, num_threads=num_threads, predictors=variant.predictors
+        mode=variant.mode,
+        num_threads=num_threads,
+        predictors=variant.predictors,
+        speculate="off",
     )
     system, _ = prepare_system(DEMO_DIRECTORY, options)
     sampling = SamplingParams(max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0)

@@ -94,6 +94,7 @@ def _options(budget: int) -> SystemOptions:
         max_batch=1,
         gpu_memory_bytes=budget,
         device="cuda" if budget else "cpu",
+        speculate="off",
     )
 
 

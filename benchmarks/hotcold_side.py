@@ -61,6 +61,7 @@ class Prepared:
             mode=mode,
             num_threads=sizes.threads,
             max_batch=batch,
+            speculate="off",
             weight_dtype=None if dtype in ("f16", AS_STORED) else dtype,  # f16 is the model's own
             thresholds=thresholds if mode == THRESHOLD else None,
         )

@@ -175,6 +175,7 @@ def main(
         context_length=context,
         cpu_memory_bytes=size,
         max_batch=_LOAD_REQUESTS,
+        speculate="off",
     )
     system, config = prepared(model, options, without)
     with running_system(system) as running:

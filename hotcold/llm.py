@@ -76,6 +76,8 @@ class LLM:
         thresholds: str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         exchange: str = "arena",
+        speculate: str | int = "auto",
+        draft: str = "auto",
         pin: str = "auto",
         hosts: Sequence[str] = (),
         keep: float | str = 0,
@@ -88,6 +90,7 @@ class LLM:
             "parallel": parallel, "kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "device": device,
             "predictors": predictors, "thresholds": thresholds, "plan": plan,
             "exchange": exchange, "pin": pin, "hosts": hosts, "prefix_cache": prefix_cache,
+            "speculate": str(speculate), "draft": draft,
         }  # fmt: skip
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)

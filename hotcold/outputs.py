@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotcold.actors.protocol.messages import Generation, TokenLogprob
+from hotcold.actors.protocol.messages import DraftCounts, Generation, TokenLogprob
 
 _SHOWN_CHARS = 60
 
@@ -38,15 +38,18 @@ class Work:
     """What an answer's decoding steps computed and read.
 
     Shares are of all neurons, 0 to 1, and of whole steps: a neuron that one of a step's requests
-    needs is computed. `reads` is of neurons on storage, and empty where all are in memory.
+    needs is computed. Times are for each token that the steps gave the answer. `reads` is of
+    neurons on storage, and empty where all are in memory. `drafts`: tokens that were proposed
+    beforehand.
     """
 
     neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0
     ups_computed: float = 0.0
-    tokens_per_step: float = 1.0  # of all requests together
+    tokens_per_step: float = 1.0  # of all requests together, drafts included
     per_token_ms: dict[str, float] = field(default_factory=dict)
     reads: dict[str, float] = field(default_factory=dict)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def bytes_read(self) -> float:
@@ -190,6 +193,7 @@ class RequestOutput:
             "ups_computed": work.ups_computed,
             "per_token_ms": work.per_token_ms,
             "reads": work.reads,
+            **work.drafts.as_json(),
         }
 
     def __repr__(self) -> str:
@@ -246,6 +250,7 @@ def work_of(result: Generation) -> Work:
         result.step_tokens,
         result.per_token_ms,
         result.reads,
+        result.drafts,
     )
 
 

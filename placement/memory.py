@@ -23,6 +23,7 @@ class MemoryNeed:
     process_bytes: int
     arena_bytes: int
     predictor_bytes: int = 0
+    draft_bytes: int = 0  # of weights that are only of drafts
 
     @property
     def total_bytes(self) -> int:
@@ -44,6 +45,7 @@ def memory_need(
     num_processes: int,
     arena_bytes: int,
     predictor_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> MemoryNeed:
     """The need of a system of so many processes, with its KV cache full.
 
@@ -57,6 +59,7 @@ def memory_need(
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,
         predictor_bytes=predictor_bytes,
+        draft_bytes=draft_bytes,
     )
 
 
@@ -83,9 +86,10 @@ def require_memory(
         what += f" within a control group's limit of {_gib(limit_bytes)}"
     if is_free and kept_bytes:
         what += f" besides the {_gib(kept_bytes)} that Ray's memory monitor keeps so"
+    draft = f"{_gib(need.draft_bytes)} of the draft, " if need.draft_bytes else ""
     raise MemoryBudgetError(
         f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
-        f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "
+        f"{_gib(weights)} weights, {draft}{_gib(need.kv_cache_bytes)} KV cache, "
         f"{_gib(need.process_bytes)} processes, {_gib(need.arena_bytes)} arena), "
         f"{_gib(free)} ({free} bytes) are {what}; "
         f"use {_what_fits(free, quantized)}"

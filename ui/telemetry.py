@@ -6,7 +6,10 @@ import numpy as np
 
 from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
-_SPEED = ("tokens_per_s", "neurons_computed", "gates_computed", "per_step_ms")
+_SPEED = (
+    "tokens_per_s", "neurons_computed", "gates_computed", "per_step_ms", "tokens_per_step",
+    "num_drafted", "num_accepted",
+)  # fmt: skip
 _ACTOR = ("name", "state", "pid", "memory_bytes", "device")
 
 

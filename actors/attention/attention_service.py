@@ -30,6 +30,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     finish_request,
+    is_for_others,
 )
 from hotcold.numba_kernels.serve.serve_attention import (
     NUM_COUNTERS,
@@ -137,6 +138,8 @@ class AttentionService(Service):
     def _is_for_hot(self) -> bool:
         request = self.buffers.requests[self.index]
         few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
+        if is_for_others(request, self.weights):
+            return False
         return self._hot is not None and request[OPERATION] == FFN and bool(few)
 
     def _serve_attention(self, thread: int, seen: int) -> int:
@@ -146,6 +149,7 @@ class AttentionService(Service):
                 self.num_threads,
                 self.index,
                 np.int32(seen),
+                self.weights,
                 self.buffers,
                 self.arrays,
                 self._scratch,
@@ -182,4 +186,13 @@ def load_attention_service(
     head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
     arrays = attention_arrays(config, spec.cache, attention, head)
     hot = None if spec.neuron_ids is None else load_cpu_service(spec, config, on_bytes, touch)
-    return AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot)
+    service = AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot)
+    if spec.draft is not None:
+        dtype = spec.draft.system.weight_dtype
+        attention = load_attention(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
+        head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
+        arrays = arrays._replace(**vars(attention), **vars(head))
+        hot_draft = None if hot is None else hot.draft
+        assert hot_draft is None or isinstance(hot_draft, CpuService)
+        service.draft = AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot_draft)
+    return service

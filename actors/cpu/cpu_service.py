@@ -106,6 +106,7 @@ class CpuService(Service):
                 self.num_threads,
                 self.index,
                 np.int32(seen),
+                self.weights,
                 self.buffers,
                 self.source,
                 self._scratch,
@@ -113,11 +114,6 @@ class CpuService(Service):
                 self.function,
             )
         )
-
-    def work_within(self, service: Service) -> None:
-        """Use another service's requests and threads."""
-        self.thread_cores, self.buffers = service.thread_cores, service.buffers
-        self._arena = service._arena
 
     def answer_share(self, thread: int) -> None:
         """Do one thread's share of the FFN request in the mailbox; every thread must do its own."""
@@ -205,18 +201,22 @@ class CpuService(Service):
 
 
 def load_cpu_service(
-    spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
+    spec: ServiceSpec,
+    config: ModelConfig,
+    on_bytes: OnBytes,
+    touch: Touch | None = None,
+    keeps_pages: bool = True,
 ) -> CpuService:
     """Read a shard from a checkpoint; of the attention service, its hot neurons.
 
-    `touch` is called with each new matrix before it is filled.
+    `touch` is called with each new matrix before it is filled. `keeps_pages`: the files that were
+    read stay in the page cache.
     Errors:  CheckpointError, UsageError
     """
-    neuron_ids = spec.neuron_ids or []
     weights = load_ffn(
-        Checkpoint(spec.path),
+        Checkpoint(spec.path, keeps_pages),
         config,
-        neuron_ids,
+        spec.neuron_ids or [],
         include_down_bias=spec.has_down_bias,
         dtype=spec.system.weight_dtype,
         on_bytes=on_bytes,
@@ -232,6 +232,22 @@ def load_cpu_service(
         down_bias=weights.down_bias,
         down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
     )
-    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    ids = np.concatenate([np.zeros(0, np.int32), *(spec.neuron_ids or [])])
+    buckets = bucket_of(ids, config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    service = CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    add_draft(service, spec, config, on_bytes, touch)
+    return service
+
+
+def add_draft(
+    service: CpuService,
+    spec: ServiceSpec,
+    config: ModelConfig,
+    on_bytes: OnBytes,
+    touch: Touch | None = None,
+) -> None:
+    """Load the same neurons in the weights of drafts too, if there are such. As the service."""
+    if spec.draft is not None:
+        keeps_pages = spec.keeps_pages
+        service.draft = load_cpu_service(spec.draft, config, on_bytes, touch, keeps_pages)

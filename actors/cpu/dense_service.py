@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.config.model_config import ModelConfig
@@ -56,4 +56,7 @@ def load_dense_service(
     )
     buckets = bucket_of(np.concatenate(ids), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return DenseCpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    threads = spec.num_threads
+    service = DenseCpuService(spec.name, spec.index, threads, arrays, function, buckets)
+    add_draft(service, spec, config, on_bytes, touch)
+    return service

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
@@ -112,4 +112,6 @@ def load_offloaded_service(
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
+    service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
+    add_draft(service, spec, config, on_bytes)
+    return service

@@ -1,6 +1,7 @@
 """One request, from prompt to last token: what is left of it, and what it has produced."""
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,13 +19,20 @@ from hotcold.actors.driver.outputs import (
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.streams import Stream
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import (
+    DraftCounts,
+    GenerateRequest,
+    Generation,
+    TokenEvent,
+)
 from hotcold.actors.protocol.page_index import page_keys
 from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sampling import eos_ids
 from hotcold.numba_kernels.decode.sampling import sample
+
+_NO_LOGITS = np.empty(0, np.float32)
 
 
 class Generator:
@@ -74,6 +82,7 @@ class ActiveRequest:
         self.slot = -1
         self.stream = stream
         self.times = StepTimes()  # of the steps that followed the prompt
+        self.drafts = DraftCounts()
         self._generator = generator
         self._sampling = request.sampling
         self._num_prompt_tokens = len(self.tokens)
@@ -180,9 +189,38 @@ class ActiveRequest:
             self._num_prompt_tokens, engine.max_tokens, engine.cut_tokens, self.num_done
         )
 
-    def accept(self, logits: np.ndarray) -> bool:
+    @property
+    def most_drafted(self) -> int:
+        """Tokens of a draft that can be of use now: with one of its own after them, at most."""
+        if not self.has_answered or self.num_left != 1:
+            return 0
+        return self._max_tokens - self._num_new - 1
+
+    def useful(self, draft: list[int]) -> list[int]:
+        """The beginning of a draft that may follow, by the end tokens and the grammar."""
+        ends = [at + 1 for at, token_id in enumerate(draft) if token_id in self._end_ids]
+        draft = draft[: ends[0]] if ends else draft
+        return draft if self._constraint is None else self._constraint.beginning(draft)
+
+    def verify(self, rows: Sequence[np.ndarray], draft: Sequence[int]) -> bool:
+        """Choose tokens as long as they are the draft's; True where one was the answer's last.
+
+        Those that the draft has too are in the KV cache then.
+        Shapes:  rows, len(draft) + 1 of them: logits (V,); without any the request embeds
+        Errors:  those of `accept`
+        """
+        self.drafts.add(len(draft))
+        for place, logits in enumerate(rows or [_NO_LOGITS]):
+            if self.accept(logits, draft, place):
+                return True
+            if self.num_left:
+                break
+        return False
+
+    def accept(self, logits: np.ndarray, draft: Sequence[int] = (), place: int = 0) -> bool:
         """Choose the next token and emit what can be shown; True where it was the last one.
 
+        Where it is draft[place], it is in the KV cache already.
         A request that embeds chooses none, and reads no logits.
         Errors:  ValueError where the logits hold a NaN; UsageError where a grammar allows no token
         """
@@ -201,6 +239,9 @@ class ActiveRequest:
         if not self.has_answered:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
+        if place < len(draft) and token_id == draft[place]:
+            self.drafts.accept(place)
+            self.num_done += 1
         ended = constraint is not None and constraint.accept(token_id)
         self._logprobs.add(logits, token_id, self._decoder)
         is_end = token_id in self._end_ids
@@ -237,7 +278,7 @@ class ActiveRequest:
         """Whether the token after the one at `place` will be chosen or scored."""
         if self.embeds:
             return False
-        return place == len(self.tokens) - 1 or self._prompt_logprobs.wants(place)
+        return place >= len(self.tokens) - 1 or self._prompt_logprobs.wants(place)
 
     def score(self, place: int, logits: np.ndarray) -> None:
         """Add the logits (V,) after the prompt's token at `place`."""
@@ -278,6 +319,7 @@ class ActiveRequest:
         now, config = time.monotonic(), self._generator.config
         submitted, admitted, first_token = (*self._moments, now, now)[:3]
         total = config.num_layers * config.ffn_size * max(self.times.num_steps, 1)
+        num_later = max(self._num_new - 1, 1)  # tokens that the steps of `times` gave
         return Generation(
             text=self._stop.text,
             ids=self.tokens[self._num_prompt_tokens :],
@@ -287,11 +329,12 @@ class ActiveRequest:
             prefill_s=first_token - admitted,
             decode_s=now - first_token,
             queued_s=admitted - submitted,
-            per_token_ms=self.times.per_step_ms(),
+            per_token_ms=self.times.per_token_ms(num_later),
             step_tokens=self.times.num_tokens / max(self.times.num_steps, 1),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,
             ups_computed=self.times.num_ups / total,
             reads=self.times.per_step_reads(),
             embedding=self._mean.mean() if self._mean and self.num_left == 0 else None,
+            drafts=self.drafts,
         )

@@ -1,22 +1,36 @@
 """What the engine runs at once: next tokens of several requests, or a chunk of a long prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.engine import Engine
 
-NO_LOGITS = np.empty(0, np.float32)
+
+class StepEnd(NamedTuple):
+    """A request that came to its last token in a step.
+
+    rows: logits (V,) after that token and after each of the draft's; [] where it embeds
+    """
+
+    request: ActiveRequest
+    rows: list[np.ndarray]
+    draft: list[int]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one step of kernels, with counts[i] tokens of requests[i]."""
+    """The requests of one step of kernels, with counts[i] tokens of requests[i].
+
+    drafts: for each request the tokens that may follow its last one, computed in the same step
+    """
 
     requests: list[ActiveRequest]
     counts: list[int]
+    drafts: list[list[int]] = field(default_factory=list)  # [] for no drafts at all
 
     @classmethod
     def of(cls, requests: Sequence[ActiveRequest], max_tokens: int, max_logits: int) -> "Batch":
@@ -33,19 +47,27 @@ class Batch:
             free_logits -= more if request.is_scored else 0
         return cls(list(requests), counts)
 
-    def step(self, engine: Engine) -> list[tuple[ActiveRequest, np.ndarray]]:
-        """Run the step; returns the requests at their last token, each with its logits (V,).
+    def with_drafts(self, drafts: list[list[int]]) -> "Batch":
+        """The same batch with a draft of each request, [] for none."""
+        return replace(self, drafts=drafts if any(drafts) else [])
 
-        One that embeds has NO_LOGITS. Tokens whose logits are wanted stand last, because the head
-        is computed for the last tokens of a step.
+    def step(self, engine: Engine) -> list[StepEnd]:
+        """Run the step; returns the requests that came to their last token.
+
+        Tokens whose logits are wanted stand last, because the head is computed for the last tokens
+        of a step. Rows of logits are overwritten by the next step.
         Errors:  ServiceError, RequestError
         """
-        without: list[tuple[ActiveRequest, int]] = []  # tokens by request and place
-        with_logits: list[tuple[ActiveRequest, int]] = []
-        for request, count in zip(self.requests, self.counts, strict=True):
-            for place in range(request.num_done, request.num_done + count):
-                (with_logits if request.wants_logits(place) else without).append((request, place))
-        tokens = [(one.tokens[at], at, one.slot) for one, at in (*without, *with_logits)]
+        drafts = self.drafts or [[]] * len(self.requests)
+        without: list[tuple[ActiveRequest, int, int]] = []  # tokens: request, place, id
+        with_logits: list[tuple[ActiveRequest, int, int]] = []
+        for request, count, draft in zip(self.requests, self.counts, drafts, strict=True):
+            first = request.num_done
+            ids = request.tokens[first : first + count] + draft
+            for place, token_id in enumerate(ids, first):
+                kind = with_logits if request.wants_logits(place) else without
+                kind.append((request, place, token_id))
+        tokens = [(token_id, at, one.slot) for one, at, token_id in (*without, *with_logits)]
         token_ids, positions, slots = zip(*tokens, strict=True)
         logits = engine.step(token_ids, positions, slots, len(with_logits))
         for request, count in zip(self.requests, self.counts, strict=True):
@@ -53,16 +75,20 @@ class Batch:
         embedding = [request for request in self.requests if request.embeds]
         if embedding:
             hidden = engine.exchange.buffers.hidden
-            for row, (request, place) in enumerate(without):
+            for row, (request, place, _) in enumerate(without):
                 if request.embeds:
                     request.embed(place, hidden[row])
-        ends = [(one, NO_LOGITS) for one in embedding if not one.num_left]
-        for (request, place), scores in zip(with_logits, logits, strict=True):
-            if place == len(request.tokens) - 1:
-                ends.append((request, scores))
+        ends = {
+            request: StepEnd(request, [], draft)
+            for request, draft in zip(self.requests, drafts, strict=True)
+            if not request.num_left
+        }
+        for (request, place, _), scores in zip(with_logits, logits, strict=True):
+            if place >= len(request.tokens) - 1:
+                ends[request].rows.append(scores)
             else:
                 request.score(place, scores)
-        return ends
+        return list(ends.values())
 
 
 class PromptChunk:

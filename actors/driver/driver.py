@@ -16,10 +16,12 @@ from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.driver.prefix_cache import PrefixCache
+from hotcold.actors.driver.model_drafter import ModelDrafter
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
+from hotcold.actors.driver.speculation import speculation
 from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.driver.streams import (
     POLL_S,
@@ -61,9 +63,10 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.serve.mailbox import DRAFT
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
-from hotcold.predictors.predictor_file import read_predictors
+from hotcold.predictors.predictor_file import Predictors, read_predictors
 
 _Result = TypeVar("_Result")
 
@@ -128,6 +131,9 @@ class Driver:
         engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
         self.engine = engine
         self._start_helpers(mode.predictor, exchange, topology)
+        self.drafter = _model_drafter(system, engine, topology.shards)
+        if self.drafter is not None:
+            self._start_helpers(self.drafter.mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
         self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
@@ -138,9 +144,12 @@ class Driver:
         self._prefixes = PrefixCache(self._pool, page_store)
         self.generator.warm_up()
         self._use_arithmetic(topology)
+        if self.drafter is not None:
+            self.drafter.warm_up()
         self._streams = OpenStreams()
         self.readers = Readers()
-        self._scheduler = Scheduler(engine, self._prefixes)
+        drafts = speculation(system.speculate, self.drafter)
+        self._scheduler = Scheduler(engine, self._prefixes, speculation=drafts)
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
         self._started_s = time.monotonic()
@@ -311,7 +320,7 @@ class Driver:
         """
         topology = change.topology
         watch = NeuronWatch(self.generator.config, change.exchange.buffers, topology)
-        old = new = self.engine.mode.predictor
+        old = new = self._predictor
         if old is not None:
             bits = change.exchange.buffers.predictor_bits
             new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
@@ -320,7 +329,7 @@ class Driver:
             self._queue.between_steps(lambda: self._change_services(change, new, watch))
         finally:
             for each in (old, new):
-                if each is not None and each is not self.engine.mode.predictor:
+                if each is not None and each is not self._predictor:
                     each.close()
 
     def _change_services(
@@ -337,7 +346,10 @@ class Driver:
                 self._scheduler.recompute_all()
             self._scheduler.restart_chunk()
             self._pool.move(tables)
-            self.engine.mode = replace(self.engine.mode, predictor=predictor)
+            if self.drafter is not None and self.drafter.mode.predictor is not None:
+                self.drafter.mode = replace(self.drafter.mode, predictor=predictor)
+            else:
+                self.engine.mode = replace(self.engine.mode, predictor=predictor)
             for engine in (self.engine, self._profiling):
                 engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
@@ -384,8 +396,14 @@ class Driver:
         self._closing.set()
         self._queue.close(self._streams.cancel_all)
         self._prefixes.save_all(_LAST_SAVE_S)
-        if self.engine.mode.predictor is not None:
-            self.engine.mode.predictor.close()
+        if self._predictor is not None:
+            self._predictor.close()
+
+    @property
+    def _predictor(self) -> NeuronPredictor | None:
+        """That of the engine's mode or of drafts: only one of them has some."""
+        of_drafts = None if self.drafter is None else self.drafter.mode.predictor
+        return of_drafts or self.engine.mode.predictor
 
     def _start_helpers(
         self, predictor: NeuronPredictor | None, exchange: Exchange, topology: Topology
@@ -394,6 +412,26 @@ class Driver:
         if predictor is not None and exchange.next_number:
             service = topology.cache_services[0]  # in other services' layers one core predicts
             predictor.start_helpers(exchange.buffers, service, self._system.num_threads)
+
+
+def _model_drafter(
+    system: SystemConfig, engine: Engine, shards: Sequence[Sequence[np.ndarray]]
+) -> ModelDrafter | None:
+    """What drafts by the model, as the system has it; None where nothing does."""
+    config = engine.config
+    if system.draft_system is not None:
+        mode = step_mode(config, default_mode(config))
+        return ModelDrafter(engine, replace(mode, weights=DRAFT))
+    if not system.draft_predictors_path:
+        return None
+    predictors = _read_predictors(system, system.draft_predictors_path, config)
+    return ModelDrafter(engine, step_mode(config, system.draft, predictors.arranged(shards)))
+
+
+def _read_predictors(system: SystemConfig, file: str, config: ModelConfig) -> Predictors:
+    """Predictors of the system's model. Errors: ArtifactError."""
+    identity, keeps_pages = ModelIdentity.of(system.model_path), system.storage is None
+    return read_predictors(Path(file), identity, config, keeps_pages=keeps_pages)
 
 
 def _load_mode(
@@ -408,8 +446,7 @@ def _load_mode(
         return StepMode(system.mode, calibrated.thresholds.of_layers())
     if system.mode not in PREDICTED_MODES:
         return step_mode(config, system.mode)
-    identity, file = ModelIdentity.of(system.model_path), Path(system.predictors_path)
-    predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
+    predictors = _read_predictors(system, system.predictors_path, config)
     return step_mode(
         config, system.mode, predictors.arranged(shards, exchange.buffers.predictor_bits)
     )

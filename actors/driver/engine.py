@@ -44,6 +44,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     ROUND,
     SEND,
     STREAM,
+    TARGET,
+    WEIGHTS,
     SharedBuffers,
 )
 from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
@@ -120,10 +122,11 @@ class Engine:
         num_tokens = len(token_ids)
         with self.times.step(num_tokens):
             self.place(token_ids, positions, slots)
-            self._run_layers(range(self.config.num_layers), num_tokens, mode or self.mode)
+            mode = mode or self.mode
+            self._run_layers(range(self.config.num_layers), num_tokens, mode)
             self.num_steps += 1
             self._count_reads()
-            return self.logits(num_tokens, num_logits)
+            return self.logits(num_tokens, num_logits, mode.weights)
 
     def _count_reads(self) -> None:
         """Count what services have read from storage since the last step."""
@@ -173,7 +176,8 @@ class Engine:
 
     def _run_layers(self, layers: range, num_tokens: int, mode: StepMode) -> None:
         layer_state, exchange, selector = self._layer_state, self.exchange, mode.selector
-        begin_layers(layer_state, layers, num_tokens, self._runs_ffn(num_tokens))
+        own_ffn = self._runs_ffn(num_tokens)
+        begin_layers(layer_state, layers, num_tokens, own_ffn, mode.weights)
         while True:
             layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
             reason = run_layers(
@@ -202,14 +206,14 @@ class Engine:
         found: list[int] = requested_services(self._layer_state, self._facts).tolist()
         return found
 
-    def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
+    def logits(self, num_tokens: int, num_logits: int, weights: int = TARGET) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
         buffers, head = self.exchange.buffers, self.topology.head
         if num_logits == 0:
             return buffers.logits[:0]
         request = buffers.requests[head]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
-        request[FIRST_LOGIT] = num_tokens - num_logits
+        request[FIRST_LOGIT], request[WEIGHTS] = num_tokens - num_logits, weights
         self.times.add("head", self.exchange.request([head]), buffers.replies[head, BUSY_NS])
         if not finite_rows(buffers.logits, num_logits):
             bad = np.zeros(num_tokens, bool)

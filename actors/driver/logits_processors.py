@@ -79,6 +79,13 @@ class Constraint:
             raise UsageError("no token of the model can continue the answer by the grammar")
         return np.where(allowed, logits, np.float32(-np.inf))
 
+    def beginning(self, ids: list[int]) -> list[int]:
+        """Those of `ids` that the grammar allows next, one after another, up to the first bad one.
+
+        The answer's place stays where it is.
+        """
+        return ids[: self._matcher.validate_tokens(ids)]
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token; True where none can follow it. Errors: UsageError."""
         self._matcher.consume_token(token_id)

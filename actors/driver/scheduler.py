@@ -14,15 +14,16 @@ the next `_AHEAD` tokens of all, so none is preempted more than once in so many.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
-from hotcold.actors.driver.batches import Batch, PromptChunks
+from hotcold.actors.driver.batches import Batch, PromptChunks, StepEnd
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.prefix_cache import PrefixCache
+from hotcold.actors.driver.speculation import Speculation
 from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.errors import HotcoldError, ServiceError
@@ -64,9 +65,16 @@ class Scheduler:
     """Runs requests side by side, all in the engine's thread."""
 
     def __init__(
-        self, engine: Engine, prefixes: PrefixCache, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        engine: Engine,
+        prefixes: PrefixCache,
+        clock: Callable[[], int] = time.monotonic_ns,
+        speculation: Speculation | None = None,
     ) -> None:
-        """The pool of `prefixes` has no more slots than a kernel takes tokens."""
+        """The pool of `prefixes` has no more slots than a kernel takes tokens.
+
+        `clock` is in nanoseconds.
+        """
         self._engine = engine
         self._prefixes = prefixes
         self._pool = prefixes.pool
@@ -74,6 +82,8 @@ class Scheduler:
         self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
         self._turns = Turns(clock)
+        self._clock = clock
+        self.speculation = speculation
         self.recent: deque[StepRecord] = deque(maxlen=_MAX_RECENT)
 
     @property
@@ -187,7 +197,7 @@ class Scheduler:
             if chunk.is_done:
                 self._chunk = None
             if logits is not None:
-                self._accept(request, logits)
+                self._accept(request, [logits])
 
     def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
         """Those of `requests` that have pages for all their tokens; others are preempted."""
@@ -210,22 +220,69 @@ class Scheduler:
             return
         if self._chunk is not None:
             self._chunk.pause()
-        self._engine.times = StepTimes()
         with self._failing(requests):
             engine = self._engine
             max_logits = engine.exchange.buffers.logits.shape[0]
-            ends = Batch.of(requests, engine.kernel_tokens, max_logits).step(engine)
-            for request, logits in ends:
+            batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
+            began = self._clock()
+            ends = self._stepped(batch)
+            ended = self._clock()
+            num_new = num_accepted = 0
+            for end in ends:
+                request, num_before = end.request, len(end.request.tokens)
+                num_accepted -= request.drafts.num_accepted
                 if request.has_answered:
-                    request.times.include(self._engine.times)
-                self._accept(request, logits)
-            num_new = sum(not request.embeds for request, _ in ends)
-            self.recent.append(StepRecord(time.monotonic(), num_new, self._engine.times))
-            self._engine.times = StepTimes()  # layers of prompts may follow
+                    request.times.include(engine.times)
+                self._accept(request, end.rows, end.draft)
+                num_new += len(request.tokens) - num_before
+                num_accepted += request.drafts.num_accepted
+            if self.speculation is not None:
+                self.speculation.learn(ended - began, self._clock() - ended)
+            num_drafted = sum(len(end.draft) for end in ends)
+            self.recent.append(
+                StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
+            )
+            engine.times = StepTimes()  # layers of prompts may follow
 
-    def _accept(self, request: ActiveRequest, logits: np.ndarray) -> None:
+    def _drafted(self, batch: Batch, max_logits: int) -> Batch:
+        """The batch, with drafts of its requests where there is room and they pay."""
+        engine, speculation = self._engine, self.speculation
+        engine.times = StepTimes()
+        if speculation is None:
+            return batch
+        most = min(engine.kernel_tokens, max_logits) - len(batch.requests)
+        batch = speculation.drafted(batch, most, self._reserve)
+        engine.times = StepTimes()  # of the step, and what its drafts took
+        engine.times.add_draft(speculation.draft_ns)
+        return batch
+
+    def _stepped(self, batch: Batch) -> list[StepEnd]:
+        """Run a step, again without drafts where numbers are not finite: they may be why."""
+        try:
+            return batch.step(self._engine)
+        except NotFiniteError:
+            if not batch.drafts:
+                raise
+            return batch.with_drafts([]).step(self._engine)
+
+    def _reserve(self, request: ActiveRequest, count: int) -> int:
+        """Allocate pages for a draft of `count` tokens, and return for how many there are any.
+
+        The last free pages are left to those that will need them for tokens of their own.
+        """
+        pool, first = self._pool, request.num_positions(0)
+        num_spare = len(self._running)
+        if pool.num_lacking(request.slot, first + count) + num_spare <= pool.num_free_pages:
+            pool.extend(request.slot, first + count)
+        while pool.num_lacking(request.slot, first + count):
+            count -= 1
+        return count
+
+    def _accept(
+        self, request: ActiveRequest, rows: list[np.ndarray], draft: Sequence[int] = ()
+    ) -> None:
         with self._failing([request]):
-            if request.accept(logits):
+            if request.verify(rows, draft):
                 self._leave(request)
 
     @contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
-from hotcold.numba_kernels.serve.mailbox import threshold_words
+from hotcold.numba_kernels.serve.mailbox import TARGET, threshold_words
 from hotcold.numba_kernels.serve.selector import Selector
 from hotcold.predictors.predictor import NeuronPredictor, no_predictor
 
@@ -28,6 +28,7 @@ class StepMode:
     name: str
     thresholds: Sequence[Thresholds]
     predictor: NeuronPredictor | None = None
+    weights: int = TARGET  # or DRAFT: services compute with what they have for it
 
     @property
     def selector(self) -> Selector:

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import (
     AnswerFailed,
@@ -21,7 +23,7 @@ from hotcold.actors.protocol.failures import (
 )
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.mailbox import OPERATION
+from hotcold.numba_kernels.serve.mailbox import OPERATION, WEIGHTS
 
 MAX_FAILURES = 10
 WINDOW_S = 60.0
@@ -154,9 +156,10 @@ class RecoveringExchange(Exchange):
 
     def renew(self, service: int, cause: str) -> None:
         """Start a new process for a service. Errors: CacheLost for one with a KV cache."""
-        operations = self.buffers.requests[:, OPERATION].copy()
+        pinged = np.s_[:, [OPERATION, WEIGHTS]]  # the words of `Service.try_out`
+        words = self.buffers.requests[pinged].copy()
         self._replace(service, cause)
-        self.buffers.requests[:, OPERATION] = operations  # the new process was pinged
+        self.buffers.requests[pinged] = words
         if service in self._topology.cache_services:
             raise CacheLost(f"the KV cache was lost: {cause}; start again")
 

@@ -1,5 +1,7 @@
 """A service: threads that wait for a doorbell, do their part of a request, and ring back."""
 
+from __future__ import annotations
+
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -13,10 +15,12 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
 from hotcold.numba_kernels.serve.mailbox import (
+    ANY_WEIGHTS,
     ARRIVED,
     BARRIER_COUNT,
     DELAYED_US,
     DONE,
+    DRAFT,
     FAILED,
     IDLE_NS,
     NO_COUNTERS,
@@ -28,9 +32,12 @@ from hotcold.numba_kernels.serve.mailbox import (
     STATUS,
     STOP,
     TAKEN_US,
+    TARGET,
+    WEIGHTS,
     SharedBuffers,
     cell,
     finish_request,
+    is_for_others,
 )
 from hotcold.placement.machine.core_affinity import CoreAffinity, Delays
 from hotcold.placement.machine.pinning import pin_thread
@@ -43,6 +50,9 @@ class Service(ABC):
     actor calls. A loop returns to Python only for a request that it cannot serve itself.
     """
 
+    buffers: SharedBuffers
+    _arena: np.ndarray
+
     def __init__(self, name: str, index: int, num_threads: int) -> None:
         """`index` is the service's row in the buffers."""
         self.name = name
@@ -52,10 +62,29 @@ class Service(ABC):
         self.affinity: CoreAffinity | None = None  # of threads that are not pinned
         self.device_name = "cpu"
         self.last_error = ""
+        self.weights = ANY_WEIGHTS  # that it serves: with a draft, its own are TARGET
+        self._draft: Service | None = None
         self._broken = False
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
         self._calls: ArenaExchange | None = None
+
+    @property
+    def draft(self) -> Service | None:
+        """The same part of the model in fewer bits: requests for DRAFT weights are for it.
+
+        It works within this service, with the same threads, arena and KV cache.
+        """
+        return self._draft
+
+    @draft.setter
+    def draft(self, draft: Service) -> None:
+        self._draft, self.weights, draft.weights = draft, TARGET, DRAFT
+
+    def work_within(self, service: Service) -> None:
+        """Use another service's requests and threads."""
+        self.thread_cores, self.buffers = service.thread_cores, service.buffers
+        self._arena = service._arena
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
@@ -89,8 +118,11 @@ class Service(ABC):
         """
         self._arena = arena
         self._calls = None
-        self.buffers: SharedBuffers = layout.buffers(arena) if buffers is None else buffers
+        self.buffers = layout.buffers(arena) if buffers is None else buffers
         self.prepare(layout)
+        if self._draft is not None:
+            self._draft.work_within(self)
+            self._draft.prepare(layout)
         cells = self.buffers.cells
         for kind in (ARRIVED, BARRIER_COUNT):
             cells[cell(self.index, kind) * INTS_A_CELL] = 0
@@ -137,10 +169,12 @@ class Service(ABC):
         """Send the threads an empty request; returns once their compiled loops run.
 
         Called once, before any other request: it has a sequence number of its own. Of the request
-        words only the operation is written.
+        words only the operation is written and, where the loop of a draft has to run too, WEIGHTS.
         Errors:  ServiceError
         """
         self.buffers.requests[self.index, OPERATION] = PING
+        if self._draft is not None:
+            self.buffers.requests[self.index, WEIGHTS] = DRAFT
         ArenaExchange(self.buffers, self, OWN_NUMBER).request([self.index])
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
@@ -155,14 +189,19 @@ class Service(ABC):
 
     def _run(self, thread: int, seen: int) -> None:
         self._pin(thread)
+        serving: Service = self
         while True:
             try:
-                number = self.serve(thread, seen)
+                number = serving.serve(thread, seen)
             except Exception:  # a kernel that cannot be compiled must not leave the driver waiting
                 self._fail()
                 self._broken = True
                 return
             request = self.buffers.requests[self.index]
+            if is_for_others(request, serving.weights):
+                serving = self._other(serving)
+                seen = number - 1  # it has yet to be served
+                continue
             stop = request[OPERATION] == STOP
             started = clock_ns()
             if thread == 0:
@@ -170,9 +209,11 @@ class Service(ABC):
                     if stop:
                         self._ended.set()
                         self.release()
+                        if self._draft is not None:
+                            self._draft.release()
                     else:
                         self._unpin(thread)
-                        self.answer_in_python()
+                        serving.answer_in_python()
                 except Exception:
                     self._fail()
                 self._pin(thread)
@@ -183,6 +224,10 @@ class Service(ABC):
             if stop:
                 return
             seen = number
+
+    def _other(self, serving: Service) -> Service:
+        """The draft instead of this service, or the other way round."""
+        return self._draft if serving is self and self._draft is not None else self
 
     def _pin(self, thread: int) -> None:
         """Keep this thread on its own cores."""

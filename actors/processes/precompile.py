@@ -30,7 +30,7 @@ from hotcold.actors.processes.child_process import (
     give_back_freed_memory,
 )
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
@@ -69,7 +69,7 @@ def precompile_once(system: SystemConfig) -> None:
 def _marker(system: SystemConfig) -> Path | None:
     """The file that marks such a system's kernels as compiled; None without a kernel cache."""
     kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
-    options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms
+    options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms, system.draft
     key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
@@ -111,15 +111,23 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
     assert spec.cache is not None
     checkpoint = Checkpoint(spec.path, keeps_pages=False)
-    dtype = requested_dtype(spec.system.weight_dtype)
-    with TensorReader(checkpoint, dtype=dtype, max_rows=1) as reader:
-        attention, head = read_attention(reader, config), read_head(reader, config)
-    arrays = attention_arrays(config, spec.cache, attention, head)
-    return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
+
+    def service(name: str, cache: CacheSpec) -> AttentionService:
+        """With weights of the dtype `name`."""
+        with TensorReader(checkpoint, dtype=requested_dtype(name), max_rows=1) as reader:
+            attention, head = read_attention(reader, config), read_head(reader, config)
+        arrays = attention_arrays(config, cache, attention, head)
+        return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
+
+    found = service(spec.system.weight_dtype, spec.cache)
+    if spec.draft is not None:
+        found.draft = service(spec.draft.system.weight_dtype, spec.cache)
+    return found
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """Keeps as little in memory as a CPU service can: as many neurons as its largest layer has."""
+    from hotcold.actors.cpu.cpu_service import load_cpu_service
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
@@ -127,13 +135,18 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
-    return load_offloaded_service(
-        spec,
+    service = load_offloaded_service(
+        replace(spec, system=replace(spec.system, draft=NO_MODEL)),
         config,
         share,
         Path(predictors) if predictors else None,
         lambda num_bytes: None,
     )
+    if spec.draft is not None:
+        few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
+        draft = replace(spec.draft, neuron_ids=few)
+        service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
+    return service
 
 
 def _start(system: SystemConfig, only: Callable[[Topology], int] | None = None) -> _Services:

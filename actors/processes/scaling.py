@@ -19,10 +19,11 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.ray_memory import free_bytes
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.connection import Connection
-from hotcold.actors.setup.shards import arena_layout, changed_specs
+from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.weights.ffn import num_units
+from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.placement.memory import memory_need
 
@@ -198,6 +199,8 @@ def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
 def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
     need = memory_need(config, 1, "float16", system.num_cpu_actors, layout.num_bytes)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
+    if (drafting := draft_config(system, config)) is not None:
+        needed += ffn_bytes(drafting, config.num_layers * config.ffn_size)
     free = free_bytes()
     if needed > free:
         raise MemoryBudgetError(

@@ -6,7 +6,7 @@ Imports little: a command that uses a running system needs nothing else of `acto
 from __future__ import annotations
 
 import json
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,12 @@ THRESHOLD = "threshold"  # neurons fire where their activation is not small
 MODES = ("dense", "exact", THRESHOLD, *PREDICTED_MODES)
 AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
+# What drafts tokens: repeated text alone; the model's own weights in so few bits, which services
+# hold beside the others; the model with the neurons that its predictors choose.
+NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
+DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
+MOST_DRAFTED = 16  # tokens of one draft
+SPECULATE = ("auto", "off", *(str(count) for count in range(1, MOST_DRAFTED + 1)))
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
+    draft: str = NO_MODEL  # what drafts tokens: see DRAFTS
+    draft_predictors_path: str = ""  # of PREDICTED_DRAFT
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
@@ -60,6 +68,21 @@ class SystemConfig:
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
     # Of a file of the KV cache's pages; None: they are found while they are in memory; 0: never.
     prefix_cache_bytes: int | None = None
+    speculate: str = "off"  # of SPECULATE: how many tokens of drafts a step verifies
+
+    @property
+    def draft_system(self) -> SystemConfig | None:
+        """This system as its second weights are loaded: all in memory; None where it has none."""
+        if self.draft not in DRAFT_DTYPES:
+            return None
+        return replace(
+            self,
+            weight_dtype=self.draft,
+            draft=NO_MODEL,
+            down_transposed=False,
+            has_down_norms=False,
+            storage=None,
+        )
 
     def as_json(self) -> bytes:
         """All fields, for a process that is no Ray actor; `from_json` reads them."""
@@ -137,6 +160,14 @@ class ServiceSpec(ServicePart):
     # (L, 2) int64, where predictors' bits are in the arena: see `predictors.read_ahead`.
     among: np.ndarray | None = None
     reserves_cpus: bool = True  # of Ray; a service that replaces another has that one's
+
+    @property
+    def draft(self) -> ServiceSpec | None:
+        """The same part in the system's second weights; None where it has none."""
+        system = self.system.draft_system
+        if system is None:
+            return None
+        return replace(self, system=system, storage=None, among=None)
 
     @property
     def path(self) -> Path:
@@ -217,6 +248,42 @@ class GenerateRequest:
     cache_salt: str = ""
 
 
+@dataclass
+class DraftCounts:
+    """What became of drafts: tokens proposed before the model chose them.
+
+    accepted_at: for each position of a draft, how often its token was the one that was chosen
+    """
+
+    num_drafts: int = 0
+    num_drafted: int = 0  # tokens
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of drafts that were chosen."""
+        return sum(self.accepted_at)
+
+    def add(self, num_drafted: int) -> None:
+        """Count a draft of so many tokens; 0: there was none."""
+        self.num_drafts += num_drafted > 0
+        self.num_drafted += num_drafted
+
+    def accept(self, place: int) -> None:
+        """Count the draft's token at `place` as chosen."""
+        self.accepted_at += [0] * (place + 1 - len(self.accepted_at))
+        self.accepted_at[place] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Keys of the command-line contract."""
+        return {
+            "drafts": self.num_drafts,
+            "draft_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
+            "accepted_by_position": self.accepted_at,
+        }
+
+
 @dataclass(frozen=True)
 class Generation:
     """A finished request. Times in seconds."""
@@ -228,10 +295,10 @@ class Generation:
     prefill_s: float  # from admission to the first new token
     decode_s: float
     queued_s: float = 0.0  # before admission
-    # Mean times of this request's decoding steps, by parts. A step is shared with other requests:
-    # the times are of the whole step.
+    # Times of this request's decoding steps for each token that they gave it, by parts. A step is
+    # shared with other requests: the times are of the whole step.
     per_token_ms: dict[str, float] = field(default_factory=dict)
-    step_tokens: float = 1.0  # in such a step, of all requests and of their prompts too
+    step_tokens: float = 1.0  # in such a step, of all requests, their prompts and drafts too
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose
@@ -241,6 +308,7 @@ class Generation:
     # Where it was wanted, the mean of the prompt's last hidden states: d float32 numbers.
     embedding: list[float] | None = None
     num_cached_tokens: int = 0  # of the prompt, in the KV cache before: not computed again
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -268,6 +336,7 @@ class Generation:
             "ups_computed": self.ups_computed,
             "per_token_ms": self.per_token_ms,
             "reads": self.reads,
+            **self.drafts.as_json(),
         }
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
+from hotcold.actors.protocol.messages import (
+    AUTO_MODE,
+    DRAFTS,
+    EXCHANGES,
+    MODES,
+    SPECULATE,
+)
 from hotcold.model.errors import UsageError, shown
 
 QUANTIZED = ("q8", "q4_1", "q4")
@@ -16,6 +22,7 @@ DTYPES = ("f16", "bf16", *QUANTIZED)
 KV_DTYPES = ("float16", "float32", "q8")
 DEVICES = ("auto", "cpu", "cuda")
 PIN_CHOICES = ("auto", "on", "off")
+AUTO_DRAFT = "auto"  # what takes no more memory
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?")
@@ -116,9 +123,17 @@ class SystemOptions:
     exchange: str = _option(
         "--exchange", "How the driver asks services: doorbells in shared memory, or actor calls.",
         choices=EXCHANGES, default="arena")
+    draft: str = _option(
+        "--draft", "What drafts tokens for --speculate, beside repeated text (ngram): q4, the "
+        "model's own weights in 4 bits, in memory beside them; predicted, the model with the "
+        "neurons that its predictors choose; auto is ngram.", choices=(AUTO_DRAFT, *DRAFTS),
+        default=AUTO_DRAFT)
     pin: str = _option(
         "--pin", "Keep services on the cores and memory of their NUMA nodes; auto: with one node, "
         "on cores until another program wants those.", choices=PIN_CHOICES, default="auto")
+    speculate: str = _option(
+        "--speculate", "How many tokens are proposed beforehand, and verified in one step: as many "
+        "as pay, none, or a number. The answer is the same.", choices=SPECULATE, default="auto")
     hosts: tuple[str, ...] = _option(
         "--hosts", "Ray nodes that share the CPU services, like 10.0.0.1,10.0.0.2; the driver's "
         "own without it.", "addresses", default=())

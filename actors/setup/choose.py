@@ -9,12 +9,16 @@ from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     EXCHANGES,
     MODES,
+    MOST_DRAFTED,
+    PREDICTED_DRAFT,
     PREDICTED_MODES,
+    SPECULATE,
     THRESHOLD,
     SystemConfig,
 )
 from hotcold.actors.protocol.options import KV_DTYPES, SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.drafting import with_draft
 from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
 from hotcold.actors.setup.modes import auto_mode, thresholds_file
 from hotcold.model.config.model_config import ModelConfig
@@ -64,6 +68,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         prefix_cache_bytes=_prefix_cache(options.prefix_cache_bytes),
         exchange=options.exchange,
+        speculate=options.speculate,
         predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
         thresholds_path=thresholds_file(path, config, mode, options.thresholds),
@@ -78,6 +83,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     )
     tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
     system = replace(system, neuron_upload_tokens=tokens)
+    system = with_draft(path, system, config, options)
     _check_hosts(system)
     if system.kv_dtype == "q8" and system.device == "cuda":
         raise UsageError(
@@ -91,6 +97,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
+    if options.speculate not in SPECULATE:
+        raise UsageError(
+            f"--speculate is {options.speculate!r}; give auto, off or a number from 1 to "
+            f"{MOST_DRAFTED}"
+        )
     return system
 
 
@@ -141,7 +152,7 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
     Low-rank predictors that lie in the checkpoint are written to one first.
     """
     if mode not in PREDICTED_MODES:
-        if options.predictors is not None:
+        if options.predictors is not None and options.draft != PREDICTED_DRAFT:
             raise UsageError(
                 f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
             )

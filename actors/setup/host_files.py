@@ -87,15 +87,16 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: CheckpointError."""
+    drafting = 0 if spec.draft is None else weight_bytes(spec.draft, config)
     checkpoint = Checkpoint(spec.path)
     by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
     config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)
     num_bytes = attention_bytes(config) * len(spec.attention) // config.num_layers
-    num_bytes += head_bytes(config) * spec.has_head
+    num_bytes += head_bytes(config) * spec.has_head + drafting
     if spec.storage is not None and spec.cache is None:
         geometry = BundleGeometry.of(config)
         gates = spec.storage.num_gates * geometry.gate_row_bytes
-        return gates + spec.storage.num_up_downs * geometry.up_down_row_bytes
+        return drafting + gates + spec.storage.num_up_downs * geometry.up_down_row_bytes
     if spec.neuron_ids is not None:
         num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
     return num_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
 from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_share
-from hotcold.actors.setup.shards import arena_layout, num_kv_pages
+from hotcold.actors.setup.shards import arena_layout, draft_config, num_kv_pages
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
@@ -39,11 +39,18 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
 
 def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Bytes of weights that the services load; of offloaded neurons those kept in memory."""
+    num_bytes = draft_bytes(system, config)
     if system.storage is None:
-        return weight_bytes(config)
+        return num_bytes + weight_bytes(config)
     share = expected_gpu(system, config)
     kept = bytes_in_memory(config, system.storage)
-    return weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
+    return num_bytes + weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
+
+
+def draft_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Bytes of the second weights, of drafts; all of them are in memory."""
+    drafting = draft_config(system, config)
+    return 0 if drafting is None else weight_bytes(drafting)
 
 
 def memory_beside_gpu(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
@@ -91,11 +98,14 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
         _predictor_bytes(system),
+        draft_bytes(system, config),
     )
 
 
 def _predictor_bytes(system: SystemConfig) -> int:
     """Predictor bytes in the driver's own memory, without those in the arena."""
+    if system.draft_predictors_path:
+        return Path(system.draft_predictors_path).stat().st_size
     if not system.predictors_path:
         return 0
     words = system.storage.predictor_words if system.storage is not None else 0

@@ -10,6 +10,7 @@ import numpy as np
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import (
+    MOST_DRAFTED,
     THRESHOLD,
     CacheSpec,
     ServiceSpec,
@@ -17,6 +18,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import (
     Layers,
     cold_neurons,
@@ -136,6 +138,17 @@ def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelCon
     return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
 
 
+def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | None:
+    """`config` with the formats of the second weights, of drafts; None where there are none.
+
+    Errors:  CheckpointError, UsageError
+    """
+    draft = system.draft_system
+    if draft is None:
+        return None
+    return served_config(draft, Checkpoint(Path(system.model_path)), config)
+
+
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
@@ -202,6 +215,14 @@ def num_kv_pages(system: SystemConfig) -> int:
     return num_pages_of(max(system.kv_positions, system.context_length))
 
 
+def _max_logits(system: SystemConfig) -> int:
+    """Rows of logits: one a request, and one for each token of a draft."""
+    if system.speculate == "off":
+        return max(system.max_batch, _MIN_LOGITS)
+    drafted = MOST_DRAFTED if system.speculate == "auto" else int(system.speculate)
+    return max(_MIN_LOGITS, min(KERNEL_TOKENS, system.max_batch * (1 + drafted)))
+
+
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
     """The buffers that this system needs."""
     return ArenaLayout(
@@ -210,7 +231,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         width=config.hidden_size,
         max_neurons=config.ffn_size,
         vocab_size=config.vocab_size,
-        max_logits=max(system.max_batch, _MIN_LOGITS),
+        max_logits=_max_logits(system),
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,

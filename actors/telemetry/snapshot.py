@@ -52,6 +52,7 @@ class NeuronMap:
 class Speed:
     """Decoding in the last seconds.
 
+    tokens_per_step: new ones, of all requests
     Units:   per_step_ms as `StepTimes.per_step_ms`; shares of all neurons, 0 to 1
     """
 
@@ -59,6 +60,9 @@ class Speed:
     per_step_ms: dict[str, float]
     neurons_computed: float
     gates_computed: float
+    tokens_per_step: float = 0.0
+    num_drafted: int = 0  # tokens of drafts
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,4 +202,7 @@ def speed_of(
         per_step_ms=times.per_step_ms(),
         neurons_computed=times.num_neurons / total,
         gates_computed=times.num_gates / total,
+        tokens_per_step=num_tokens / len(steps),
+        num_drafted=sum(record.num_drafted for record in steps),
+        num_accepted=sum(record.num_accepted for record in steps),
     )

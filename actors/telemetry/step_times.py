@@ -18,7 +18,7 @@ from hotcold.numba_kernels.serve.layer_loop import (
     SUM_UPS,
 )
 
-PARTS = ("attention", "head", "ffn", "predictor")
+PARTS = ("attention", "head", "ffn", "predictor", "draft")
 # Of neurons on storage: bytes that all services read, the slowest one's wait for them, parts of
 # neurons that were wanted, and parts that were not in memory.
 READS = ("bytes_read", "wait_ns", "wanted", "missed")
@@ -28,8 +28,9 @@ READS = ("bytes_read", "wait_ns", "wanted", "missed")
 class StepTimes:
     """Sums over some steps, in nanoseconds except for the counts.
 
-    A part's time is what its slowest service was busy; `exchange` is what the driver waited beyond
-    that; the rest of `total` is the driver's own: Python, and sums of partial outputs.
+    A part's time is what its slowest service was busy, and of `draft` all that drafts took;
+    `exchange` is what the driver waited beyond that; the rest of `total` is the driver's own:
+    Python, and sums of partial outputs.
     """
 
     total: int = 0
@@ -55,6 +56,11 @@ class StepTimes:
         """Count one exchange: the driver's wait, and the slowest service's work."""
         self.parts[part] += int(busy_ns)
         self.exchange += waited_ns - int(busy_ns)
+
+    def add_draft(self, took_ns: int) -> None:
+        """Count what it took to propose tokens for a step."""
+        self.parts["draft"] += took_ns
+        self.total += took_ns
 
     def add_layers(self, layer_state: np.ndarray) -> None:
         """Count the sums of a layer loop (`numba_kernels.serve.layer_loop`)."""
@@ -90,8 +96,15 @@ class StepTimes:
         self.count_reads(list(other.reads.values()))
 
     def per_step_ms(self) -> dict[str, float]:
-        """Milliseconds a step: attention, head, ffn, predictor, exchange, python, total."""
-        scale = 1e-6 / max(self.num_steps, 1)
+        """Milliseconds a step: attention, head, ffn, predictor, draft, exchange, python, total."""
+        return self._ms_by_parts(self.num_steps)
+
+    def per_token_ms(self, num_tokens: int) -> dict[str, float]:
+        """The same for each of the tokens that the steps gave."""
+        return self._ms_by_parts(num_tokens)
+
+    def _ms_by_parts(self, number: int) -> dict[str, float]:
+        scale = 1e-6 / max(number, 1)
         python = self.total - self.exchange - sum(self.parts.values())
         result = {part: ns * scale for part, ns in self.parts.items()}
         return result | {
@@ -113,8 +126,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished step: when it ended (monotonic seconds), and how many new tokens it gave."""
+    """One finished step: when it ended (monotonic seconds), and how many new tokens it gave.
+
+    num_drafted, num_accepted: tokens of drafts that it verified, and those that were chosen
+    """
 
     ended_s: float
     num_new_tokens: int
     times: StepTimes
+    num_drafted: int = 0
+    num_accepted: int = 0

@@ -202,6 +202,8 @@ def _run(
     Its KV cache holds `kv_positions` at least, unless --kv-tokens says otherwise.
     """
     path, options = locate_model(model), split_system_options(values)
+    if options.speculate == options.draft == "auto":  # bytes a step say little of steps with drafts
+        options = replace(options, speculate="off")
     require_one_mode(options)
     system, config = prepare_system(path, options)
     if options.kv_positions is None and kv_positions > system.kv_positions:

@@ -171,7 +171,7 @@ class Commands:
             parts = dict(result.per_token_ms)
             whole = parts.pop("total", 0.0)
             told = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items() if ms >= 0.005)
-            lines += [f"a step takes {whole:.2f} ms: {told}"] if whole else []
+            lines += [f"a token takes {whole:.2f} ms: {told}"] if whole else []
         return "\n".join(lines)
 
     def file(self, rest: str) -> str:

@@ -49,6 +49,7 @@ _LOADS_WITHOUT = (
 @system_option("kv_dtype")
 @system_option("num_cpu_actors", help="CPU services; one a NUMA node.")
 @system_option("num_threads")
+@system_option("draft", help="What drafts tokens, as of generate.")
 @click.option("--machine", "machine_file", type=_FILE, help="Plan for the machine described there.")
 @click.option("--profile", "profile_file", type=_FILE, help="How often neurons fire.")
 @click.option("--shape", help="Plan for a named shape, as of make-model, without any weights.")
@@ -190,7 +191,7 @@ def _make_plan(
         profile,
         plan_request(system, *budgets, machine.digest, profile),
         predictor=planned_predictors(model, system),
-        host_reserve_bytes=need.process_bytes + need.arena_bytes,
+        host_reserve_bytes=need.process_bytes + need.arena_bytes + need.draft_bytes,
         time_limit_s=time_limit_s,
     )
     return made, system

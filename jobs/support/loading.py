@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.setup.drafting import draft_note
 from hotcold.actors.setup.memory_needs import expected_gpu
+from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.setup.storage_shares import bytes_in_memory
 from hotcold.jobs.support.console import loading_bar, progress_bar, stderr_console
@@ -37,6 +39,7 @@ def running_system(
     """
     from hotcold.actors.system import System  # imports Ray
 
+    tell_draft(system)
     require_bundles(system)
     with loading_bar() as bar:
 
@@ -64,6 +67,15 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
     )
     with progress_bar(place.name) as on_bytes:
         return pack_model(path, config, weight_dtype, on_bytes)
+
+
+def tell_draft(system: SystemConfig) -> None:
+    """Print the memory that a draft takes, if it takes some. Errors: CheckpointError."""
+    if system.draft_system is None:
+        return
+    path = Path(system.model_path)
+    config = served_config(system, Checkpoint(path), read_config(path))
+    stderr_console().print(draft_note(system, config), markup=False, soft_wrap=True)
 
 
 def require_bundles(system: SystemConfig) -> None:

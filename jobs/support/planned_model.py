@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemConfig
+from hotcold.actors.protocol.options import AUTO_DRAFT
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.placement_choice import own_profile, predictor_cost
 from hotcold.actors.setup.preflight import SystemOptions, in_memory, read_model
@@ -151,6 +152,8 @@ def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:
         return choose_system(model.path, model.config, options)
     if options.predictors is not None:
         raise UsageError("--predictors are of a model that is here; leave --shape and --config out")
+    if options.draft not in (AUTO_DRAFT, NO_MODEL):
+        raise UsageError("--draft is of a model that is here; leave --shape and --config out")
     is_predicted = options.mode in PREDICTED_MODES
     plain = replace(options, mode=None) if is_predicted else options
     system = choose_system(Path(model.config.name), model.config, plain)

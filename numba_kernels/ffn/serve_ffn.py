@@ -22,8 +22,11 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     PING,
     STATUS,
+    TARGET,
     WATCHED,
+    WEIGHTS,
     finish_request,
+    is_for_others,
     next_request,
     read_selection,
     read_thresholds,
@@ -63,7 +66,7 @@ def ffn_request(thread, num_threads, service, buffers, source, scratch, buckets,
         reply[STATUS] = FAILED
         return
     reply[NUM_COMPUTED], reply[NUM_UP] = scratch.counts.sum(), scratch.up_counts.sum()
-    if request[WATCHED]:
+    if request[WATCHED] and request[WEIGHTS] == TARGET:
         _count_neurons(service, layer, selection, buckets, num_tokens, buffers, scratch)
 
 
@@ -92,15 +95,19 @@ def _count_neurons(service, layer, selection, buckets, num_tokens, buffers, scra
 
 
 @njit(nogil=True, cache=True)
-def serve_ffn(thread, num_threads, service, seen, buffers, source, scratch, buckets, function):
+def serve_ffn(
+    thread, num_threads, service, seen, weights, buffers, source, scratch, buckets, function
+):  # fmt: skip
     """Serve requests after `seen` until one is left to Python; returns its number.
 
-    Left to Python are STOP, and an FFN of more tokens than `scratch` holds. All threads return for
-    it; the caller lets one of them reply.
+    Left to Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other
+    `weights` (`is_for_others`). All threads return for it; the caller lets one of them reply.
     """
     while True:
         number = next_request(buffers.cells, service, seen)
         started = now_ns()
+        if is_for_others(buffers.requests[service], weights):
+            return number
         operation = buffers.requests[service, OPERATION]
         if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
             ffn_request(thread, num_threads, service, buffers, source, scratch, buckets, function)

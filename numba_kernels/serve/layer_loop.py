@@ -28,6 +28,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_UP,
     OPERATION,
     PRODUCT_THRESHOLD,
+    TARGET,
     send_requests,
 )
 from hotcold.numba_kernels.serve.selector import announce, predicts, select
@@ -43,6 +44,7 @@ REQUEST_WAITED_NS = 8  # for its replies
 ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(9, 13)
 SUM_COMPUTED, SUM_UPS, SUM_GATES = range(13, 16)
 PREDICTOR_NS = 16
+WEIGHTS = 17  # TARGET or DRAFT
 NUM_STATE_WORDS = 24  # whole cache lines
 
 # phases of a layer
@@ -86,13 +88,18 @@ def new_layer_state() -> np.ndarray:
 
 
 def begin_layers(
-    layer_state: np.ndarray, layers: range, num_tokens: int, own_ffn: bool = False
+    layer_state: np.ndarray,
+    layers: range,
+    num_tokens: int,
+    own_ffn: bool = False,
+    weights: int = TARGET,
 ) -> None:
     """Set `layer_state` before the first of `layers`, with all sums zero."""
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
     layer_state[TOKENS] = num_tokens
     layer_state[OWN_FFN] = own_ffn
+    layer_state[WEIGHTS] = weights
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -226,6 +233,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request = buffers.requests[service]
         request[OPERATION], request[LAYER] = layer_state[REQUESTED], layer
         request[NUM_TOKENS] = layer_state[TOKENS]
+        request[mailbox.WEIGHTS] = layer_state[WEIGHTS]
         request[GATE_THRESHOLD] = selector.thresholds[layer, 0]
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 

@@ -36,8 +36,11 @@ OPERATION, LAYER, NUM_TOKENS, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(7)
 GATE_THRESHOLD, PRODUCT_THRESHOLD = 7, 8  # `Thresholds`, as the bits of float64 numbers
 NEXT_LAYER = 9  # of a prompt: the layer of the next request, plus 1; 0: unknown
 WEIGHS_BLOCKS = 10  # whether `block_weights` chooses blocks of neurons
+WEIGHTS = 11  # TARGET or DRAFT: a service may hold its part of the model in both
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
+TARGET, DRAFT = range(2)  # the model's own weights, or the same in fewer bits
+ANY_WEIGHTS = -1  # of a loop that serves all requests with the only weights that it has
 
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
@@ -138,6 +141,12 @@ def read_selection(buffers, service):
     if request[WEIGHS_BLOCKS] and buffers.block_weights.shape[1]:
         weights = buffers.block_weights[:num_tokens]
     return Selection(num_ids >= 0, ids, masks, weights)
+
+
+@njit(nogil=True, cache=True)
+def is_for_others(request, weights):
+    """Whether a request is for other weights than a loop has: TARGET, DRAFT or ANY_WEIGHTS."""
+    return weights != ANY_WEIGHTS and request[WEIGHTS] != weights
 
 
 @njit(nogil=True, cache=True)

@@ -35,6 +35,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     PING,
     barrier_wait,
     finish_request,
+    is_for_others,
     next_request,
 )
 from hotcold.numba_kernels.serve.work_stealing import (
@@ -357,11 +358,11 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
 
 
 @njit(nogil=True, cache=True)
-def serve_attention(thread, num_threads, service, seen, buffers, arrays, scratch):
+def serve_attention(thread, num_threads, service, seen, weights, buffers, arrays, scratch):
     """Serve requests after `seen` until one is left to Python; returns its number.
 
-    Left to Python are STOP, and more tokens than `scratch` holds. All threads return for it; the
-    caller lets one of them reply.
+    Left to Python are STOP, more tokens than `scratch` holds, and requests for other `weights`
+    (`is_for_others`). All threads return for it; the caller lets one of them reply.
     """
     max_tokens = scratch.normed.shape[1]
     while True:
@@ -369,6 +370,8 @@ def serve_attention(thread, num_threads, service, seen, buffers, arrays, scratch
         started = now_ns()
         request = buffers.requests[service]
         operation, num_tokens = request[OPERATION], request[NUM_TOKENS]
+        if is_for_others(request, weights):
+            return number
         if operation == ATTENTION and num_tokens <= max_tokens:
             attention_request(thread, num_threads, service, buffers, arrays, scratch)
         elif operation == HEAD and num_tokens - request[FIRST_LOGIT] <= max_tokens:

@@ -20,7 +20,7 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import assign_neurons, require_partition
 from hotcold.model.config.build import read_config
@@ -105,6 +105,7 @@ class InProcessSystem:
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
     weight_dtype: str = ""
     has_down_norms: bool = False
+    draft: str = NO_MODEL
     bundle_bytes: int = 0
     predictor_words: int = 0
     num_blocks: int = 0
@@ -188,7 +189,10 @@ class InProcessSystem:
         if self.specs is not None:
             return self.specs[0].system
         return SystemConfig(
-            str(self.path), weight_dtype=self.weight_dtype, has_down_norms=self.has_down_norms
+            str(self.path),
+            weight_dtype=self.weight_dtype,
+            has_down_norms=self.has_down_norms,
+            draft=self.draft,
         )
 
     def _gpu(self) -> Service:

@@ -86,6 +86,7 @@ def test_kernels_are_precompiled_once(
     stored = replace(system, storage=NeuronStorage("f", 1, 1))
     precompile_once(system)
     assert not begun  # nothing is promised
-    for asked in (stored, stored, stored, replace(stored, mode="dense")):
+    drafting = replace(stored, draft="q4")
+    for asked in (stored, stored, stored, replace(stored, mode="dense"), drafting):
         precompile_once(asked)
-    assert len(begun) == 3  # one failed, one did not, and one was of another mode
+    assert len(begun) == 4  # one failed, one did not, one was of another mode, and one drafts

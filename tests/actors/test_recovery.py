@@ -39,15 +39,19 @@ from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     DONE,
+    DRAFT,
     FFN,
     NO_DOORBELLS,
+    NUM_REQUEST_WORDS,
     OPERATION,
     OWN_NUMBER,
     PING,
     REQUEST,
     STOP,
+    TARGET,
     TIMEOUT_NS,
     WATCHED,
+    WEIGHTS,
     cell,
 )
 from tests.actors.batching import (
@@ -210,7 +214,8 @@ class Fails(Exchange):
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.buffers: Any = type("SharedBuffers", (), {"requests": np.zeros((3, 8), np.int64)})()
+        requests = np.zeros((3, NUM_REQUEST_WORDS), np.int64)
+        self.buffers: Any = type("SharedBuffers", (), {"requests": requests})()
 
     def request(self, services: Sequence[int]) -> int:
         if self.errors:
@@ -233,11 +238,12 @@ def test_who_watches_meanwhile_is_not_forgotten() -> None:
     exchange = Fails(ServiceLost(2, "died"))
     requests = exchange.buffers.requests
     requests[:, OPERATION], requests[1, WATCHED] = FFN, 1
+    requests[2, WEIGHTS] = TARGET
     expected = requests.copy()
 
     class Watched(Counting):
         def replace(self, service: int, cause: str) -> None:
-            requests[service, OPERATION] = PING  # it is tried out
+            requests[service, [OPERATION, WEIGHTS]] = PING, DRAFT  # it is tried out
             requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
 
     recovering = RecoveringExchange(exchange, Watched().replace, TOPOLOGY)

@@ -197,7 +197,7 @@ def test_figures() -> None:
     assert status.startswith("words · exact on cpu · 13 of 1,000 tokens (1%) · 10.0 tokens/s")
     assert answers.startswith("1 answer in ") and answers.endswith("10 prompt tokens, 3 new ones")
     assert last.startswith("[3 tokens, stop; prefill 100.0 tokens/s, decode 10.0 tokens/s, ")
-    assert step == "a step takes 2.00 ms: attention 0.50, ffn 1.50"
+    assert step == "a token takes 2.00 ms: attention 0.50, ffn 1.50"
     assert screen.told[-1].startswith("[2 tokens, stop; ")
 
 

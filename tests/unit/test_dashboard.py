@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hotcold.actors.protocol.messages import DriverLoad, Generation
+from hotcold.actors.protocol.messages import DraftCounts, DriverLoad, Generation
 from hotcold.ui.api.metrics import Metrics, metrics_text
 from tests.documents import ROOT
 
@@ -29,7 +29,8 @@ def given() -> dict[str, set[str]]:
     metrics.add_prompt(3)
     metrics.add_first(0.1, 1)
     metrics.add_tokens(0.1, 2)
-    metrics.add_result(Generation("a", [1], "stop", 3, 0.1, 0.1, reads=reads), 0.5)
+    drafts = DraftCounts(2, 5, [2, 1])
+    metrics.add_result(Generation("a", [1], "stop", 3, 0.1, 0.1, reads=reads, drafts=drafts), 0.5)
     metrics.add_refusal(400)
     metrics.add_start()
     metrics.show(DriverLoad(1, 0, 0.5))
@@ -87,6 +88,24 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
 )
 def test_a_wrong_expression_is_found(expression: str) -> None:
     assert wrong_in(expression, given())
+
+
+def test_drafts_are_counted_as_vllm_counts_them() -> None:
+    metrics = Metrics("words")
+    for drafts in (DraftCounts(2, 5, [2, 1]), DraftCounts(), DraftCounts(1, 3, [1, 1, 1])):
+        metrics.add_result(Generation("a", [1], "stop", 3, 0.1, 0.1, drafts=drafts), 0.5)
+    lines = metrics_text([metrics]).decode().splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:spec_decode"))
+    name = 'vllm:spec_decode_num_{}_total{{model_name="words"{}}}'
+    at = "accepted_tokens_per_pos"
+    assert found == {
+        name.format("drafts", ""): "3.0",
+        name.format("draft_tokens", ""): "8.0",
+        name.format("accepted_tokens", ""): "6.0",
+        name.format(at, ',position="0"'): "3.0",
+        name.format(at, ',position="1"'): "2.0",
+        name.format(at, ',position="2"'): "1.0",
+    }
 
 
 def test_every_metric_is_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,11 @@ def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
     assert (wide.max_batch, more.kv_positions) == (32, 1000)
     layout = arena_layout(wide, config)
     assert layout.num_slots == layout.max_logits == 32 <= layout.max_tokens
-    assert arena_layout(plain, config).max_logits == 8
+    assert arena_layout(replace(plain, speculate="off"), config).max_logits == 8
+    assert arena_layout(replace(plain, speculate="2"), config).max_logits == 8 * (1 + 2)
+    assert arena_layout(plain, config).max_logits == 32
+    alone = replace(plain, speculate="4", max_batch=1)
+    assert arena_layout(alone, config).max_logits == 8
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     assert system_need(plain, config).kv_cache_bytes == 128 * token_bytes  # whole pages
     assert system_need(more, config).kv_cache_bytes == 1024 * token_bytes

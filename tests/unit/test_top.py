@@ -79,6 +79,13 @@ cpu1     restarting  -              -     -  -
 this machine: 3.00 GiB of 4.00 GiB in use"""
 
 
+def test_drafts_are_told() -> None:
+    found = told() | {"num_drafted": 40, "num_accepted": 30, "tokens_per_step": 2.46}
+    lines = drawn(picture("words", found, 80), 80, False).splitlines()
+    (step,) = [line for line in lines if line.startswith("a step")]
+    assert step.startswith("a step takes 2.00 ms and gives 2.5 tokens, 75% of drafts taken: ")
+
+
 def test_the_picture() -> None:
     assert drawn(picture("words", told(), 80), 100, False) == PICTURE
     coloured = drawn(picture("words", told(), 80), 100, True)

@@ -68,6 +68,17 @@ class Metrics:
             "hotcold:model_loaded", "1 where the model is loaded, and answers."
         )
         self._starts = self._counter("hotcold:model_loads", "How often the model has loaded.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
+        self._draft_tokens = self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified."
+        )
+        self._accepted = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were chosen."
+        )
+        self._accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "The same, by place in the draft.",
+            ["model_name", "position"], registry=self._registry,
+        )  # fmt: skip
         self._neurons = self._gauge(
             "hotcold:neurons_computed_share", "Of all neurons, up and down, in the last request."
         )
@@ -113,6 +124,12 @@ class Metrics:
             self._gates.set(result.gates_computed)
         for name, share in result.reads.items():
             self._reads[name].set(share)
+        drafts = result.drafts
+        self._drafts.inc(drafts.num_drafts)
+        self._draft_tokens.inc(drafts.num_drafted)
+        self._accepted.inc(drafts.num_accepted)
+        for place, count in enumerate(drafts.accepted_at):
+            self._accepted_at.labels(self._model_name, str(place)).inc(count)
 
     def add_abort(self) -> None:
         """Count a request that ended before its end: its client went away, or it took too long."""

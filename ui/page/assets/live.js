@@ -12,7 +12,7 @@ const KINDS = [
 ];
 // Without a GPU there is no hot neuron, so none has to be called cold.
 const WITHOUT_GPU = { computed: "computed", gate: "only its gate", skipped: "skipped" };
-const PARTS = ["attention", "ffn", "head", "predictor", "exchange", "python"];
+const PARTS = ["attention", "ffn", "head", "predictor", "draft", "exchange", "python"];
 const find = (name) => element.querySelector(`[data-show="${name}"]`);
 const canvas = () => element.querySelector("canvas");
 const cell = { layer: 0, bucket: 0, chosen: false };

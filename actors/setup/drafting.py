@@ -1,0 +1,101 @@
+"""`--draft`: what drafts tokens in a system, and for which models and systems that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hotcold.actors.protocol.messages import (
+    AUTO_MODE,
+    DRAFT_DTYPES,
+    DRAFTS,
+    PREDICTED_DRAFT,
+    PREDICTED_MODES,
+    SystemConfig,
+)
+from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
+from hotcold.actors.setup.memory_needs import draft_bytes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.placement.memory import weight_bytes
+from hotcold.predictors.predictor_file import predictors_path
+
+_MOST = 0.7  # of the target's bytes: a draft's step that reads more is hardly a faster one
+
+
+def with_draft(
+    path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions
+) -> SystemConfig:
+    """`system` with the draft of --draft; `config` has the formats that matrices are loaded in.
+
+    Errors:  UsageError where this system cannot have it, ArtifactError for unusable predictors
+    """
+    if options.draft == AUTO_DRAFT:
+        return system
+    if options.draft not in DRAFTS:
+        known = " or ".join((AUTO_DRAFT, *DRAFTS))
+        raise UsageError(f"no draft named {shown(options.draft)}; give {known}")
+    if options.speculate == "off":
+        raise UsageError(f"--draft {options.draft} is for --speculate, which is off; leave one out")
+    system = replace(system, draft=options.draft)
+    if system.draft in DRAFT_DTYPES:
+        _require_weights(system, config)
+    if system.draft == PREDICTED_DRAFT:
+        file = _predictors(path, system, options)
+        check_artifact(file, "predictors", ModelIdentity.of(path))
+        return replace(system, draft_predictors_path=str(file.resolve()))
+    return system
+
+
+def _require_weights(system: SystemConfig, config: ModelConfig) -> None:
+    """Raise UsageError unless the system can hold its second weights, and they are fewer bytes."""
+    given = f"--draft {system.draft}"
+    if system.device == "cuda":
+        raise UsageError(f"{given} is for the CPU alone; give --device cpu, or leave it out")
+    if system.hosts:
+        raise UsageError(f"{given} is for systems of one host; leave it out, or --hosts")
+    try:
+        draft, target = draft_bytes(system, config), weight_bytes(config)
+    except UsageError as problem:
+        raise UsageError(f"{given}: {str(problem).removeprefix('--dtype ')}") from None
+    if draft > _MOST * target:
+        raise UsageError(
+            f"{given}: the draft takes {draft / 1e9:.2f} GB and the model itself "
+            f"{target / 1e9:.2f} GB, so it would hardly be faster; leave it out"
+        )
+
+
+def _predictors(path: Path, system: SystemConfig, options: SystemOptions) -> Path:
+    """The file of predictors that draft: the one that is named, else one beside the model."""
+    if system.mode in PREDICTED_MODES or system.auto_mode:
+        mode = AUTO_MODE if system.auto_mode else system.mode
+        raise UsageError(
+            f"--draft {PREDICTED_DRAFT} is for a model that computes all that fires, not for "
+            f"--mode {mode}; leave one of them out"
+        )
+    if options.predictors is not None:
+        return options.predictors
+    for mode in PREDICTED_MODES:
+        for weight_dtype in (options.weight_dtype or "", ""):  # those made for these weights first
+            file = predictors_path(path, mode, weight_dtype)
+            if file.exists():
+                return file
+    raise UsageError(
+        f"--draft {PREDICTED_DRAFT} takes predictors, and none lie beside the model; "
+        "`hotcold train-predictors` makes some"
+    )
+
+
+def draft_note(system: SystemConfig, config: ModelConfig) -> str:
+    """A line about the memory of the second weights; "" where there are none.
+
+    `config` has the formats that matrices are loaded in.
+    """
+    if system.draft_system is None:
+        return ""
+    draft, target = draft_bytes(system, config), weight_bytes(config)
+    return (
+        f"the draft, the model's weights in {system.draft}, takes {draft / 1e9:.2f} GB of memory "
+        f"beside the model's {target / 1e9:.2f}"
+    )

@@ -1,0 +1,248 @@
+"""A draft's weights beside the model's own: the bits of both, with any services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.model_drafter import ModelDrafter
+from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.exchange.replacement import withdraw_request
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.setup.choose import default_mode
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET, WATCHED
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_stored_neurons import StoredSystem, packed
+from tests.quantized_models import make_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+IDS = np.random.default_rng(4).integers(0, 101, 20)
+MODELS = ["q-llama", "q-llama-tied", "q-opt", "q-opt-postnorm", "q-falcon-grouped"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """model(name): that checkpoint in float16."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model(name, tmp_path_factory.mktemp(name) / "m")
+        return made[name]
+
+    return make
+
+
+def draft_mode(engine: Engine) -> StepMode:
+    """That of steps which draft, as the driver has it."""
+    mode = step_mode(engine.config, default_mode(engine.config))
+    return replace(mode, weights=DRAFT)
+
+
+def logits(engine: Engine, sizes: Sequence[int], modes: Sequence[StepMode]) -> np.ndarray:
+    """Logits of IDS in steps of `sizes` tokens with `modes`, in turn."""
+    first = 0
+    parts: list[np.ndarray] = []
+    while first < len(IDS):
+        last = min(first + sizes[len(parts) % len(sizes)], len(IDS))
+        step, mode = range(first, last), modes[len(parts) % len(modes)]
+        found = engine.step(IDS[first:last].tolist(), step, [0] * len(step), len(step), mode)
+        parts.append(found.copy())
+        first = last
+    return np.concatenate(parts)
+
+
+def target_logits(system: InProcessSystem) -> np.ndarray:
+    """Of the model's own weights."""
+    engine = system.engine("exact")
+    return logits(engine, [1, 3], [engine.mode])
+
+
+def draft_logits(system: InProcessSystem) -> np.ndarray:
+    """Of the draft's, over a KV cache that it has filled itself."""
+    engine = system.engine("exact")
+    return logits(engine, [1, 3], [draft_mode(engine)])
+
+
+@pytest.mark.sweep(keep=2)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path]) -> None:
+    path = model(name)
+    with InProcessSystem(path, 2, 2) as plain:
+        own = target_logits(plain)
+    with InProcessSystem(path, 2, 2, weight_dtype="q4") as quantized:
+        wanted = target_logits(quantized)
+    assert not np.array_equal(own, wanted)
+    with InProcessSystem(path, 2, 2, draft="q4") as system:
+        for _ in range(2):
+            np.testing.assert_array_equal(target_logits(system), own)
+            np.testing.assert_array_equal(draft_logits(system), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_dtype": "q8"},
+        {"copying": True, "num_services": 3},
+        {"num_threads": 3, "hot": lambda layers, size: [np.arange(9, dtype=np.int32)] * layers},
+    ],
+    ids=["8 bits", "arenas", "hot neurons"],
+)
+def test_any_services(model: Callable[[str], Path], options: dict[str, Any]) -> None:
+    path = model("q-llama")
+    with InProcessSystem(path, **options) as plain:
+        own = target_logits(plain)
+    with InProcessSystem(path, **options | {"weight_dtype": "q4"}) as quantized:
+        wanted = target_logits(quantized)
+    with InProcessSystem(path, **options, draft="q4") as system:
+        np.testing.assert_array_equal(target_logits(system), own)
+        np.testing.assert_array_equal(draft_logits(system), wanted)
+
+
+@pytest.mark.parametrize("num_services", [1, 2])
+def test_a_draft_in_memory_of_neurons_on_storage(
+    model: Callable[[str], Path], num_services: int
+) -> None:
+    path = model("q-llama")
+    packed(path)
+    with InProcessSystem(path, num_services, 2) as plain:
+        own = target_logits(plain)
+    with InProcessSystem(path, num_services, 2, weight_dtype="q4") as quantized:
+        wanted = target_logits(quantized)
+    with StoredSystem(path, num_services, 2, draft="q4") as system:
+        np.testing.assert_array_equal(target_logits(system), own)
+        read = system.counted(BYTES_READ)
+        np.testing.assert_array_equal(draft_logits(system), wanted)
+        assert system.counted(BYTES_READ) == read > 0
+
+
+def test_steps_of_both_in_turn(model: Callable[[str], Path]) -> None:
+    """Rows of the KV cache that a draft wrote are written again, as if it had never been."""
+    path = model("q-llama")
+    with InProcessSystem(path, 2, 2) as plain:
+        engine = plain.engine("exact")
+        wanted = logits(engine, [4], [engine.mode])
+    with InProcessSystem(path, 2, 2, draft="q4") as system:
+        engine = system.engine("exact")
+        mode = draft_mode(engine)
+        for first in range(0, len(IDS), 4):
+            places = range(first, first + 4)
+            for place in places:
+                engine.step([int(IDS[place])], [place], [0], mode=mode)
+            found = engine.step(IDS[places].tolist(), places, [0] * 4, 4)
+            np.testing.assert_array_equal(found, wanted[first : first + 4])
+
+
+def running(token_ids: Sequence[int], slot: int) -> ActiveRequest:
+    """A request as a drafter sees it."""
+    return cast(ActiveRequest, SimpleNamespace(tokens=list(token_ids), slot=slot))
+
+
+def by_itself(engine: Engine, ids: Sequence[int], slot: int, count: int) -> list[int]:
+    """The `count` likeliest tokens after `ids`, one after another, by the engine's own steps."""
+    found = list(ids)
+    for place in range(len(ids) + count - 1):
+        logits = engine.step([found[place]], [place], [slot])
+        if place >= len(ids) - 1:
+            found.append(int(logits[0].argmax()))
+    return found[len(ids) :]
+
+
+def test_a_draft_of_the_same_weights_is_what_the_model_says(model: Callable[[str], Path]) -> None:
+    """A target of 4 bits, whose draft has the same: of several requests, of different lengths."""
+    counts, prompts = [5, 0, 1, 3], [IDS[:7], IDS[3:5], IDS[5:20], IDS[11:14]]
+    with InProcessSystem(model("q-llama"), 2, 2, weight_dtype="q4", draft="q4", num_slots=4) as one:
+        engine = one.engine("exact")
+        drafter = ModelDrafter(engine, draft_mode(engine))
+        requests = [running(ids.tolist(), slot) for slot, ids in enumerate(prompts)]
+        for request in requests:
+            places = range(len(request.tokens) - 1)
+            slots = [request.slot] * len(places)
+            engine.step(request.tokens[:-1], places, slots, 0)
+        num_steps = engine.times.num_steps
+        drafts = drafter.propose(requests, counts)
+        assert engine.times.num_steps == num_steps
+        assert drafter.times.num_steps == max(counts)
+        assert drafter.times.num_tokens == sum(counts)
+        for request, draft, count in zip(requests, drafts, counts, strict=True):
+            assert draft == by_itself(engine, request.tokens, request.slot, count)
+        assert drafter.propose([], []) == []
+
+
+def test_a_draft_that_fails_leaves_the_model_as_it_was(model: Callable[[str], Path]) -> None:
+    with InProcessSystem(model("q-llama"), draft="q4") as system:
+        wanted = target_logits(system)
+        engine = system.engine("exact")
+        drafter = ModelDrafter(engine, draft_mode(engine))
+        request = running(IDS[:3].tolist(), 0)
+        assert drafter.propose([request], [2]) != [[]]
+        head = system.services[0].draft.arrays.head  # type: ignore[union-attr]
+        kept = head.copy()
+        head[:] = 0xFF  # of scales: NaN
+        with pytest.raises(NotFiniteError):
+            drafter.propose([request], [2])
+        assert engine.times is not drafter.times
+        np.testing.assert_array_equal(target_logits(system), wanted)
+        head[:] = kept
+        assert drafter.propose([request], [2]) != [[]]
+
+
+def test_neurons_of_drafts_are_not_counted(model: Callable[[str], Path]) -> None:
+    """What a running system shows of its neurons is what answers took."""
+    with InProcessSystem(model("q-llama"), 2, draft="q4") as system:
+        buffers = system.exchange.buffers
+        buffers.requests[:, WATCHED] = 1
+        target_logits(system)
+        counts, steps = buffers.neuron_counts.copy(), buffers.counted_steps.copy()
+        assert counts.any() and steps.any()
+        draft_logits(system)
+        np.testing.assert_array_equal(buffers.neuron_counts, counts)
+        np.testing.assert_array_equal(buffers.counted_steps, steps)
+
+
+def test_a_service_without_a_draft_computes_with_what_it_has(model: Callable[[str], Path]) -> None:
+    with InProcessSystem(model("q-llama")) as system:
+        np.testing.assert_array_equal(draft_logits(system), target_logits(system))
+
+
+def test_another_process_s_loops_both_run_before_it_serves(model: Callable[[str], Path]) -> None:
+    """As a lost service is replaced; of a request for a draft that waits for it."""
+    with InProcessSystem(model("q-llama"), draft="q4") as system:
+        wanted = draft_logits(system)
+        row = system.exchange.buffers.requests[1]
+        words = row.copy()
+        words[OPERATION] = STOP
+        row[:] = words
+        system.exchange.request([1])
+        assert system.services[1].join(60)
+        withdraw_request(system.exchange.buffers, 1)
+        service = system._cpus()[0]
+        served: list[int] = []
+        for each in (service, service.draft):
+            assert each is not None
+            watch_serving(each, served)
+        service.attach(system.layout, system.arena)
+        service.try_out()
+        assert served == [TARGET, DRAFT]
+        system.services[1] = service
+        np.testing.assert_array_equal(draft_logits(system), wanted)
+
+
+def watch_serving(service: Service, served: list[int]) -> None:
+    """Note the service's weights in `served` whenever its loop begins."""
+    serve = service.serve
+
+    def noted(thread: int, seen: int) -> int:
+        served.append(service.weights)
+        return serve(thread, seen)
+
+    service.serve = noted  # type: ignore[method-assign]

@@ -1,0 +1,371 @@
+"""Answers with drafts are those without, to the last bit, whatever is proposed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.speculation import Speculation
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    Grammar,
+    TokenLogprob,
+)
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+from tests.actors.batching import CONTEXT, Background, batching, random_request, start
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_batching import all_pages_are_free, spoil
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+Tiny = Callable[..., TinyCheckpoint]
+
+
+class NastyDrafter:
+    """Proposes what it knows to follow, right up to a random place, and any tokens after it."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.answers: dict[str, list[int]] = {}  # by the beginning of a request's id
+        self.tokens: Sequence[int] = range(vocab_size)
+        self.num_calls = 0
+        self.before_call: Callable[[], None] = lambda: None
+        self._random = np.random.default_rng(seed)
+
+    def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
+        """Drafts of up to so many tokens, a few longer than allowed."""
+        self.num_calls += 1
+        self.before_call()
+        return [self._draft(one, count) for one, count in zip(requests, counts, strict=True)]
+
+    def _draft(self, request: ActiveRequest, count: int) -> list[int]:
+        random = self._random
+        answer = self.answers.get(request.stream.request_id.split("/")[0], [])
+        num_new = len(request.tokens) - request._num_prompt_tokens
+        right = answer[num_new : num_new + int(random.integers(count + 1))]
+        others = random.choice(self.tokens, count - len(right) + int(random.integers(2))).tolist()
+        return right + others
+
+
+@contextmanager
+def drafting(driver: Driver, drafter: Any, policy: DraftPolicy, ngrams: bool) -> Iterator[None]:
+    """Let a driver speculate with a drafter of a test."""
+    scheduler = driver._scheduler
+    made = Speculation(policy, drafter, has_ngrams=ngrams)
+    driver._queue.between_steps(lambda: setattr(scheduler, "speculation", made))
+    try:
+        yield
+    finally:
+        driver._queue.between_steps(lambda: setattr(scheduler, "speculation", None))
+
+
+Answer = tuple[list[int], str, str, list[TokenLogprob], list[TokenLogprob]]
+
+
+def answer(driver: Driver, request: GenerateRequest) -> tuple[Answer, Generation]:
+    """All that a request hands out: ids, text, why it ended, logprobs."""
+    logprobs: list[TokenLogprob] = []
+    of_prompt: list[TokenLogprob] = []
+    ids: list[int] = []
+    for event in driver.generate(request):
+        logprobs += event.logprobs
+        of_prompt += event.prompt_logprobs
+        ids += event.token_ids
+        result = event.result
+    assert result is not None and result.ids == ids
+    return (ids, result.text, result.finish_reason, logprobs, of_prompt), result
+
+
+def answers(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer | Exception]:
+    """Of all requests at once."""
+    running = [
+        Background(lambda request=request: answer(driver, request)[0]) for request in requests
+    ]
+    return [one.end() for one in running]
+
+
+def varied(seed: int, ids: Sequence[int], **changes: Any) -> GenerateRequest:
+    """A request with sampling drawn at random: temperatures, filters, penalties, ends, logprobs."""
+    random = np.random.default_rng(seed)
+    max_tokens = int(random.integers(1, 40))
+    penalized = bool(random.integers(2))
+    values = {
+        "max_tokens": max_tokens,
+        "min_tokens": int(random.integers(0, max_tokens + 1)) if random.integers(2) else 0,
+        "temperature": float(random.choice([0.0, 0.0, 0.3, 1.0, 1.5])),
+        "top_k": int(random.choice([0, 5, 40])),
+        "top_p": float(random.choice([0.7, 1.0])),
+        "min_p": float(random.choice([0.0, 0.1])),
+        "seed": seed,
+        "repeat_penalty": 1.3 if penalized else 1.0,
+        "presence_penalty": float(random.choice([0.0, 0.5])),
+        "frequency_penalty": 0.4 if penalized else 0.0,
+        "repeat_last_n": int(random.choice([-1, 4, 64])),
+        "stop_token_ids": random.choice(ids, 2).tolist() if random.integers(3) == 0 else (),
+        "ignore_eos": bool(random.integers(2)),
+    }
+    return GenerateRequest(
+        SamplingParams(**values | changes),
+        request_id=f"request {seed}",
+        num_logprobs=int(random.integers(4)) if random.integers(2) else None,
+        num_prompt_logprobs=1 if random.integers(6) == 0 else None,
+    )
+
+
+def repetitive(seed: int) -> GenerateRequest:
+    """A varied request whose prompt repeats itself."""
+    random = np.random.default_rng(1000 + seed)
+    phrase = random.integers(0, VOCAB_SIZE, int(random.integers(1, 12))).tolist()
+    ids = (phrase * 40)[: int(random.integers(1, 120))]
+    return replace(varied(seed, ids), prompt_ids=ids)
+
+
+def beside(requests: Sequence[GenerateRequest], turn: str) -> list[GenerateRequest]:
+    return [replace(one, request_id=f"{one.request_id}/{turn}") for one in requests]
+
+
+POLICIES: dict[str, Callable[[], DraftPolicy]] = {
+    "1": lambda: FixedPolicy(1),
+    "5": lambda: FixedPolicy(5),
+    "16": lambda: FixedPolicy(16),
+    "auto": AutoPolicy,
+}
+
+
+@pytest.mark.sweep(keep=5)
+@pytest.mark.parametrize(
+    ("variant", "mode", "options"),
+    [
+        *(("llama-gqa", mode, {}) for mode in ("dense", "exact", "sign", "lowrank")),
+        ("llama-silu", "threshold", {}),
+        ("llama-gqa", "sign", {"copying": True}),
+        ("gemma3", "dense", {"kv_dtype": "float16"}),
+        ("phi3-windows", "dense", {}),
+        *((one, "exact", {}) for one in ("opt-postnorm", "falcon-bias", "olmo2", "bamboo")),
+    ],
+)
+def test_answers_do_not_depend_on_drafts(
+    tiny: Tiny, variant: str, mode: str, options: dict[str, Any]
+) -> None:
+    """All at once, with drafts that are right, partly right and wrong, and n-grams beside them."""
+    requests = [repetitive(seed) for seed in range(16)]
+    with batching(tiny(variant), mode, context=192, **options) as (_, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        num_accepted = 0
+        for seed, (name, policy) in enumerate(POLICIES.items()):
+            drafter = NastyDrafter(seed, VOCAB_SIZE)
+            drafter.answers = {
+                one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
+            }
+            with drafting(driver, drafter, policy(), ngrams=name != "5"):
+                assert answers(driver, beside(requests, name)) == alone
+                found, result = answer(driver, beside(requests, f"{name} alone")[4])
+                assert found == alone[4]
+                num_accepted += result.drafts.num_accepted
+            assert drafter.num_calls
+        assert num_accepted
+        assert all_pages_are_free(driver)
+
+
+def texts() -> list[GenerateRequest]:
+    """Requests of the embedded model with stop strings and grammars."""
+    schema = (
+        '{"type": "object", "properties": {"name": {"type": "string"}, "sizes": {"type": "array", '
+        '"items": {"type": "integer"}}}, "required": ["name", "sizes"]}'
+    )
+    grammars = [
+        Grammar("json_schema", schema),
+        Grammar("lark", 'start: "Return " /[a-z]{1,8}/ (" and " /[a-z]{1,8}/){2,5} "."'),
+    ]
+    prompts = ["Return the", "Remove all spaces. Remove all spaces. Remove all", "def f(x):\n    "]
+    found = []
+    for seed in range(12):
+        request = varied(seed, [0], stop_token_ids=(), max_tokens=40, min_tokens=seed % 3)
+        stops = [("e", " the"), (".\n",), ()][seed % 3]
+        sampling = replace(request.sampling, stop=stops, include_stop_str_in_output=bool(seed % 2))
+        grammar = None if seed % 4 else grammars[seed // 4 % 2]
+        prompt = prompts[seed % len(prompts)]
+        found.append(replace(request, sampling=sampling, grammar=grammar, prompt=prompt))
+    return found
+
+
+def test_stop_strings_and_grammars_do_not_depend_on_drafts() -> None:
+    checkpoint: Any = SimpleNamespace(path=DEMO_DIRECTORY)
+    requests = texts()
+    with batching(checkpoint, context=192) as (_, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        assert {one[2] for one in alone} == {"stop", "length"}
+        drafter = NastyDrafter(3, driver.generator.config.vocab_size)
+        drafter.answers = {
+            one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
+        }
+        for ngrams in (False, True):
+            with drafting(driver, drafter, FixedPolicy(6), ngrams):
+                assert answers(driver, beside(requests, f"{ngrams}")) == alone
+
+
+def test_preempted_requests_have_the_same_tokens(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts preempt nobody: their pages are those that are left over."""
+    monkeypatch.setattr("hotcold.actors.driver.scheduler._AHEAD", 8)
+    requests = [random_request(seed, longest=120) for seed in range(6)]
+    endless = [
+        replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))
+        for one in requests
+    ]
+    with batching(tiny("llama-gqa"), kv_positions=2 * CONTEXT) as (_, driver):
+        alone = [answer(driver, request)[0] for request in endless]
+        preempted: list[ActiveRequest] = []
+        preempt = driver._scheduler._preempt
+
+        def recorded(request: ActiveRequest) -> None:
+            preempted.append(request)
+            preempt(request)
+
+        monkeypatch.setattr(driver._scheduler, "_preempt", recorded)
+        drafter = NastyDrafter(4, VOCAB_SIZE)
+        drafter.answers = {
+            one.request_id: found[0] for one, found in zip(endless, alone, strict=True)
+        }
+        with drafting(driver, drafter, FixedPolicy(7), ngrams=True):
+            assert answers(driver, beside(endless, "beside")) == alone
+        assert preempted and drafter.num_calls
+        assert all_pages_are_free(driver)
+
+
+def attention_arrays_of(system: InProcessSystem) -> Any:
+    """Those of the service with attention; its KV cache is float32."""
+    service: Any = system.services[0]
+    return service.arrays
+
+
+def test_drafts_may_write_ahead_in_the_cache(tiny: Tiny) -> None:
+    """Rows that a drafter leaves behind a request's own tokens are never read."""
+    requests = [repetitive(seed) for seed in range(8)]
+    with batching(tiny("llama-gqa"), context=192) as (system, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+
+        class Writing(NastyDrafter):
+            def _draft(self, request: ActiveRequest, count: int) -> list[int]:
+                arrays, tables = attention_arrays_of(system), system.exchange.buffers.page_tables
+                for position in range(request.num_done, len(request.tokens) + count):
+                    page, place = tables[request.slot, position // 64], position % 64
+                    arrays.keys[:, page, :, place] = arrays.values[:, page, :, place] = np.nan
+                return super()._draft(request, count)
+
+        drafter = Writing(8, VOCAB_SIZE)
+        drafter.answers = {
+            one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
+        }
+        with drafting(driver, drafter, FixedPolicy(6), ngrams=False):
+            assert answers(driver, beside(requests, "beside")) == alone
+        assert drafter.num_calls
+
+
+def test_a_lost_cache_changes_nothing(tiny: Tiny) -> None:
+    """It is lost in steps that verify drafts, and while drafts are proposed."""
+    requests = [repetitive(seed) for seed in range(8)]
+    with batching(tiny("llama-gqa"), context=192) as (system, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        drafter = NastyDrafter(5, VOCAB_SIZE)
+        drafter.answers = {
+            one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
+        }
+        engine, random = driver.engine, np.random.default_rng(0)
+        step, num_lost = engine.step, 0
+
+        def lose() -> None:
+            nonlocal num_lost
+            if random.integers(9) == 0:
+                num_lost += 1
+                arrays = attention_arrays_of(system)
+                arrays.keys[:] = arrays.values[:] = 0  # what a new process has
+                raise CacheLost("the gpu service was replaced")
+
+        def losing(*args: Any, **options: Any) -> np.ndarray:
+            lose()
+            found = step(*args, **options)
+            lose()
+            return found
+
+        drafter.before_call = lose
+        engine.step = losing  # type: ignore[method-assign]
+        with drafting(driver, drafter, FixedPolicy(5), ngrams=True):
+            assert answers(driver, beside(requests, "beside")) == alone
+        assert num_lost > 5
+
+
+def test_a_draft_that_is_not_finite_is_dropped(tiny: Tiny) -> None:
+    """A token without finite numbers ends the request that has it, not one that was offered it."""
+    checkpoint = tiny("llama-gqa")
+    requests = [repetitive(seed) for seed in range(8)]
+    with batching(checkpoint, context=192) as (_, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        used = {token for one in requests for token in one.prompt_ids or ()}
+        used |= {token for one in alone for token in one[0]}
+        bad_id = max(set(range(VOCAB_SIZE)) - used)
+        spoil(driver, bad_id)
+        drafter = NastyDrafter(6, VOCAB_SIZE)
+        drafter.tokens = [bad_id, 5]
+        with drafting(driver, drafter, FixedPolicy(4), ngrams=False):
+            greedy = SamplingParams(max_tokens=9, temperature=0.0)
+            bad = start(driver, GenerateRequest(greedy, prompt_ids=[3, bad_id], request_id="bad"))
+            assert answers(driver, beside(requests, "beside")) == alone
+            assert isinstance(bad.end(), NotFiniteError)
+
+
+def test_a_cancelled_request_keeps_the_beginning(tiny: Tiny) -> None:
+    sampling = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=[3, 4, 5], request_id="one")
+    with batching(tiny("llama-gqa"), context=192) as (_, driver):
+        alone = answer(driver, request)[0][0]
+        drafter = NastyDrafter(7, VOCAB_SIZE)
+        drafter.answers = {"one": alone}
+        proposed = threading.Event()
+        drafter.before_call = proposed.set
+        with drafting(driver, drafter, FixedPolicy(3), ngrams=True):
+            running = start(driver, replace(request, request_id="one/cancelled"))
+            assert proposed.wait(60)
+            driver.cancel("one/cancelled")
+            result = running.end()
+        assert result.ids == alone[: len(result.ids)]
+        assert all_pages_are_free(driver)
+
+
+def test_a_result_counts_its_drafts(tiny: Tiny) -> None:
+    """A drafter that is always right: two tokens of three come from drafts of two."""
+    sampling = SamplingParams(max_tokens=31, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=[3, 4, 5], request_id="one")
+    with batching(tiny("llama-gqa"), context=192) as (_, driver):
+        alone, plain = answer(driver, request)
+
+        class Right(NastyDrafter):
+            def _draft(self, request: ActiveRequest, count: int) -> list[int]:
+                return alone[0][len(request.tokens) - 3 :][:count]
+
+        with drafting(driver, Right(0, VOCAB_SIZE), FixedPolicy(2), ngrams=False):
+            found, result = answer(driver, replace(request, request_id="two"))
+        assert found == alone
+        assert plain.drafts.num_drafts == 0 and plain.step_tokens == 1
+        drafts = result.drafts
+        assert (drafts.num_drafts, drafts.num_drafted) == (10, 20)
+        assert drafts.accepted_at == [10, 10] and drafts.num_accepted == 20
+        assert result.step_tokens == 3
+        ms = result.per_token_ms
+        assert 0 < ms["total"] * 30 < result.decode_s * 1000 * 1.01
+        assert result.as_json()["accepted_by_position"] == [10, 10]
+        speed = driver.telemetry(0.0).speed
+        assert speed.tokens_per_step > 1 and speed.num_drafted >= speed.num_accepted >= 20

@@ -1,0 +1,128 @@
+"""--draft: what it chooses, the memory that it takes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.attention.attention_service import load_attention_service
+from hotcold.actors.cpu.cpu_service import load_cpu_service
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.drafting import draft_note
+from hotcold.actors.setup.host_files import weight_bytes
+from hotcold.actors.setup.memory_needs import loaded_bytes, system_need
+from hotcold.actors.setup.preflight import prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.memory import weight_bytes as config_bytes
+from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
+from tests.predictor_layers import constant_layer
+from tests.quantized_models import make_model
+
+Q4 = SystemOptions(draft="q4", device="cpu", num_threads=1, context_length=64)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("q-llama", tmp_path_factory.mktemp("q-llama") / "m")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"draft": "eagle"}, "no draft named 'eagle'; give auto or ngram or q4 or predicted"),
+        ({"speculate": "off"}, "--draft q4 is for --speculate, which is off"),
+        ({"weight_dtype": "q4"}, "the draft takes .* so it would hardly be faster"),
+        ({"weight_dtype": "q4_1"}, "so it would hardly be faster"),
+        ({"hosts": ("10.0.0.1",)}, "--draft q4 is for systems of one host"),
+        ({"draft": "predicted"}, "takes predictors, and none lie beside the model"),
+        ({"draft": "predicted", "mode": "auto"}, "not for --mode auto"),
+    ],
+)
+def test_refusals(path: Path, given: dict[str, Any], words: str) -> None:
+    options = replace(Q4, **given)
+    with pytest.raises(UsageError, match=words) as found:
+        choose_system(path, read_model(path, options.weight_dtype), options)
+    assert "\n" not in str(found.value)
+
+
+def test_rows_of_no_whole_groups(tmp_path: Path) -> None:
+    from tests.tiny_models import make_tiny
+
+    path = make_tiny("llama-relu", tmp_path / "m", dtype="float16")
+    with pytest.raises(UsageError, match="--draft q4: q4 takes weights in groups of 32"):
+        choose_system(path, read_model(path), Q4)
+
+
+def test_a_gpu_has_no_second_weights(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
+    with pytest.raises(UsageError, match="--draft q4 is for the CPU alone; give --device cpu"):
+        choose_system(path, read_model(path), Q4)
+
+
+def test_its_memory_is_counted(path: Path) -> None:
+    options = replace(Q4, draft="auto")
+    plain, config = prepare_system(path, options)
+    assert plain.draft_system is None and draft_note(plain, config) == ""
+    system, _ = prepare_system(path, Q4)
+    quantized, q4_config = prepare_system(path, replace(options, weight_dtype="q4"))
+    needs = [system_need(one, config) for one in (plain, system)]
+    weights = config_bytes(q4_config)
+    assert needs[1] == replace(needs[0], draft_bytes=weights)
+    assert loaded_bytes(system, config) == config_bytes(config) + weights
+    assert draft_note(system, config).startswith("the draft, the model's weights in q4, takes 0.00")
+    assert quantized.draft_system is None
+    spare = needs[0].total_bytes + weights // 2
+    with pytest.raises(MemoryBudgetError, match="GiB of the draft"):
+        prepare_system(path, replace(Q4, cpu_memory_bytes=spare))
+    assert prepare_system(path, replace(options, cpu_memory_bytes=spare))[0].storage is None
+
+
+def test_what_services_load_is_what_was_counted(path: Path) -> None:
+    system, config = prepare_system(path, Q4)
+    counted: list[int] = []
+    plain = read_config(path)
+    for spec in service_specs(system, config):
+        before = sum(counted)
+        load = load_cpu_service if spec.is_cpu_service else load_attention_service
+        load(spec, plain, counted.append)
+        assert abs(sum(counted) - before - weight_bytes(spec, plain)) < 10_000  # of ids
+    assert abs(sum(counted) - loaded_bytes(system, config)) < 10_000
+
+
+def test_predictors_that_draft(path: Path, tmp_path: Path) -> None:
+    config = read_config(path)
+    layers = [
+        constant_layer(np.arange(config.ffn_size) % 2 == 0, config.hidden_size)
+    ] * config.num_layers
+    named = tmp_path / "named"
+    write_predictors(named, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+    options = replace(Q4, draft="predicted")
+    found = choose_system(path, read_model(path), replace(options, predictors=named))
+    assert (found.draft_predictors_path, found.predictors_path) == (str(named), "")
+    file = predictors_path(path, "lowrank")
+    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+    found = choose_system(path, read_model(path), options)
+    assert found.draft_predictors_path == str(file.resolve()) and found.mode == "exact"
+    assert system_need(found, read_model(path)).predictor_bytes == file.stat().st_size
+    file.unlink()
+
+
+def test_a_system_travels_as_json(path: Path) -> None:
+    system = choose_system(path, read_model(path), Q4)
+    assert SystemConfig.from_json(system.as_json()) == system
+
+
+def test_too_little_memory_is_said_with_a_draft(path: Path) -> None:
+    """Another --dtype may be named, but for those that cannot have that draft."""
+    with pytest.raises(MemoryBudgetError, match="GiB of the draft.*are allowed") as found:
+        prepare_system(path, replace(Q4, cpu_memory_bytes=100 << 20))
+    assert "--dtype" not in str(found.value)

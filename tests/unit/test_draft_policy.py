@@ -1,0 +1,291 @@
+"""The choice of drafts, with simulated steps: it finds what pays, and loses little otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.draft_policy import (
+    MODEL,
+    Acceptance,
+    AutoPolicy,
+    Choice,
+    Costs,
+    DraftPolicy,
+    FixedPolicy,
+    Offer,
+    StepCost,
+    draft_policy,
+)
+from hotcold.actors.protocol.messages import MOST_DRAFTED
+
+ACCEPT_NS = 100_000
+
+
+class Request:
+    """A key that can be forgotten."""
+
+
+class Simulation:
+    """Steps of some requests; a clock that stands still but for what steps take."""
+
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        step_ns: Callable[[int], float],
+        num_requests: int = 1,
+        round_ns: float = 0.0,
+        most: int = 31,
+        seed: int = 0,
+        noise: float = 0.1,
+        slow_share: float = 0.02,
+    ) -> None:
+        """step_ns: of a step's tokens; round_ns: a model's draft of one token; 0: no model."""
+        self.policy, self.step_ns, self.round_ns, self.most = policy, step_ns, round_ns, most
+        self.requests = [Request() for _ in range(num_requests)]
+        self.random = np.random.default_rng(seed)
+        self.noise, self.slow_share = noise, slow_share
+        self.took_ns = 0.0
+        self.num_new = 0
+        self.num_drafted = 0
+
+    def run(
+        self, num_steps: int, chance: float, ngram_chance: float = 0.0, ngram_length: int = 0
+    ) -> float:
+        """Tokens a millisecond of so many steps; `chance` of each token of a model's draft."""
+        took, num_new = self.took_ns, self.num_new
+        for _ in range(num_steps):
+            self._step(chance, ngram_chance, ngram_length)
+        return 1e6 * (self.num_new - num_new) / (self.took_ns - took)
+
+    def _step(self, chance: float, ngram_chance: float, ngram_length: int) -> None:
+        count = MOST_DRAFTED if ngram_length else 0
+        offers = [Offer(one, MOST_DRAFTED, count, ngram_length) for one in self.requests]
+        choices = self.policy.choose(offers, self.round_ns > 0, self.most)
+        assert len(choices) == len(offers)
+        assert sum(one.count for one in choices) <= self.most
+        fates = []
+        for choice in choices:
+            of_token = ngram_chance if choice.source else chance
+            accepted = 0
+            while accepted < choice.count and self.random.random() < of_token:
+                accepted += 1
+            fates.append((accepted + 1, accepted))
+        num_drafted = sum(choice.count for choice in choices)
+        rounds = max((one.count for one in choices if one.source == MODEL), default=0)
+        size, noise = len(offers) + num_drafted, self._noise()
+        num_new = sum(fate[0] for fate in fates)
+        cost = StepCost(
+            round(rounds * self.round_ns + 1000),
+            round(self.step_ns(size) * noise),
+            ACCEPT_NS * num_new,
+            num_drafted,
+            fates,
+        )
+        self.policy.learn(offers, choices, cost)
+        self.took_ns += cost.draft_ns + cost.step_ns + cost.accept_ns
+        self.num_new += num_new
+        self.num_drafted += num_drafted
+
+    def _noise(self) -> float:
+        """Mostly a little; now and then a step waits for another program."""
+        slow = self.random.uniform(2, 6) if self.random.random() < self.slow_share else 1.0
+        return slow * float(np.exp(self.noise * self.random.standard_normal()))
+
+
+def by_memory(size: int) -> float:
+    """A step bound by memory: more tokens cost little."""
+    return 50e6 * (1 + 0.03 * (size - 1))
+
+
+def by_arithmetic(size: int) -> float:
+    """A step bound by products: each token costs as much."""
+    return 20e6 * (0.1 + 0.9 * size)
+
+
+def without(step_ns: Callable[[int], float], num: int, steps: int, seed: int = 0) -> float:
+    """Tokens a millisecond without drafts, in the same noise."""
+    return Simulation(FixedPolicy(0), step_ns, num, seed=seed).run(steps, 0.0)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
+def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> None:
+    def rate(policy: DraftPolicy) -> float:
+        simulation = Simulation(policy, by_memory, num, round_ns=8e6)
+        simulation.run(100, chance)
+        return simulation.run(1500, chance)
+
+    best = max(rate(FixedPolicy(count)) for count in range(9))
+    assert rate(AutoPolicy()) > 0.88 * best
+
+
+@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize("steps", [100, 2500])
+@pytest.mark.parametrize(
+    ("step_ns", "round_ns", "chance", "ngram_chance"),
+    [
+        (by_arithmetic, 0.0, 0.0, 0.9),  # n-grams that are right, and steps that are saturated
+        (by_memory, 0.0, 0.0, 0.0),  # n-grams that are wrong
+        (by_memory, 45e6, 0.8, 0.0),  # a model's draft that is right, and takes as long
+        (by_memory, 10e6, 0.05, 0.05),
+    ],
+)
+def test_it_loses_little_where_nothing_pays(
+    step_ns: Callable[[int], float],
+    round_ns: float,
+    chance: float,
+    ngram_chance: float,
+    num: int,
+    steps: int,
+) -> None:
+    """About a percent in the long run, and some steps' time at first."""
+    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, slow_share=0.0)
+    rate = simulation.run(steps, chance, ngram_chance, ngram_length=3)
+    plain = Simulation(FixedPolicy(0), step_ns, num, slow_share=0.0)
+    lost = plain.run(steps, 0.0) / rate - 1
+    assert lost < 0.03 + 8 / steps
+    assert simulation.num_drafted > 0  # it was tried
+
+
+def test_it_comes_back() -> None:
+    """Drafts that begin to be right are noticed, and those that begin to be wrong."""
+    simulation = Simulation(AutoPolicy(), by_memory)
+    simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4)
+    off = without(by_memory, 1, 2000)
+    simulation.run(1500, 0.0, ngram_chance=0.95, ngram_length=4)
+    assert simulation.run(500, 0.0, ngram_chance=0.95, ngram_length=4) > 2 * off
+    simulation.run(60, 0.0, ngram_chance=0.02, ngram_length=4)
+    assert simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4) > 0.97 * off
+
+
+def test_costs_that_change_are_noticed() -> None:
+    """As when the experts of verified tokens are not in memory any more."""
+    costs = {"of": by_memory}
+    simulation = Simulation(AutoPolicy(), lambda size: costs["of"](size))
+    simulation.run(300, 0.0, ngram_chance=0.8, ngram_length=8)
+    costs["of"] = by_arithmetic
+    simulation.run(200, 0.0, ngram_chance=0.8, ngram_length=8)
+    slow = simulation.run(2000, 0.0, ngram_chance=0.8, ngram_length=8)
+    assert slow > 0.97 * without(by_arithmetic, 1, 2000)
+    costs["of"] = by_memory
+    simulation.run(3000, 0.0, ngram_chance=0.8, ngram_length=8)
+    fast = simulation.run(500, 0.0, ngram_chance=0.8, ngram_length=8)
+    assert fast > 1.5 * without(by_memory, 1, 2000)
+
+
+def test_it_takes_the_better_of_two_drafts() -> None:
+    def shares(chance: float, ngram_chance: float) -> list[int]:
+        policy = AutoPolicy()
+        simulation = Simulation(policy, by_memory, round_ns=3e6)
+        simulation.run(600, chance, ngram_chance, ngram_length=3)
+        offers = [Offer(simulation.requests[0], MOST_DRAFTED, MOST_DRAFTED, 3)]
+        sources = []
+        for _ in range(200):
+            choices = policy.choose(offers, True, 31)
+            sources.append(choices[0].source)
+            simulation.run(1, chance, ngram_chance, ngram_length=3)
+        return sources
+
+    assert np.mean([source == MODEL for source in shares(0.9, 0.1)]) > 0.9
+    assert np.mean([source == 3 for source in shares(0.1, 0.9)]) > 0.9
+
+
+def test_each_request_has_its_own_number() -> None:
+    """Of two requests only the one whose drafts are right is offered many."""
+    policy, random = AutoPolicy(), np.random.default_rng(0)
+    requests = [Request(), Request()]
+    counts = []
+    for _ in range(400):
+        offers = [Offer(one, MOST_DRAFTED, MOST_DRAFTED, 4) for one in requests]
+        choices = policy.choose(offers, False, 30)
+        counts.append([choice.count for choice in choices])
+        accepted = [choices[0].count, int(random.random() < 0.05) if choices[1].count else 0]
+        fates = [(1 + number, number) for number in accepted]
+        num_drafted = sum(counts[-1])
+        policy.learn(
+            offers,
+            choices,
+            StepCost(1000, round(by_memory(2 + num_drafted)), 1, num_drafted, fates),
+        )
+    right, wrong = np.mean(counts[200:], axis=0)
+    assert right > 8 and wrong < 3
+
+
+def test_room_is_kept() -> None:
+    """Never more tokens than there is room for, than a request may have, or than a draft has."""
+    random = np.random.default_rng(1)
+    for policy in (AutoPolicy(), FixedPolicy(7)):
+        requests = [Request() for _ in range(5)]
+        for _ in range(500):
+            num = int(random.integers(1, 6))
+            offers = []
+            for one in requests[:num]:
+                length = int(random.choice([0, 2, 5, 32]))
+                most = int(random.integers(0, 17))
+                offers.append(Offer(one, most, min(most, 9) if length else 0, length))
+            most, has_model = int(random.integers(0, 12)), bool(random.integers(2))
+            choices = policy.choose(offers, has_model, most)
+            assert len(choices) == num and sum(one.count for one in choices) <= most
+            for offer, choice in zip(offers, choices, strict=True):
+                assert choice.count <= offer.most
+                if choice.count and choice.source:
+                    assert choice.source == offer.ngram_length
+                    assert choice.count <= offer.ngram_tokens
+                elif choice.count:
+                    assert has_model
+            fates = [(1 + one.count, one.count) for one in choices]
+            num_drafted = sum(one.count for one in choices)
+            policy.learn(offers, choices, StepCost(10, 10**7, 10, num_drafted, fates))
+
+
+def test_a_fixed_number() -> None:
+    policy = draft_policy("3")
+    one, two = Request(), Request()
+    offers = [Offer(one, 8, 2, 4), Offer(two, 8)]
+    assert policy.choose(offers, True, 31) == [Choice(4, 2), Choice(MODEL, 3)]
+    assert policy.choose(offers, False, 31)[1].count == 0
+    assert policy.choose(offers, True, 3) == [Choice(4, 2), Choice(MODEL, 1)]
+    with pytest.raises(ValueError):
+        draft_policy("many")
+
+
+def test_costs_of_sizes_that_were_not_measured() -> None:
+    costs = Costs(growth=0.1)
+    assert costs.of(4) == 0
+    costs.add(2, 100.0)
+    assert costs.of(2) == pytest.approx(100) and costs.of(1) == pytest.approx(100 / 1.1)
+    assert costs.of(9) == pytest.approx(100 * 1.8 / 1.1)
+    for _ in range(30):
+        costs.add(5, 200.0)
+    assert costs.of(5) == pytest.approx(200) and 100 < costs.of(4) < 200 < costs.of(9)
+    for _ in range(200):
+        costs.add(2, 300.0)
+    assert costs.of(2) == pytest.approx(300, rel=0.01)
+    assert costs.of(5) > 220  # what slows one size slows others until they are measured
+    costs.add(2, 9000.0)
+    assert costs.of(2) < 350
+
+
+def test_acceptance_by_position() -> None:
+    """Conditional on the positions before; a request's own counts move it from the system's."""
+    random = np.random.default_rng(2)
+    system = Acceptance(0.995, 0.5)
+    assert system.chance(0) == 0.5
+    true: Sequence[float] = [0.9, 0.6, 0.3]
+    for _ in range(3000):
+        accepted = 0
+        while accepted < 3 and random.random() < true[accepted]:
+            accepted += 1
+        system.add(3, accepted)
+    for place, expected in enumerate(true):
+        assert system.chance(place) == pytest.approx(expected, abs=0.12)
+    together = list(system.chances())
+    assert together[2] == pytest.approx(np.prod([system.chance(place) for place in range(3)]))
+    request = Acceptance(0.95, system)
+    assert request.chance(1) == pytest.approx(system.chance(1))
+    for _ in range(40):
+        request.add(3, 0)
+    assert request.chance(0) < 0.15
