@@ -129,7 +129,7 @@ def repetitive(seed: int) -> GenerateRequest:
     """A varied request whose prompt repeats itself."""
     random = np.random.default_rng(1000 + seed)
     phrase = random.integers(0, VOCAB_SIZE, int(random.integers(1, 12))).tolist()
-    ids = (phrase * 40)[: int(random.integers(1, 120))]
+    ids = (phrase * 40)[: int(random.integers(1, 88))]
     return replace(varied(seed, ids), prompt_ids=ids)
 
 
@@ -162,7 +162,7 @@ def test_answers_do_not_depend_on_drafts(
 ) -> None:
     """All at once, with drafts that are right, partly right and wrong, and n-grams beside them."""
     requests = [repetitive(seed) for seed in range(16)]
-    with batching(tiny(variant), mode, context=192, **options) as (_, driver):
+    with batching(tiny(variant), mode, context=128, **options) as (_, driver):
         alone = [answer(driver, request)[0] for request in requests]
         num_accepted = 0
         for seed, (name, policy) in enumerate(POLICIES.items()):
