@@ -27,6 +27,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 
 _MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
+_IDLE_S = 0.01  # between two looks for requests where nothing can run yet
 
 
 class Turns:
@@ -131,7 +132,9 @@ class Scheduler:
         others = [request for request in self._running if not request.chunk_sizes]
         if self._chunk is None:
             long_prompt = next((request for request in self._running if request.chunk_sizes), None)
-            self._chunk = None if long_prompt is None else PromptChunks(self._engine, long_prompt)
+            # Services may have to load what a long prompt takes: the others go on meanwhile.
+            if long_prompt and self._engine.begin_matmul(0.0 if others else _IDLE_S):
+                self._chunk = PromptChunks(self._engine, long_prompt)
         chunk = self._chunk
         is_prompts = self._turns.is_prompts(chunk is not None, bool(others))
         with self._turns.timed(is_prompts):

@@ -93,11 +93,12 @@ def test_an_even_grid_of_uniforms_meets_every_share_exactly(options: dict[str, A
 def test_filters_that_are_off_keep_what_sample_keeps(size: int) -> None:
     """The same sets, so over many uniforms the same tokens; only their order may differ."""
     logits = random_floats(size, size) * 2
-    for options in (
+    off: list[dict[str, Any]] = [
         {"temperature": 1.0, "top_p": 0.4},
         {"temperature": 2.0, "top_k": 17, "min_p": 0.01},
         {"temperature": 0.5},
-    ):
+    ]
+    for options in off:
         uniforms = np.random.default_rng(5).random(2000).tolist()
         plain = {sample(logits, **options, uniform=one) for one in uniforms}
         assert plain >= set(np.flatnonzero(sample_shares(logits, **options) > 0.01).tolist())
@@ -121,7 +122,8 @@ def test_xtc_keeps_one_of_the_likely_tokens() -> None:
 )
 def test_greedy_takes_the_likeliest(options: dict[str, Any]) -> None:
     logits = random_floats(1, 500)
-    for more in ({"temperature": 0.0}, {"temperature": 2.0, "top_k": 1}):
+    greedy: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 1}]
+    for more in greedy:
         assert sample_filtered(logits, **options, **more, uniform=0.9) == int(np.argmax(logits))
     logits[3] = np.inf
     assert sample_filtered(logits, **options, temperature=1.0, uniform=0.9) == 3
@@ -138,7 +140,7 @@ MIROSTATS = [(1, 1.0), (1, 4.0), (1, 9.0), (2, 1.5), (2, 5.0), (2, 30.0), (2, -3
 def test_mirostat(version: int, mu: float, temperature: float) -> None:
     logits = random_floats(11, 400) * 2
     logits[::9] = -np.inf
-    given = {"version": version, "temperature": temperature, "mu": mu}
+    given: dict[str, Any] = {"version": version, "temperature": temperature, "mu": mu}
     shares = mirostat_shares(logits, **given)
     counts = np.zeros(logits.size, np.int64)
     for uniform in (*EDGES, *np.random.default_rng(4).random(8000).tolist()):
