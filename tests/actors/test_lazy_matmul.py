@@ -296,7 +296,7 @@ def test_others_go_on_while_services_prepare(tiny: Tiny) -> None:
             layers.append(ready.is_set())
             inner(*given)
 
-        driver.engine.run_layer = run_layer  # type: ignore[method-assign]
+        driver.engine.run_layer = run_layer  # type: ignore[assignment]
         waiting = start(driver, long)
         assert complete(driver, short).ids == expected[1]
         assert not layers and 0.0 in asked and max(asked) > 0

@@ -96,7 +96,12 @@ def test_shares_of_masked_logits() -> None:
     logits = np.random.default_rng(0).standard_normal(60).astype(np.float32) * 2
     masked = logits.copy()
     masked[::2] = -np.inf
-    for options in ({"top_n_sigma": 1.0}, {"typical_p": 0.5}, {"xtc_probability": 1.0}):
+    filters: list[dict[str, Any]] = [
+        {"top_n_sigma": 1.0},
+        {"typical_p": 0.5},
+        {"xtc_probability": 1.0},
+    ]
+    for options in filters:
         shares = sample_shares(masked, temperature=1.0, **options)
         alone = sample_shares(logits[1::2], temperature=1.0, **options)
         np.testing.assert_allclose(shares[1::2], alone, atol=1e-12)

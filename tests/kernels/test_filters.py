@@ -108,7 +108,8 @@ def test_filters_that_are_off_keep_what_sample_keeps(size: int) -> None:
 
 def test_xtc_keeps_one_of_the_likely_tokens() -> None:
     logits = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05])).astype(np.float32)
-    options = {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2 - 1e-6}
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": 0.2 - 1e-6}
+    options: dict[str, Any] = {"temperature": 1.0, **xtc}
     kept = {
         sample_filtered(logits, **options, uniform=one, chance=0.499)
         for one in np.linspace(0, ALMOST_ONE, 50).tolist()
