@@ -128,7 +128,9 @@ class Parameter:
     @property
     def unchanging(self) -> tuple[Any, ...]:
         """The values that change nothing in any request, beside none and what is empty."""
-        return () if self.is_models or self.default in (None, ()) else (self.default,)
+        if self.is_models or self.default in (None, ()):
+            return ()
+        return (list(self.default) if isinstance(self.default, tuple) else self.default,)
 
 
 def bias_of(text: str) -> tuple[int, float]:

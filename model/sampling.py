@@ -52,8 +52,10 @@ class SamplingParams:
     First `logit_bias`, pairs of a token id and a number, is added to logits. Then the penalties
     lower the logits of the last `repeat_last_n` tokens (-1: all) of prompt and answer; presence and
     frequency penalties of the answer alone without `penalize_prompt`. `repeat_penalty` 1 and the
-    others 0 change nothing. Then top_k, top_p and min_p filter, in this order; `top_k` 0 keeps all
-    tokens, and `temperature` 0 takes the most likely one.
+    others 0 change nothing. DRY then lowers those of tokens that would go on with a repetition.
+    Then top_n_sigma, top_k, typical_p, top_p, min_p and XTC filter, in this order, or `mirostat`
+    does in their place; `top_k` 0 keeps all tokens, and `temperature` 0 takes the most likely one.
+    top_p and min_p compare probabilities at the temperature, typical_p and XTC before it.
     Generation ends after `max_tokens` (None: with the context), and from `min_tokens` on at a
     `stop` text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`. The answer
     includes these only with `include_stop_str_in_output`.
@@ -79,6 +81,26 @@ class SamplingParams:
     min_p: float = _parameter(
         0.05, Number(0.0, 1.0), "Leave out those so much less likely than the first.",
         ollama="min_p", is_models=True)
+    top_n_sigma: float = _parameter(
+        -1.0, Number(-1.0, 100.0), "Leave out logits so many standard deviations below the "
+        "largest; 0 or less: none.", ollama="top_n_sigma")
+    typical_p: float = _parameter(
+        1.0, Number(0.0, 1.0), "Choose among the most typical tokens that hold so much "
+        "probability; 1: all.", ollama="typical_p", is_models=True)
+    xtc_probability: float = _parameter(
+        0.0, Number(0.0, 1.0), "How often the likeliest tokens are left out (XTC); 0: never.",
+        ollama="xtc_probability")
+    xtc_threshold: float = _parameter(
+        0.1, Number(0.0, 1.0), "XTC: those at least so probable, but one; above 0.5: none.",
+        ollama="xtc_threshold")
+    mirostat: int = _parameter(
+        0, Whole(0, 2), "Mirostat's version, instead of these filters; 0: not.",
+        http=Whole(0, 3), ollama="mirostat")
+    mirostat_tau: float = _parameter(
+        5.0, Number(0.0, 100.0), "The surprise that Mirostat aims at, in bits a token.",
+        ollama="mirostat_tau")
+    mirostat_eta: float = _parameter(
+        0.1, Number(0.0, 100.0), "How fast Mirostat follows it.", ollama="mirostat_eta")
     seed: int | None = _parameter(
         None, Whole(0, LARGEST_SEED, or_none=True), "The same seed gives the same text.",
         http=Whole(-(1 << 63), 1 << 63), ollama="seed")
@@ -97,6 +119,21 @@ class SamplingParams:
     repeat_last_n: int = _parameter(
         64, Whole(-1, _MANY), "What penalties count: so many last tokens of prompt and answer; -1: "
         "all.", ollama="repeat_last_n")
+    dry_multiplier: float = _parameter(
+        0.0, Number(0.0, 100.0), "Take so much off the logit of a token that would repeat a "
+        "sequence (DRY); 0: not.", ollama="dry_multiplier")
+    dry_base: float = _parameter(
+        1.75, Number(1.0, 100.0), "DRY: times this for each token that the sequence is longer.",
+        ollama="dry_base")
+    dry_allowed_length: int = _parameter(
+        2, Whole(0, _MANY), "DRY: from sequences of so many tokens on.",
+        ollama="dry_allowed_length")
+    dry_penalty_last_n: int = _parameter(
+        -1, Whole(-1, _MANY), "DRY: among so many last tokens of prompt and answer; -1: all.",
+        ollama="dry_penalty_last_n")
+    dry_sequence_breakers: Sequence[str] = _parameter(
+        ("\n", ":", '"', "*"), Texts(), "DRY: no sequence goes beyond this text; may be given "
+        "several times.", ollama="dry_sequence_breakers")
     penalize_prompt: bool = _parameter(True, Switch(), http=False)
     stop_token_ids: Sequence[int] = _parameter((), TokenIds())
     min_tokens: int = _parameter(0, Whole(0, _MANY))

@@ -113,6 +113,7 @@ def _field_names(sig: Any) -> tuple[Any, ...]:
     return tuple(names)
 
 
+_MANY_OBJECTS = 100_000  # that were made since the last collection; some hundred bytes each
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
 
 
@@ -133,13 +134,18 @@ def _locked(what: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's garbage collection takes a tenth of a compiler's time, and finds next to nothing."""
+def _few_collections() -> Iterator[None]:
+    """Python's garbage collection takes a tenth of a compiler's time, and finds little before a
+    function is compiled. It runs once then, for a caller's callees as well: a CPU service's kernels
+    leave hundreds of megabytes behind.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if gc.get_count()[0] > _MANY_OBJECTS:
+            gc.collect(0)
         if was_on:
             gc.enable()
 
@@ -149,7 +155,7 @@ def share_compilers() -> None:
     compile_function = numba.core.dispatcher.Dispatcher.compile
 
     def compile_alone(self: Any, sig: Any) -> Any:
-        with global_compiler_lock, _no_collections(), ExitStack() as locks:
+        with global_compiler_lock, _few_collections(), ExitStack() as locks:
             _locks.append(locks)
             try:
                 return compile_function(self, sig)

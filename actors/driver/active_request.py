@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.actors.driver.dry import Breakers, Dry
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.logits_processors import Constraint, Grammars, Penalties
 from hotcold.actors.driver.outputs import (
@@ -18,6 +19,7 @@ from hotcold.actors.driver.outputs import (
 )
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.streams import Stream
+from hotcold.actors.driver.token_sampler import TokenSampler
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import (
     DraftCounts,
@@ -48,6 +50,7 @@ class Generator:
         self.prompts = Prompts(path, config, context_length)
         self.eos_ids = frozenset(eos_ids(path, config))
         self.grammars = Grammars(self.prompts.tokenizer, config.vocab_size, self.eos_ids)
+        self.breakers = Breakers(self.prompts.tokenizer, config.vocab_size)
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
@@ -95,7 +98,10 @@ class ActiveRequest:
         self.chunk_sizes = self._chunk_sizes()
         self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
         sampling = request.sampling
-        self._random = np.random.default_rng(sampling.seed)
+        self._dry: Dry | None = None
+        if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0:
+            self._dry = Dry(sampling, generator.breakers.of(sampling))
+        self._sampler = TokenSampler(sampling)
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
@@ -228,14 +234,7 @@ class ActiveRequest:
             return self.end("stop")
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
-        token_id = sample(
-            self._processed(logits),
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            uniform=float(self._random.random()),
-        )
+        token_id = self._sampler.draw(self._processed(logits))
         if not self.has_answered:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
@@ -261,6 +260,9 @@ class ActiveRequest:
     def _processed(self, logits: np.ndarray) -> np.ndarray:
         """The logits that the next token is drawn from."""
         processed = self._penalties.applied(logits, self.tokens)
+        if self._dry is not None:
+            processed = processed.copy() if processed is logits else processed
+            self._dry.lower(processed, self.tokens)
         if self._constraint is not None:
             processed = self._constraint.masked(processed)
         if self._num_new < self._sampling.min_tokens and self._end_ids:

@@ -114,8 +114,9 @@ class Driver:
         topology: Topology,
         prepare_matmul: Callable[[], None] = lambda: None,
         page_store: PageStore | None = None,
+        begin_matmul: Callable[[float], bool] = lambda wait_s: True,
     ) -> None:
-        """`prepare_matmul` is called by the engine's thread before services multiply matrices.
+        """The engine's thread calls both before services multiply matrices (`Engine`).
 
         page_store: where pages of the KV cache are kept beside memory
 
@@ -139,6 +140,7 @@ class Driver:
         self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
         self._trials = ThresholdTrials(engine)
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
+        engine.begin_matmul = begin_matmul
         slots = exchange.buffers.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self._prefixes = PrefixCache(self._pool, page_store)

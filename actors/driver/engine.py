@@ -71,7 +71,9 @@ class Engine:
         self.max_tokens = exchange.buffers.hidden.shape[0]
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
-        # Called before steps that services compute by matmul, which they may not have loaded yet.
+        # Called before services compute by matmul, which they may not have loaded yet: the first
+        # waits at most so many seconds and says whether they have, the second until they have.
+        self.begin_matmul: Callable[[float], bool] = lambda wait_s: True
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU

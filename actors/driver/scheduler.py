@@ -30,6 +30,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 
 _MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
+_IDLE_S = 0.01  # between two looks for requests where nothing can run yet
 
 
 class Turns:
@@ -157,9 +158,7 @@ class Scheduler:
         while self._preempted and self._start(self._preempted[0]):
             self._preempted.popleft()
         others = [request for request in self._running if not request.chunk_sizes]
-        long = next((request for request in self._running if request.chunk_sizes), None)
-        if self._chunk is not None:
-            long = self._chunk.request
+        long = self._long_prompt(bool(others))
         is_prompts = self._turns.is_prompts(long is not None, bool(others))
         with self._turns.timed(is_prompts):
             if long is not None and is_prompts:
@@ -183,6 +182,16 @@ class Scheduler:
             self._leave(request)
         while self._preempted:
             self._preempted.popleft().fail(error)
+
+    def _long_prompt(self, has_others: bool) -> ActiveRequest | None:
+        """The request whose prompt can go on; None where none can yet."""
+        if self._chunk is not None:
+            return self._chunk.request
+        long = next((request for request in self._running if request.chunk_sizes), None)
+        # Services may have to load what a long prompt takes: the others go on meanwhile.
+        if long and self._engine.begin_matmul(0.0 if has_others else _IDLE_S):
+            return long
+        return None
 
     def _run_layer(self, request: ActiveRequest) -> None:
         """Run a layer of the request's chunks, or find what others have computed of the next."""

@@ -86,6 +86,7 @@ class SystemServices:
         self._driver: Driver | None = None
         self._store: ServicePageStore | None = None
         self._failure: BaseException | None = None
+        self._preparing: threading.Thread | None = None  # services, for long prompts
         self._stopping = threading.Event()
         # Imported while the services' processes start.
         threading.Thread(target=_import_driver, name="imports", daemon=True).start()
@@ -143,7 +144,14 @@ class SystemServices:
 
             topology = self.connection.topology
             store = self._page_store()
-            self._driver = Driver(self.system, self.exchange, topology, self.prepare_matmul, store)
+            self._driver = Driver(
+                self.system,
+                self.exchange,
+                topology,
+                self.prepare_matmul,
+                page_store=store,
+                begin_matmul=self.begin_matmul,
+            )
             self.notes += (store.note,) if store is not None and store.note else ()
             self.connection.ready()
             self.exchange.start()
@@ -219,6 +227,25 @@ class SystemServices:
                 self.connection.prepare_prompts()
             except ServiceLost as error:
                 self.exchange.renew(error.service, cause_of(error))
+
+    def begin_matmul(self, wait_s: float) -> bool:
+        """Whether `prepare_matmul` would return at once, or raise; waits up to `wait_s` for that.
+
+        Services prepare meanwhile, and go on with steps of few tokens. Only the engine's thread
+        calls this.
+        """
+        if self.connection.has_matmul:
+            return True
+        if self._preparing is None:
+            self._preparing = threading.Thread(
+                target=self.connection.await_prompts, name="matmul", daemon=True
+            )
+            self._preparing.start()
+        self._preparing.join(wait_s)
+        if self._preparing.is_alive():
+            return False
+        self._preparing = None
+        return True
 
     def _prepare_prompts(self) -> None:
         """Let services prepare for long prompts once the system is idle."""

@@ -10,7 +10,7 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.replacement import OwnPlace, Place, ServiceReplacer
-from hotcold.actors.exchange.watch import ActorWatch, await_each
+from hotcold.actors.exchange.watch import POLL_S, STARTING_POLLS, ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig
@@ -75,6 +75,15 @@ class Connection:
         """Let `services` prepare for long prompts; the first of these shows what fails."""
         for service in services:
             self.handles[service].begin_prompts.remote()
+
+    def await_prompts(self) -> None:
+        """Return once all services have prepared for long prompts, or failed, or take too long."""
+        self.watch.starting, before = True, self.watch.starting
+        try:
+            calls = [handle.prepare_prompts.remote() for handle in self.handles]
+            ray.wait(calls, num_returns=len(calls), timeout=STARTING_POLLS * POLL_S)
+        finally:
+            self.watch.starting = before
 
     def prepare_prompts(self, services: Sequence[int] | None = None) -> None:
         """Return once services, all by default, have prepared for long prompts.

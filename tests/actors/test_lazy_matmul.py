@@ -40,6 +40,7 @@ from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from hotcold.numba_kernels.ir.target import has_feature
+from tests.actors.batching import batching, complete, start
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -261,6 +262,54 @@ def test_a_lost_service_is_replaced_before_the_rest_prepare() -> None:
     host.prepare_matmul()  # once is enough
     assert renewed == [(1, "the cpu0 service died")]
     assert not answers
+
+
+def test_services_prepare_in_the_background() -> None:
+    host: Any = SystemServices.__new__(SystemServices)
+    going_on, calls = threading.Event(), []
+
+    def prepare() -> None:
+        calls.append(1)
+        assert going_on.wait(60)
+
+    host._preparing = None
+    host.connection = SimpleNamespace(has_matmul=False, await_prompts=prepare)
+    assert not host.begin_matmul(0.0) and not host.begin_matmul(0.01)
+    going_on.set()
+    assert host.begin_matmul(60.0) and len(calls) == 1
+    assert host.begin_matmul(60.0) and len(calls) == 2  # it failed, where it is not noted
+    host.connection.has_matmul = True
+    assert host.begin_matmul(0.0) and len(calls) == 2
+
+
+def test_others_go_on_while_services_prepare(tiny: Tiny) -> None:
+    """A long prompt begins once they have; a short one's tokens do not wait for that."""
+    ready, asked = threading.Event(), []
+
+    def begin(wait_s: float) -> bool:
+        asked.append(wait_s)
+        return ready.wait(wait_s)
+
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    long = GenerateRequest(greedy, prompt_ids=[1] * 64, request_id="long")
+    short = GenerateRequest(greedy, prompt_ids=[1, 2, 3], request_id="short")
+    with batching(tiny("llama-gqa"), "dense") as (_, driver):
+        expected = [complete(driver, one).ids for one in (long, short)]
+        driver.engine.begin_matmul = begin
+        layers: list[bool] = []
+        inner = driver.engine.run_layer
+
+        def run_layer(*given: Any) -> None:
+            layers.append(ready.is_set())
+            inner(*given)
+
+        driver.engine.run_layer = run_layer  # type: ignore[assignment]
+        waiting = start(driver, long)
+        assert complete(driver, short).ids == expected[1]
+        assert not layers and 0.0 in asked and max(asked) > 0
+        ready.set()
+        assert waiting.end().ids == expected[0]
+        assert layers and all(layers)
 
 
 @pytest.mark.timeout(300)

@@ -7,6 +7,7 @@ float16 (uint16) or bfloat16 (int16), widened by torch, not by the code under te
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -181,15 +182,80 @@ def sample_shares(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    top_n_sigma: float = -1.0,
+    typical_p: float = 1.0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
 ) -> np.ndarray:
-    """The probability with which `sample` must choose each id."""
+    """The probability with which `sample` and `sample_filtered` must choose each id.
+
+    One filter after the other on a list of ids that is sorted anew for each.
+    """
     shares = np.zeros(logits.size)
     if temperature == 0:
         shares[int(np.argmax(logits))] = 1
         return shares
-    order = np.argsort(-logits.astype(np.float64), kind="stable")[: top_k or logits.size]
-    weights = np.exp((logits[order].astype(np.float64) - logits.max()) / temperature)
-    before = np.concatenate([[0], np.cumsum(weights)[:-1]]) / weights.sum()
-    kept = order[(before < top_p) & (weights >= min_p)]
-    shares[kept] = weights[: kept.size]
-    return shares / shares.sum()
+    z = [float(logit) for logit in logits]
+    ids = sorted(range(len(z)), key=lambda one: -z[one])
+    if top_n_sigma > 0:
+        finite = np.array([one for one in z if one > -math.inf])
+        ids = [one for one in ids if z[one] >= finite.max() - top_n_sigma * finite.std()]
+    ids = ids[:top_k] if top_k else ids
+    if typical_p < 1:
+        p = _softmax(z, ids)
+        entropy = sum(-p[one] * math.log(p[one]) for one in ids if p[one] > 0)
+        possible = [one for one in ids if p[one] > 0]
+        typical = sorted(possible, key=lambda one: abs(-math.log(p[one]) - entropy))
+        held = np.cumsum([p[one] for one in typical])
+        count = 1 + sum(1 for one in held if one <= typical_p)
+        ids = [one for one in ids if one in typical[:count]]
+    p = _softmax(z, ids, temperature)
+    before = np.concatenate([[0], np.cumsum([p[one] for one in ids])[:-1]])
+    likely = [one for one, sum_before in zip(ids, before, strict=True) if sum_before < top_p]
+    ids = likely or ids[:1]
+    ids = [one for one in ids if p[one] >= min_p * p[ids[0]]]
+    for chance, kept in (
+        (1 - xtc_probability, ids),
+        (xtc_probability, _without_top_choices(z, ids, xtc_threshold)),
+    ):
+        for one, share in _softmax(z, kept, temperature).items():
+            shares[one] += chance * share
+    return shares
+
+
+def _without_top_choices(z: list[float], ids: list[int], threshold: float) -> list[int]:
+    """XTC on ids that are sorted by falling logits."""
+    p = _softmax(z, ids)
+    top = [one for one in ids if p[one] >= threshold]
+    return ids if threshold > 0.5 or len(top) < 2 else ids[len(top) - 1 :]
+
+
+def _softmax(z: list[float], ids: Sequence[int], temperature: float = 1.0) -> dict[int, float]:
+    most = max(z[one] for one in ids)
+    weights = {one: math.exp((z[one] - most) / temperature) for one in ids}
+    total = sum(weights.values())
+    return {one: weight / total for one, weight in weights.items()}
+
+
+def mirostat_shares(
+    logits: np.ndarray, *, version: int, temperature: float, mu: float
+) -> np.ndarray:
+    """The probability with which `sample_mirostat` must choose each id."""
+    z = [float(logit) / temperature for logit in logits]
+    ids = sorted((one for one in range(len(z)) if z[one] > -math.inf), key=lambda one: -z[one])
+    p = _softmax(z, ids)
+    if version == 2:
+        ids = [one for one in ids if -math.log2(p[one] or 1e-320) <= mu] or ids[:1]
+    else:
+        pairs = [
+            (math.log((i + 2) / (i + 1)), math.log(p[ids[i]] / p[ids[i + 1]]))
+            for i in range(min(99, len(ids) - 1))
+        ]
+        s_hat = sum(t * b for t, b in pairs) / sum(t * t for t, _ in pairs)
+        epsilon = s_hat - 1
+        k = (epsilon * 2**mu / (1 - len(z) ** -epsilon)) ** (1 / s_hat)
+        ids = ids[: max(int(k), 1)]
+    shares = np.zeros(len(z))
+    for one, share in _softmax(z, ids).items():
+        shares[one] = share
+    return shares

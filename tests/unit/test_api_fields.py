@@ -35,7 +35,7 @@ BODIES: dict[type[Request], dict[str, Any]] = {
 }
 HARMLESS = {
     "user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": {},
-    "cache_prompt": True, "id_slot": 1, "dry_base": 2.0, "mirostat_tau": 5.0, "priority": 1,
+    "cache_prompt": True, "id_slot": 1, "priority": 1,
     "safety_identifier": "a", "prompt_cache_key": "a", "nobody_knows_this": [1],
 }  # fmt: skip
 
@@ -109,6 +109,12 @@ def test_fields_of_sampling_reach_the_system() -> None:
     ("fields", "told"),
     [
         ({"min_tokens": 21}, "min_tokens is 21; give a whole number from 0 to 20"),
+        ({"mirostat": 3}, "mirostat"),
+        ({"mirostat": True}, "mirostat"),
+        ({"xtc_probability": 1.5}, "xtc_probability"),
+        ({"dry_base": 0.5}, "dry_base"),
+        ({"typical_p": -0.5}, "typical_p"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"stop_token_ids": [1 << 20]}, "token id 1048576 is not in the vocabulary"),
         ({"logit_bias": {"1048576": 1}}, "token id 1048576 is not in the vocabulary"),
         ({"guided_json": "{"}, "the JSON schema is no JSON"),

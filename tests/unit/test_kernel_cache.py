@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.decode import ffn
 from hotcold.numba_kernels.ffn import serve_ffn
 from hotcold.numba_kernels.load import convert
-from hotcold.numba_kernels.one_compiler import _field_names
+from hotcold.numba_kernels.one_compiler import _MANY_OBJECTS, _few_collections, _field_names
 from hotcold.numba_kernels.prompt import prompt_ffn
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
@@ -289,3 +291,21 @@ def test_what_a_loss_of_power_has_damaged_is_compiled_again(
     done = compiled(tmp_path)
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
     assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
+
+
+class Knot:
+    """Refers to itself, as what a compiler makes does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_a_compiled_function_leaves_behind_is_gone_before_its_caller_is() -> None:
+    """And nothing is looked for meanwhile; afterwards as before."""
+    assert gc.isenabled()
+    with _few_collections():
+        with _few_collections():
+            left = [weakref.ref(Knot()) for _ in range(2 * _MANY_OBJECTS)]
+            assert not gc.isenabled() and all(one() is not None for one in left)
+        assert not gc.isenabled() and not any(one() is not None for one in left)
+    assert gc.isenabled()

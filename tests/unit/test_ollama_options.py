@@ -16,13 +16,14 @@ def test_options_reach_the_system() -> None:
     options = {
         "num_predict": 5, "temperature": 0, "top_k": 3.0, "top_p": 0.5, "min_p": 0.25, "seed": 7,
         "stop": [*"xabcde"], "repeat_penalty": 1.25, "repeat_last_n": 9, "num_ctx": 4096,
-        "numa": None,
+        "numa": None, "typical_p": 1, "mirostat": 2.0, "mirostat_tau": 4, "mirostat_eta": 0.2,
     }  # fmt: skip
     post(asked, "/api/chat", messages=HELLO, options=options, stream=False, keep_alive="5m")
     sampling = asked.requests[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (5, 0, 3)
     assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.5, 0.25, 7)
     assert sampling.stop == tuple("xabcde")
+    assert (sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta) == (2, 4.0, 0.2)
     assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.25, 9)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
 
@@ -33,7 +34,7 @@ def test_options_reach_the_system() -> None:
         (None, {}),
         ({"num_predict": -1, "seed": -1, "top_k": -1, "stop": None}, {"top_k": 0}),
         ({"num_predict": 10**12}, {"max_tokens": (1 << 31) - 1}),
-        ({"mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "penalize_newline": True}, {}),
+        ({"tfs_z": 1.0, "penalize_newline": True, "num_gpu": 1}, {}),
     ],
 )
 def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
@@ -43,7 +44,7 @@ def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mirostat": 1}, {"typical_p": 0.5},
+        {"tfs_z": 0.5}, {"mirostat": "1"}, {"typical_p": "1"}, {"dry_sequence_breakers": "x"},
         {"temperature": "1"}, {"temperature": True}, {"top_k": 1e300}, {"seed": float("nan")},
         {"stop": "x"}, {"stop": [1]}, {"num_predict": []},
     ],

@@ -21,6 +21,10 @@ GIVEN: dict[str, Any] = {
     "stop": ["a", "b"], "ignore_eos": True, "repeat_penalty": 1.5, "presence_penalty": 1.0,
     "frequency_penalty": 0.5, "repeat_last_n": 8, "logit_bias": {"5": -1.5, "7": 2.0},
     "stop_token_ids": [1, 2], "min_tokens": 2, "include_stop_str_in_output": True,
+    "top_n_sigma": 1.0, "typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
+    "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.8,
+    "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
+    "dry_sequence_breakers": [".", "x"],
 }  # fmt: skip
 WITHOUT_WINDOW = {"presence_penalty": 1.0, "frequency_penalty": 0.5, REPETITION: 1.25}
 

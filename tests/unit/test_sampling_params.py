@@ -60,6 +60,21 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         {"logit_bias": [(1, 2, 3)]},
         {"logit_bias": {1.5: 2}},
         {"logit_bias": {"5": 1, "05": 2}},
+        {"top_n_sigma": -1.5},
+        {"top_n_sigma": "1"},
+        {"typical_p": 1.01},
+        {"xtc_probability": -0.1},
+        {"xtc_threshold": 1.1},
+        {"mirostat": 3},
+        {"mirostat": 1.0},
+        {"mirostat_tau": -1},
+        {"mirostat_eta": float("nan")},
+        {"dry_multiplier": -1},
+        {"dry_base": 0.9},
+        {"dry_allowed_length": -1},
+        {"dry_penalty_last_n": -2},
+        {"dry_sequence_breakers": [""]},
+        {"dry_sequence_breakers": 3},
         {"max_token": 3},
         {"temperature": 10**400},
     ],
@@ -84,6 +99,8 @@ def test_defaults_of_a_model(tmp_path: Path) -> None:
     write(tmp_path, {"do_sample": True, "top_p": 0.9})
     found = SamplingParams.defaults(tmp_path)
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (1.0, 50, 0.9, 0.0)
+    write(tmp_path, {"do_sample": True, "typical_p": 0.9})
+    assert SamplingParams.defaults(tmp_path).typical_p == 0.9
     write(tmp_path, {"temperature": 0.6, "bos_token_id": 1})
     assert SamplingParams.defaults(tmp_path) == SamplingParams(temperature=0.6)
     for bad in ({"top_k": "many"}, {"do_sample": 1}, {"top_p": 7}):
@@ -131,6 +148,10 @@ def test_all_of_it_reaches_a_system_of_another_process() -> None:
         "stop": ("a", "b"), "ignore_eos": True, "repeat_penalty": 1.5, "presence_penalty": 1.0,
         "frequency_penalty": 0.5, "repeat_last_n": 8, "penalize_prompt": False, "min_tokens": 2,
         "stop_token_ids": (1, 2), "include_stop_str_in_output": True, "logit_bias": ((5, -1.5),),
+        "top_n_sigma": 1.0, "typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
+        "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.8,
+        "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
+        "dry_sequence_breakers": (".",),
     }  # fmt: skip
     assert set(changed) == {field.name for field in fields(SamplingParams)}
     sampling = SamplingParams(**changed)  # type: ignore[arg-type]

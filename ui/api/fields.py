@@ -30,7 +30,7 @@ _ALWAYS_CHANGING = (
     "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
     "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex", "structural_tag",
     "structured_outputs", "truncate_prompt_tokens",
-    # llama.cpp's; what only matters beside one of these (dry_base, mirostat_tau) is not here
+    # llama.cpp's
     "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "samplers",
     # Ollama's
     "context", "format", "images", "options", "system", "template", "think",
@@ -52,11 +52,10 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     # llama.cpp's
-    "dry_multiplier": (0,), "dynatemp_range": (0,), "min_keep": (0,), "mirostat": (0,),
+    "dynatemp_range": (0,), "min_keep": (0,),
     "n_indent": (0,), "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
     "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
-    "top_n_sigma": (0, -1), "typical_p": (1,), "xtc_probability": (0,),
     # Ollama's
     "raw": (False,),
 }  # fmt: skip

@@ -12,13 +12,13 @@ _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat
 # By Ollama's key: the parameter's name and kind.
 _KNOWN = {one.ollama: (name, one.kind) for name, one in PARAMETERS.items() if one.ollama}
 # Unsupported options that would change tokens, each with the value that has no effect.
-_UNCHANGING = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
+_UNCHANGING = {"tfs_z": 1}
 # Memory and speed, which the server's own options set. A prompt is never cut to num_ctx: a longer
 # one than the context is refused. The last ones only matter with an option above.
 _OWN = frozenset(
     ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
      "use_mlock", "low_vram", "f16_kv", "numa", "vocab_only", "logits_all", "embedding_only",
-     "draft_num_predict", "mirostat_eta", "mirostat_tau", "penalize_newline")
+     "draft_num_predict", "penalize_newline")
 )  # fmt: skip
 
 

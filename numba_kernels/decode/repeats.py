@@ -1,0 +1,28 @@
+"""How long the ends of a text have stood in it before."""
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+
+
+@njit(nogil=True, cache=True)
+def repeat_lengths(tokens):
+    """For each k the number of last tokens that also stand k places earlier; checks nothing.
+
+    out[k] = the most n with tokens[N - n : N] == tokens[N - n - k : N - k], for 0 < k < N; 0 at 0
+    Shapes:  tokens (N,) int32; out (N,) int64
+    Units:   reads each token a few times: the Z algorithm, over the tokens from the last one on
+    """
+    size = tokens.shape[0]
+    out = np.zeros(size, np.int64)
+    left, right = 0, 0  # tokens [left, right) from the last one equal the first right - left
+    for k in range(1, size):
+        length = 0
+        if k < right:
+            length = min(out[k - left], right - k)
+        while k + length < size and tokens[size - 1 - length] == tokens[size - 1 - k - length]:
+            length += 1
+        out[k] = length
+        if k + length > right:
+            left, right = k, k + length
+    return out

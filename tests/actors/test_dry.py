@@ -1,0 +1,151 @@
+"""DRY: the penalties by a plain search, breakers of real tokens, and whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from hotcold.actors.driver.dry import Breakers, Dry
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.text.tokenizer import Tokenizer
+from tests.actors.batching import batching, complete, random_request, start
+from tests.conftest import TinyCheckpoint
+from tests.reference import reference_logits
+
+Tiny = Callable[..., TinyCheckpoint]
+Starts = list[tuple[int, tuple[int, ...]]]
+
+OPTIONS: list[dict[str, Any]] = [
+    {"dry_multiplier": 0.8},
+    {"dry_multiplier": 2.0, "dry_base": 1.1, "dry_allowed_length": 1},
+    {"dry_multiplier": 1.0, "dry_base": 1.0, "dry_allowed_length": 3},
+    {"dry_multiplier": 0.5, "dry_base": 4.0, "dry_penalty_last_n": 9},
+    {"dry_multiplier": 0.5, "dry_allowed_length": 0, "dry_penalty_last_n": 30},
+]
+BREAKERS: list[Starts] = [[], [(2, ())], [(1, (0,)), (3, ()), (1, (0, 2))]]
+
+
+def expected(
+    logits: np.ndarray, tokens: Sequence[int], params: SamplingParams, starts: Starts
+) -> np.ndarray:
+    """For each token and each earlier place of it, the longest context that both have."""
+    most, allowed = params.dry_penalty_last_n, params.dry_allowed_length
+    last = list(tokens if most < 0 else tokens[-most:])
+    limit = len(last)
+    for place in reversed(range(len(last))):
+        ends = [
+            place + len(tail)
+            for head, tail in starts
+            if head == last[place] and tuple(last[place + 1 : place + 1 + len(tail)]) == tail
+        ]
+        if ends:
+            limit = len(last) - 1 - max(ends)
+            break
+    found = logits.astype(np.float64)
+    if limit < allowed or len(last) <= allowed:
+        return found
+    for token in set(last):
+        longest = -1
+        for place in (place for place in range(1, len(last)) if last[place] == token):
+            n = 0
+            while n < min(place, limit) and last[place - 1 - n] == last[-1 - n]:
+                n += 1
+            longest = max(longest, n)
+        if longest >= allowed and (token, ()) not in starts:
+            found[token] -= params.dry_multiplier * params.dry_base ** (longest - allowed)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("starts", BREAKERS, ids=str)
+def test_the_formula(options: dict[str, Any], starts: Starts) -> None:
+    random, params = np.random.default_rng(1), SamplingParams(**options)
+    logits = random.standard_normal(8).astype(np.float32)
+    num_lowered = 0
+    for num_ids in (1, 2, 5):
+        tokens = random.integers(0, num_ids, 80).tolist()
+        growing = Dry(params, starts)
+        for length in range(81):
+            found = logits.copy()
+            growing.lower(found, tokens[:length])
+            wanted = expected(logits, tokens[:length], params, starts)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+            num_lowered += int((found < logits).sum())
+            afresh = logits.copy()
+            Dry(params, starts).lower(afresh, tokens[:length])
+            np.testing.assert_array_equal(found, afresh)
+    assert num_lowered > 20
+
+
+def test_a_long_repetition_stays_finite() -> None:
+    logits = np.zeros(4, np.float32)
+    Dry(SamplingParams(dry_multiplier=100.0, dry_base=100.0), []).lower(logits, [1] * 3000)
+    assert np.isfinite(logits).all() and logits[1] < -1e30 and not logits[[0, 2, 3]].any()
+
+
+def test_breakers_of_a_model() -> None:
+    """Every way in which tokens write a breaker ends a sequence: tried by decoding texts."""
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    breakers = Breakers(tokenizer, tokenizer.vocab_size)
+    colon = breakers.of(SamplingParams(dry_sequence_breakers=(":",)))
+    held = {one for one in range(tokenizer.vocab_size) if b":" in tokenizer.token_bytes(one)}
+    assert held and {head for head, _ in colon} == held and not any(tail for _, tail in colon)
+    text = "the value"
+    starts = breakers.of(SamplingParams(dry_sequence_breakers=(text,)))
+    for before in ("of ", "x", "", "(", "a. "):
+        ids = tokenizer.encode(f"{before}{text}", False)
+        ends = [
+            place
+            for place, one in enumerate(ids)
+            for head, tail in starts
+            if head == one and tuple(ids[place + 1 :]) == tail
+        ]
+        assert ends, (before, ids)
+    assert breakers.of(SamplingParams(dry_sequence_breakers=())) == []
+
+
+def test_a_breaker_that_begins_within_a_token() -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"xab": 0, "cd": 1, "abcd": 2, "zabcdz": 3, "?": 4}, "?")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    starts = Breakers(Tokenizer(backend), 5).of(SamplingParams(dry_sequence_breakers=("abcd",)))
+    assert sorted(starts) == [(0, (1,)), (2, ()), (3, ())]
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    assert Breakers(None, 5).of(SamplingParams(dry_multiplier=1.0)) == []
+    with pytest.raises(UsageError, match=r"has no tokenizer.*leave out dry_sequence_breakers"):
+        Breakers(None, 5).of(SamplingParams(dry_sequence_breakers=("a",)))
+
+
+def test_whole_answers(tiny: Tiny) -> None:
+    """Greedy, so that each token follows from those before it; the same beside other requests."""
+    checkpoint, prompt = tiny("llama-relu"), [5, 9, 5, 5, 9, 5, 5, 9]
+    sampling = SamplingParams(
+        max_tokens=20, temperature=0, ignore_eos=True, dry_multiplier=3.0, dry_allowed_length=1
+    )
+    request = GenerateRequest(sampling, prompt_ids=prompt, request_id="dry")
+    with batching(checkpoint, "dense") as (_, driver):
+        found = complete(driver, request).ids
+        without = replace(sampling, dry_multiplier=0.0)
+        plain = complete(driver, replace(request, sampling=without)).ids
+        others = [start(driver, random_request(seed)) for seed in range(4)]
+        again = start(driver, replace(request, request_id="in a batch")).end()
+        assert again.ids == found
+        assert not any(isinstance(other.end(), Exception) for other in others)
+        starts = driver.generator.breakers.of(sampling)
+    for place, token in enumerate(found):
+        tokens = [*prompt, *found[:place]]
+        weighed = expected(reference_logits(checkpoint.path, tokens)[-1], tokens, sampling, starts)
+        assert weighed[token] >= weighed.max() - 1e-3
+    assert found != plain
