@@ -9,6 +9,7 @@ Python. The error of ln ppl is that of the paired difference, token by token.
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -17,47 +18,50 @@ import numpy as np
 from benchmarks.gguf_quality import STEP_TOKENS, text_windows
 from benchmarks.quality_models import targets, write_dequantized
 from benchmarks.runs import Json, table_option, where_and_when, write_report
+from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.options import KV_DTYPES
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.numba_kernels.decode.scoring import compare_logits
+from hotcold.numba_kernels.decode.scoring import Comparison, compare_logits
 from tests.actors.in_process import InProcessSystem
 
 _REFERENCE = "float32"
 
 
-def cached_logits(
-    path: Path, kv_dtype: str, windows: list[list[int]], threads: int
-) -> Iterator[np.ndarray]:
-    """Logits (V,) after all tokens of each window but the last, with such a KV cache."""
-    size = max(map(len, windows))
-    with InProcessSystem(
-        path, num_threads=threads, kv_dtype=kv_dtype, num_positions=size
-    ) as system:
-        engine = system.engine("dense")
-        for ids in windows:
-            for begin in range(0, len(ids) - 1, STEP_TOKENS):
-                step = ids[begin : min(begin + STEP_TOKENS, len(ids) - 1)]
-                places = range(begin, begin + len(step))
-                yield from engine.step(step, places, [0] * len(step), len(step)).copy()
+def window_logits(engine: Engine, ids: list[int]) -> Iterator[np.ndarray]:
+    """Logits (V,) after all tokens but the last, each to be used before the next step."""
+    for begin in range(0, len(ids) - 1, STEP_TOKENS):
+        step = ids[begin : min(begin + STEP_TOKENS, len(ids) - 1)]
+        places = range(begin, begin + len(step))
+        yield from engine.step(step, places, [0] * len(step), len(step))
 
 
 def compare(
     path: Path, windows: list[list[int]], kv_dtypes: list[str], threads: int
 ) -> dict[str, Json]:
-    """By KV format: ppl; ln ppl less float32's, with its error; mean KL divergence; same top."""
-    wanted = targets(windows, 0)
-    reference = list(cached_logits(path, _REFERENCE, windows, threads))
-    pairs = zip(reference, wanted, strict=True)
-    plain = np.array([compare_logits(row, row, token).nll for row, token in pairs])
+    """By KV format: ppl; ln ppl less float32's, with its error; mean KL divergence; same top.
+
+    One window's logits are held at a time.
+    """
+    kinds, size = list(dict.fromkeys([_REFERENCE, *kv_dtypes])), max(map(len, windows))
+    scored: dict[str, list[Comparison]] = {kind: [] for kind in kinds}
+    with ExitStack() as stack:
+        engines = {}
+        for kind in kinds:
+            system = InProcessSystem(path, num_threads=threads, kv_dtype=kind, num_positions=size)
+            engines[kind] = stack.enter_context(system).engine("dense")
+        for ids in windows:
+            wanted = targets([ids], 0)
+            reference = [row.copy() for row in window_logits(engines[_REFERENCE], ids)]
+            for kind in kinds:
+                rows = reference if kind == _REFERENCE else window_logits(engines[kind], ids)
+                pairs = zip(reference, rows, wanted, strict=True)
+                scored[kind] += [compare_logits(*each) for each in pairs]
     found = {}
     for kv_dtype in kv_dtypes:
-        rows = reference
-        if kv_dtype != _REFERENCE:
-            rows = list(cached_logits(path, kv_dtype, windows, threads))
-        scores = [compare_logits(*each) for each in zip(reference, rows, wanted, strict=True)]
+        scores = scored[kv_dtype]
         loss = np.array([score.nll for score in scores])
-        difference = loss - plain
+        difference = loss - np.array([score.nll_dense for score in scores])
         found[kv_dtype] = {
             "ppl": float(np.exp(loss.mean())),
             "ln_ppl_difference": float(difference.mean()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,8 +58,8 @@ def test_lengths(kind: str, heads: tuple[int, int]) -> None:
         keys, values = (
             cached(random_floats(seed, heads[1], length, dim), kind, pages) for seed in (2, 3)
         )
-        held = [read(each, pages, length, dim) for each in (keys, values)]
-        expected = reference.decode_attention(queries, *held, length)
+        k, v = (read(each, pages, length, dim) for each in (keys, values))
+        expected = reference.decode_attention(queries, k, v, length)
         found = numba_calls.decode_attention(queries, keys, values, length, pages)
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -69,10 +71,10 @@ def test_windows_and_softcaps_over_segments(kind: str, window: int, softcap: flo
     dim, length = 32, 1100
     queries, pages = random_floats(1, 4, dim) * 4, shuffled_pages(length)
     keys, values = (cached(random_floats(seed, 2, length, dim), kind, pages) for seed in (2, 3))
-    held = [read(each, pages, length, dim) for each in (keys, values)]
+    k, v = (read(each, pages, length, dim) for each in (keys, values))
     for used in (1, 255, 256, 257, 513, length):
-        options = {"window": window, "softcap": softcap, "scale": 0.3}
-        expected = reference.decode_attention(queries, *held, used, **options)
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": 0.3}
+        expected = reference.decode_attention(queries, k, v, used, **options)
         found = numba_calls.decode_attention(queries, keys, values, used, pages, **options)
         np.testing.assert_allclose(found, expected, atol=2e-5)
 

@@ -45,6 +45,23 @@ def test_bytes_are_the_checkpoints(dtype: str, tmp_path: Path) -> None:
     assert need.arena_bytes == arena_layout(system, config).num_bytes
 
 
+def test_a_cache_in_8_bits_is_chosen_and_counted_and_refused_beside_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny("llama-relu", tmp_path, dtype="float16")
+    config, options = read_model(path), SystemOptions(kv_dtype="q8")
+    system = choose_system(path, config, options)
+    dim = config.head_dim
+    whole = system_need(choose_system(path, config, SystemOptions()), config).kv_cache_bytes
+    found = system_need(system, config).kv_cache_bytes
+    assert found * 2 * dim == whole * (dim + 4 * -(-dim // 32))
+    monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
+    with pytest.raises(UsageError, match="--kv-dtype q8 is for the CPU"):
+        choose_system(path, config, options)
+    with pytest.raises(UsageError, match="no KV cache format 'q3'"):
+        choose_system(path, config, SystemOptions(kv_dtype="q3"))
+
+
 def test_arenas_of_calls_are_counted(tmp_path: Path) -> None:
     config = read_model(make_tiny("llama-relu", tmp_path))
     system = SystemConfig(str(tmp_path), num_cpu_actors=3, exchange="calls")
