@@ -15,8 +15,8 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
-from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.driver.model_drafter import ModelDrafter
+from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
