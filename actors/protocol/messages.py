@@ -321,6 +321,11 @@ class Generation:
         """New tokens a second after the first."""
         return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
 
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> Generation:
+        """The result of `dataclasses.asdict`, which may have been JSON meanwhile."""
+        return cls(**values | {"drafts": DraftCounts(**values["drafts"])})
+
     def as_json(self) -> dict[str, Any]:
         """The keys of the command-line contract."""
         return {

@@ -216,7 +216,7 @@ def _error(answer: dict[str, Any]) -> HotcoldError:
 
 def _event(line: dict[str, Any]) -> TokenEvent:
     result = line.get("result")
-    whole = None if result is None else Generation(**result)
+    whole = None if result is None else Generation.of_values(result)
     logprobs, prompt_logprobs = (
         tuple(
             TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top))
