@@ -27,6 +27,7 @@ _PRIOR_TRIALS = 2.0  # that a prior counts for
 _REQUEST_DECAY, _SYSTEM_DECAY = 0.95, 0.99  # a draft
 _ANCHORS = (1, 2, 3, 5, 9, 17, 32)  # sizes between which costs are on a line
 _FRESH_STEPS = 64  # after so many steps the cost of a step without drafts is measured again
+_MEASURED_PLAIN = 4  # of so many steps without drafts one is measured
 _MOST_SLOWED = 1.5  # of what a step takes: the rest is other programs'
 _KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
 _EARNED = 0.005  # of a step's time without drafts, for trials
@@ -49,7 +50,7 @@ class Choice(NamedTuple):
     """How many tokens of a draft a request's next step verifies; `source` proposes them."""
 
     source: int  # MODEL, or the n-gram's length
-    count: int
+    size: int
 
 
 NO_DRAFT = Choice(MODEL, 0)
@@ -60,15 +61,15 @@ class StepCost:
     """What a step took, in nanoseconds, and what it gave.
 
     accept_ns: for choosing the tokens that the step gave
-    num_drafted: tokens of all drafts
-    fates: of each request, how many tokens it got, and how many of these were its draft's, tokens
-           after which the answer ended included
+    drafted: of each request, the tokens of its draft, which may be fewer than were chosen
+    fates: of each request, how many tokens it got, and how many of the first of them were its
+           draft's
     """
 
     draft_ns: int
     step_ns: int
     accept_ns: int
-    num_drafted: int
+    drafted: Sequence[int]
     fates: Sequence[tuple[int, int]]
 
 
@@ -254,6 +255,7 @@ class AutoPolicy:
             source: Acceptance(_SYSTEM_DECAY, prior) for source, prior in priors.items()
         }
         self._of_requests: MutableMapping[Hashable, dict[int, Acceptance]] = WeakKeyDictionary()
+        self._num_plain = 0  # steps without drafts
         self._saved = _FIRST_SAVED  # steps' time that drafts may still cost
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
@@ -278,26 +280,30 @@ class AutoPolicy:
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """As `DraftPolicy.learn`."""
-        num, num_new = len(offers), sum(fate[0] for fate in cost.fates)
-        self._steps.add(num + cost.num_drafted, cost.step_ns)
-        expected = self._steps.of(num + cost.num_drafted)
+        num, size = len(offers), len(offers) + sum(cost.drafted)
+        by_model = [choice.size for choice in choices if choice.source == MODEL and choice.size]
+        if size == num and not by_model:
+            self._saved = min(_MOST_SAVED, self._saved + _EARNED)
+            self._num_plain += 1
+            if self._num_plain % _MEASURED_PLAIN and self._steps.is_fresh(num):
+                return  # most steps are such ones, and alike
+        num_new = sum(fate[0] for fate in cost.fates)
+        self._steps.add(size, cost.step_ns)
         if num_new and cost.accept_ns:
             self._accepting.add(1, cost.accept_ns / num_new)
-        by_model = [choice.count for choice in choices if choice.source == MODEL and choice.count]
         if by_model:
             self._rounds.add(len(by_model), cost.draft_ns / max(by_model))
-        for offer, choice, (got, accepted) in zip(offers, choices, cost.fates, strict=True):
-            if choice.count and got:
+        for offer, choice, drafted, (got, accepted) in zip(
+            offers, choices, cost.drafted, cost.fates, strict=True
+        ):
+            if drafted and got:
                 source = _source(choice.source)
-                seen = min(choice.count, got)
-                self._acceptance(offer.request, source).add(seen, accepted)
-                self._of_system[source].add(seen, accepted)
-        if any(choice.count for choice in choices):
-            took = min(cost.step_ns, _MOST_SLOWED * expected) + cost.draft_ns + cost.accept_ns
-            loss = self._loss(_Plan([], num_new, took), num)
-            self._saved = min(_MOST_SAVED, self._saved - loss)
-        else:
-            self._saved = min(_MOST_SAVED, self._saved + _EARNED)
+                self._acceptance(offer.request, source).add(min(drafted, got), accepted)
+                self._of_system[source].add(min(drafted, got), accepted)
+        if size > num or by_model:
+            step_ns = min(cost.step_ns, _MOST_SLOWED * self._steps.of(size))
+            plan = _Plan([], num_new, step_ns + cost.draft_ns + cost.accept_ns)
+            self._saved = min(_MOST_SAVED, self._saved - self._loss(plan, num))
 
     def _sources(self, offers: Sequence[Offer], has_model: bool) -> list[int | None]:
         """N-grams where there are any; elsewhere the model, if there is one."""

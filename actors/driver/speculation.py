@@ -71,7 +71,7 @@ class Speculation:
         ]
         choices = self._policy.choose(self._offers, self._drafter is not None, most)
         self._choices = [
-            choice._replace(count=reserve(request, choice.count)) if choice.count else choice
+            choice._replace(size=reserve(request, choice.size)) if choice.size else choice
             for request, choice in zip(requests, choices, strict=True)
         ]
         self._before = [(request, len(request.tokens)) for request in requests]
@@ -87,8 +87,8 @@ class Speculation:
             _fate(request.tokens[num_before:], draft)
             for (request, num_before), draft in zip(self._before, self._drafts, strict=True)
         ]
-        num_drafted = sum(map(len, self._drafts))
-        cost = StepCost(self._draft_ns, step_ns, accept_ns, num_drafted, fates)
+        drafted = [len(draft) for draft in self._drafts]
+        cost = StepCost(self._draft_ns, step_ns, accept_ns, drafted, fates)
         self._policy.learn(self._offers, self._choices, cost)
 
     def _match(self, request: ActiveRequest) -> Match | None:
@@ -109,13 +109,13 @@ class Speculation:
     ) -> list[list[int]]:
         """The drafts of these choices; [] where nothing can be proposed."""
         drafts: list[list[int]] = [
-            match.ids[: choice.count] if match is not None and choice.source != MODEL else []
+            match.ids[: choice.size] if match is not None and choice.source != MODEL else []
             for choice, match in zip(choices, matches, strict=True)
         ]
-        asked = [at for at, one in enumerate(choices) if one.source == MODEL and one.count]
+        asked = [at for at, one in enumerate(choices) if one.source == MODEL and one.size]
         if self._drafter is None or not asked:
             return drafts
-        counts = [choices[at].count for at in asked]
+        counts = [choices[at].size for at in asked]
         try:
             found = self._drafter.propose([requests[at] for at in asked], counts)
         except (NotFiniteError, RequestError):

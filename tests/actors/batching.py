@@ -36,9 +36,10 @@ def batching(
     checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
     """A driver of up to 8 requests at once on two services of two threads."""
+    kind: type[InProcessSystem] = options.pop("kind", InProcessSystem)
     settings = {"num_slots": 8, "kv_positions": 8 * context} | options
     settings["has_down_norms"] = mode == THRESHOLD
-    with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
+    with kind(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(
             str(checkpoint.path),
             "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,

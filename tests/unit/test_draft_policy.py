@@ -65,23 +65,23 @@ class Simulation:
         offers = [Offer(one, MOST_DRAFTED, count, ngram_length) for one in self.requests]
         choices = self.policy.choose(offers, self.round_ns > 0, self.most)
         assert len(choices) == len(offers)
-        assert sum(one.count for one in choices) <= self.most
+        assert sum(one.size for one in choices) <= self.most
         fates = []
         for choice in choices:
             of_token = ngram_chance if choice.source else chance
             accepted = 0
-            while accepted < choice.count and self.random.random() < of_token:
+            while accepted < choice.size and self.random.random() < of_token:
                 accepted += 1
             fates.append((accepted + 1, accepted))
-        num_drafted = sum(choice.count for choice in choices)
-        rounds = max((one.count for one in choices if one.source == MODEL), default=0)
+        num_drafted = sum(choice.size for choice in choices)
+        rounds = max((one.size for one in choices if one.source == MODEL), default=0)
         size, noise = len(offers) + num_drafted, self._noise()
         num_new = sum(fate[0] for fate in fates)
         cost = StepCost(
             round(rounds * self.round_ns + 1000),
             round(self.step_ns(size) * noise),
             ACCEPT_NS * num_new,
-            num_drafted,
+            [choice.size for choice in choices],
             fates,
         )
         self.policy.learn(offers, choices, cost)
@@ -201,15 +201,11 @@ def test_each_request_has_its_own_number() -> None:
     for _ in range(400):
         offers = [Offer(one, MOST_DRAFTED, MOST_DRAFTED, 4) for one in requests]
         choices = policy.choose(offers, False, 30)
-        counts.append([choice.count for choice in choices])
-        accepted = [choices[0].count, int(random.random() < 0.05) if choices[1].count else 0]
+        counts.append([choice.size for choice in choices])
+        accepted = [choices[0].size, int(random.random() < 0.05) if choices[1].size else 0]
         fates = [(1 + number, number) for number in accepted]
-        num_drafted = sum(counts[-1])
-        policy.learn(
-            offers,
-            choices,
-            StepCost(1000, round(by_memory(2 + num_drafted)), 1, num_drafted, fates),
-        )
+        step_ns = round(by_memory(2 + sum(counts[-1])))
+        policy.learn(offers, choices, StepCost(1000, step_ns, 1, counts[-1], fates))
     right, wrong = np.mean(counts[200:], axis=0)
     assert right > 8 and wrong < 3
 
@@ -228,17 +224,17 @@ def test_room_is_kept() -> None:
                 offers.append(Offer(one, most, min(most, 9) if length else 0, length))
             most, has_model = int(random.integers(0, 12)), bool(random.integers(2))
             choices = policy.choose(offers, has_model, most)
-            assert len(choices) == num and sum(one.count for one in choices) <= most
+            assert len(choices) == num and sum(one.size for one in choices) <= most
             for offer, choice in zip(offers, choices, strict=True):
-                assert choice.count <= offer.most
-                if choice.count and choice.source:
+                assert choice.size <= offer.most
+                if choice.size and choice.source:
                     assert choice.source == offer.ngram_length
-                    assert choice.count <= offer.ngram_tokens
-                elif choice.count:
+                    assert choice.size <= offer.ngram_tokens
+                elif choice.size:
                     assert has_model
-            fates = [(1 + one.count, one.count) for one in choices]
-            num_drafted = sum(one.count for one in choices)
-            policy.learn(offers, choices, StepCost(10, 10**7, 10, num_drafted, fates))
+            fates = [(1 + one.size, one.size) for one in choices]
+            drafted = [one.size for one in choices]
+            policy.learn(offers, choices, StepCost(10, 10**7, 10, drafted, fates))
 
 
 def test_a_fixed_number() -> None:
@@ -246,7 +242,7 @@ def test_a_fixed_number() -> None:
     one, two = Request(), Request()
     offers = [Offer(one, 8, 2, 4), Offer(two, 8)]
     assert policy.choose(offers, True, 31) == [Choice(4, 2), Choice(MODEL, 3)]
-    assert policy.choose(offers, False, 31)[1].count == 0
+    assert policy.choose(offers, False, 31)[1].size == 0
     assert policy.choose(offers, True, 3) == [Choice(4, 2), Choice(MODEL, 1)]
     with pytest.raises(ValueError):
         draft_policy("many")
