@@ -156,7 +156,7 @@ def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, 
     for dtype in (*casts, *QUANTIZED_NAMES):
         try:
             config = read_model(path, dtype)
-        except UsageError:  # rows that are no whole groups, or a quantized checkpoint
-            continue
-        system = choose_system(path, config, replace(options, weight_dtype=dtype))
+            system = choose_system(path, config, replace(options, weight_dtype=dtype))
+        except UsageError:  # rows that are no whole groups, a quantized checkpoint, or a draft
+            continue  # of as many bits
         yield dtype, system_need(system, config)

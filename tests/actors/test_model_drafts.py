@@ -168,7 +168,7 @@ def test_another_number_of_services_drafts_too(path: Path, host: StandInRay) -> 
             outcome, found = scale_among_requests(system, count)
             assert outcome.num_cpu_actors == count and found == expected
             for number in range(count):
-                shard = system.service(f"cpu{number}").service._service
+                shard: Any = system.service(f"cpu{number}").service._service
                 assert shard.draft.arrays.gate.shape[0] == shard.arrays.gate.shape[0]
             require_right_drafts(system, drafter)
 

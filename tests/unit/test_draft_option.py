@@ -119,3 +119,10 @@ def test_predictors_that_draft(path: Path, tmp_path: Path) -> None:
 def test_a_system_travels_as_json(path: Path) -> None:
     system = choose_system(path, read_model(path), Q4)
     assert SystemConfig.from_json(system.as_json()) == system
+
+
+def test_too_little_memory_is_said_with_a_draft(path: Path) -> None:
+    """Another --dtype may be named, but for those that cannot have that draft."""
+    with pytest.raises(MemoryBudgetError, match=r"GiB of the draft.*are allowed") as found:
+        prepare_system(path, replace(Q4, cpu_memory_bytes=100 << 20))
+    assert "--dtype" not in str(found.value)
