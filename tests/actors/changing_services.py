@@ -154,22 +154,25 @@ def hot_of(system: StandInSystem) -> list[np.ndarray]:
     return held or [np.empty(0, np.int32)] * config.num_layers
 
 
-def when_others_wait(system: StandInSystem) -> None:
-    """Hold the next step until another job waits for the engine's thread."""
-    incoming = driver_of(system)._queue._incoming
+def when_others_wait(system: StandInSystem) -> threading.Event:
+    """Hold the next step until another job waits for the engine's thread; set once it is held."""
+    incoming, is_held = driver_of(system)._queue._incoming, threading.Event()
 
     def hold(services: Sequence[int]) -> None:
+        is_held.set()
         while incoming.empty():
             threading.Event().wait(0.001)
         system.host.on_request = lambda services: None
 
     system.host.on_request = hold
+    return is_held
 
 
 def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[Any]]:
     """Scale while requests run; the outcome, and what came of the requests."""
-    when_others_wait(system)
+    is_held = when_others_wait(system)
     running = [Background(partial(complete, system, greedy(size))) for size in SIZES]
+    is_held.wait()
     outcome: Any = None
     try:
         outcome = system.actor.scale(count)
