@@ -145,7 +145,8 @@ class InProcessSystem:
             buffers = self.layout.buffers(self.arena)
             self.exchange = ArenaExchange(buffers, self.watch, self.first_number)
         tables = self.exchange.buffers.page_tables  # until a driver writes others
-        tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
+        numbers = np.arange(tables[0].size).reshape(tables.shape[1:])
+        tables[:] = numbers[::-1] % self.num_pages()
 
     def request_by_python(self) -> None:
         """Let engines that are made from now on send each request by `exchange.request`."""
