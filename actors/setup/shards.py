@@ -239,13 +239,14 @@ def kv_window(system: SystemConfig, config: ModelConfig) -> Window | None:
 def num_window_pages(system: SystemConfig, config: ModelConfig) -> int:
     """Pages of the KV cache in layers with a window.
 
-    For each sequence those of a window and a step, and as many again: of prompts whose beginnings
-    may be found by later ones.
+    For each sequence those of a window and a step. Others keep the ends of prompts that were left
+    behind, so later ones that begin alike are found; a quarter may be kept by writes to a file.
     """
     window = kv_window(system, config)
     if window is None:
         return 0
-    return min(num_kv_pages(system), 2 * system.max_batch * window.num_pages)
+    num_sequences = system.max_batch + system.max_batch // 4 + 1
+    return min(num_kv_pages(system), num_sequences * window.num_pages)
 
 
 def system_kv_bytes(system: SystemConfig, config: ModelConfig) -> int:

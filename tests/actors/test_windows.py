@@ -21,6 +21,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from hotcold.numba_kernels.serve.mailbox import WINDOWED
 from tests.actors.batching import batching
+from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_prefix_cache import (
     Answer,
@@ -31,6 +32,7 @@ from tests.actors.test_prefix_cache import (
     request_of,
     same,
 )
+from tests.actors.test_speculation import attention_arrays_of
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
@@ -101,15 +103,12 @@ def system_of(
             window = Window(size, step)
             count = num_windows * window.num_pages
         pool.__init__(system.num_pages(), pool._page_tables, window, count)  # type: ignore[misc]
-        arrays: Any = system.services[0]
-        arrays.arrays.keys[:] = 0  # what warmed it up
         yield system, driver
 
 
 def written(system: InProcessSystem) -> int:
     """Pages that any layer with a window has written."""
-    arrays: Any = system.services[0]
-    keys = arrays.arrays.keys
+    keys = attention_arrays_of(system).keys
     layers = [number for number, size in enumerate(system.config.windows) if size]
     return int(np.flatnonzero(keys[layers].any(axis=(0, 2, 3, 4))).max()) + 1
 
@@ -123,6 +122,7 @@ def test_answers_are_those_with_all_pages(windowed: Windowed, variant: str, size
         expected = [answer(driver, request) for request in requests]
     for num_windows in (2, 1):
         with system_of(checkpoint, num_windows) as (system, driver):
+            attention_arrays_of(system).keys[:] = 0  # what warmed it up
             same([answer(driver, request) for request in requests], expected)
             same(at_once(driver, requests), expected)
             assert all_are_free(driver)
@@ -176,6 +176,26 @@ def test_preempted_for_the_pages_of_windows(windowed: Windowed) -> None:
         assert num_preempted
 
 
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("variant", ["mistral", "gemma3"])
+def test_a_gpu_has_memory_for_windows_alone(windowed: Windowed, variant: str) -> None:
+    """An index beyond the pages of a layer with a window would fail.
+
+    One after another: the stand-in's products of a step depend on the step's size.
+    """
+    checkpoint, requests = windowed(variant, 70), long_requests()[:3]
+    window = Window(70, 64)
+    options: dict[str, Any] = {"kind": CudaInProcess, "hot": a_third, "max_tokens": 64}
+    with system_of(checkpoint, shares=False, **options) as (_, driver):
+        expected = [answer(driver, request) for request in requests]
+    options["num_window_pages"] = 2 * window.num_pages
+    with system_of(checkpoint, 2, **options) as (_, driver):
+        assert driver._pool.num_pages[WINDOWED] == 2 * window.num_pages
+        same([answer(driver, request) for request in requests], expected)
+        at_once(driver, requests)
+        assert all_are_free(driver)
+
+
 def test_the_cache_is_lost_amid_windows(windowed: Windowed) -> None:
     checkpoint, requests = windowed("gemma2", 70), long_requests()
     with system_of(checkpoint, shares=False) as (_, driver):
@@ -187,8 +207,8 @@ def test_the_cache_is_lost_amid_windows(windowed: Windowed) -> None:
             nonlocal calls
             calls += 1
             if calls % 9 == 5 and calls < 60:
-                arrays: Any = system.services[0]
-                arrays.arrays.keys[:] = arrays.arrays.values[:] = np.nan
+                arrays = attention_arrays_of(system)
+                arrays.keys[:] = arrays.values[:] = np.nan
                 raise CacheLost("lost")
             run(*arguments)
 

@@ -247,6 +247,7 @@ def test_a_window_holds_what_its_tokens_see(
         for position in range(first, end):
             page, row = divmod(position, PAGE_POSITIONS)
             number = int(tables[group, slot, page])
+            assert number in pool._groups[group].held[slot].pages
             assert content[group, number, row] == text(running[slot], position)
 
     for what, number in steps:
