@@ -308,6 +308,22 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     assert "are damaged" in store.note
 
 
+def test_layers_with_a_window_have_pages_of_their_own(model: Path, stores: Make) -> None:
+    arrays = cache(16, 3)
+    windowed = [False, True, False]
+    services = Services(KeptPages(model, arrays, LIMIT, "", windowed=windowed))
+    store = stores(services)
+    store.reopen(ONE)
+    store.save(key(1), (4, 2))
+    assert wait_until(lambda: store.saved() == [key(1)])
+    before = [array.copy() for array in arrays]
+    assert store.load([key(1)], [(7, 8)]) == 1
+    for array, old in zip(arrays, before, strict=True):
+        for layer, has in enumerate(windowed):
+            old[layer, 8 if has else 7] = old[layer, 2 if has else 4]
+        assert (array == old).all()
+
+
 def test_a_service_that_is_loaded_again_opens_its_file(model: Path) -> None:
     kept = kept_pages(model, cache(15))
     opened = kept.open(b"session", ONE)

@@ -87,15 +87,15 @@ def long_requests() -> list[GenerateRequest]:
 
 @contextmanager
 def system_of(
-    checkpoint: TinyCheckpoint, num_windows: int | None = None, **options: Any
+    checkpoint: TinyCheckpoint, num_windows: int | None = None, chunks: int = 1, **options: Any
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
     """A system whose windowed layers have pages for so many sequences; None: for all positions."""
     settings: dict[str, Any] = {"context": _CONTEXT, "kv_positions": 2 * _CONTEXT, "shares": True}
     with batching(checkpoint, **(settings | options)) as (system, driver):
         pool, config, engine = driver._pool, system.config, driver.engine
-        size = max(config.windows)
+        size, engine.chunks_at_once = max(config.windows), chunks
         step = max(engine.chunks_at_once * engine.max_tokens, engine.kernel_tokens)
-        assert pool._groups[WINDOWED]._window == Window(size, step)
+        assert chunks > 1 or pool._groups[WINDOWED]._window == Window(size, step)
         if num_windows is None:
             window = Window(_CONTEXT, _CONTEXT)
             count = system.num_pages()
@@ -238,6 +238,16 @@ def test_a_store_has_the_pages_of_both_kinds_of_layers(windowed: Windowed) -> No
     found = answers()
     same(found, expected)
     assert [cached for *_, cached in found] == [640, 576, 384]
+
+
+def test_several_chunks_at_once(windowed: Windowed) -> None:
+    checkpoint, requests = windowed("gemma2", 70), long_requests()
+    with system_of(checkpoint, shares=False) as (_, driver):
+        expected = [answer(driver, request) for request in requests]
+    with system_of(checkpoint, 1, chunks=4) as (_, driver):
+        assert driver._pool.num_pages[WINDOWED] == 7
+        same(at_once(driver, requests), expected)
+        same([answer(driver, request) for request in requests], expected)
 
 
 def test_scores_of_a_text_longer_than_windows(windowed: Windowed) -> None:
