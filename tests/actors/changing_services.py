@@ -139,12 +139,14 @@ def require_pages(driver: Driver) -> None:
     """Pages are free or have as many users as are counted; services read what the pool wrote."""
     tables, pool = driver.engine.exchange.buffers.page_tables, driver._pool
     assert np.shares_memory(pool._page_tables, tables)
-    allocated = Counter(page for pages in pool._allocated.values() for page in pages)
-    users = {page: count for page, count in enumerate(pool._num_users) if count}
-    assert dict(allocated) == users and set(allocated).isdisjoint(pool._free_pages)
-    assert len(allocated) + pool.num_free_pages == 4 * num_pages_of(CONTEXT)
-    for slot, pages in pool._allocated.items():
-        assert tables[slot, : len(pages)].tolist() == pages
+    assert pool.num_pages[0] == 4 * num_pages_of(CONTEXT)
+    for number, group in enumerate(pool._groups):
+        allocated = Counter(page for held in group.held.values() for page in held.pages)
+        users = {page: count for page, count in enumerate(group._num_users) if count}
+        assert dict(allocated) == users and set(allocated).isdisjoint(group._free_pages)
+        assert len(allocated) + group.num_free == group.num_pages
+        for slot, held in group.held.items():
+            assert tables[number, slot, held.first : held.end].tolist() == held.pages
 
 
 def hot_of(system: StandInSystem) -> list[np.ndarray]:
