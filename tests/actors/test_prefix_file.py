@@ -260,6 +260,12 @@ def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match="give --device cpu"):
         chosen("1GiB")
     assert chosen("off") == 0
+    monkeypatch.undo()
+    on_hosts = replace(known, hosts=("10.0.0.1", "10.0.0.2"), prefix_cache_bytes=4096)
+    with pytest.raises(UsageError, match="is for one computer"):
+        choose_system(copied.path, config, on_hosts)
+    on_hosts = replace(on_hosts, prefix_cache_bytes=None)
+    assert choose_system(copied.path, config, on_hosts).prefix_cache_bytes is None
 
 
 def _defaults() -> dict[str, Any]:
