@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
+from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.driver.model_drafter import ModelDrafter
@@ -52,7 +53,6 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.page_store import PageStore
 from hotcold.actors.protocol.step_sizes import share_tokens
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import num_kv_pages
@@ -241,11 +241,16 @@ class Driver:
             self._prefixes.await_saves()
             slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
+                if self._prefixes.is_saving:
+                    raise RequestError(
+                        "pages of the KV cache are still being written to a disk that does not "
+                        "answer; try again later, or start again with --prefix-cache off"
+                    )
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
                 return function()
-            except (CacheLost, NotFiniteError):
-                self._prefixes.forget()
+            except (CacheLost, NotFiniteError) as error:
+                self._prefixes.forget(anew=isinstance(error, NotFiniteError))
                 raise
             finally:
                 self._pool.free(slot)
