@@ -230,12 +230,19 @@ class Driver:
         """
         self._streams.cancel(request_id)
 
-    def between_requests(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` while no request runs, with slot 0 for a whole context.
+    def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
+        """Call `function` while no request runs, with slot 0 for a whole context if `has_slot`.
 
         Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
+
+        def with_cache() -> _Result:
+            try:
+                return function()
+            except (CacheLost, NotFiniteError) as error:
+                self._prefixes.forget(anew=isinstance(error, NotFiniteError))
+                raise
 
         def with_pages() -> _Result:
             self._prefixes.await_saves()
@@ -248,14 +255,11 @@ class Driver:
                     )
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
-                return function()
-            except (CacheLost, NotFiniteError) as error:
-                self._prefixes.forget(anew=isinstance(error, NotFiniteError))
-                raise
+                return with_cache()
             finally:
                 self._pool.free(slot)
 
-        return self._queue.between_requests(with_pages)
+        return self._queue.between_requests(with_pages if has_slot else with_cache)
 
     def choose_mode(self) -> ModeTrial:
         """Time the predicted mode and the model's default; use the faster one from now on.

@@ -390,6 +390,8 @@ def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
         found = answer(driver, request)
         same([found], expected)
         assert found[2] == 0
+        driver.between_requests(lambda: None, has_slot=False)
+        assert answer(driver, request)[2] > 0  # nothing was given up for it
 
 
 # --- a store beside memory ---------------------------------------------------------------------
