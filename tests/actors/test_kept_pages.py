@@ -352,7 +352,7 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
         assert may_end.wait(60)
         return read(*arguments)
 
-    file.read = slow  # type: ignore[method-assign]
+    file.read = slow  # type: ignore[method-assign, assignment]
     found: list[int] = []
     keys = [key(n) for n in range(8)]
     loading = threading.Thread(target=lambda: found.append(kept.load(b"first", keys, range(8, 16))))
