@@ -1,33 +1,19 @@
-"""What attention computes on: numbers, weights, KV cache, rope tables, frequencies of ropes.
-
-torch computes the frequencies, because transformers does, and no other library rounds alike. They
-are cached on disk: a start that finds them there need not import torch.
-"""
+"""What attention computes on: numbers, weights, KV cache, rope tables."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
-
-import llvmlite.binding
 import numpy as np
 
 from hotcold.actors.protocol.messages import CacheSpec
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
-from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
+from hotcold.model.weights.rope_frequencies import inv_freq
 from hotcold.model.weights.sizes import kv_row_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
-from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
 _CACHE_DTYPES = {"float32": np.float32, "float16": np.uint16, "q8": np.int8}
@@ -78,47 +64,3 @@ def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarr
     """(P, 2, half). Where frequencies depend on a sequence's length, those of the longest one."""
     table = rope_table(inv_freq(rope, head_dim, num_positions), num_positions)
     return table if rope.table_scale == 1 else table * np.float32(rope.table_scale)
-
-
-def inv_freq(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> np.ndarray:
-    """`RopeConfig.inv_freq`, cached on disk."""
-    try:
-        path = rope_cache_path(rope, head_dim, num_positions)
-    except OSError:
-        return rope.inv_freq(head_dim, num_positions)
-    found = _read_cached(path, rope.rotary_dim(head_dim) // 2)
-    if found is None:
-        found = rope.inv_freq(head_dim, num_positions)
-        bits = found.astype("<f4").tobytes()
-        with contextlib.suppress(OSError):
-            write_atomic(path, hashlib.sha256(bits).digest() + bits)
-    return found
-
-
-def rope_cache_path(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> Path:
-    """The file for this rope, length, torch and processor, below XDG_CACHE_HOME or ~/.cache.
-
-    Errors:  OSError where there is no folder private to this user
-    """
-    key = {
-        "rope": asdict(rope),
-        "head_dim": head_dim,
-        "length": rope.length_that_counts(num_positions),
-        "torch": metadata.version("torch"),
-        "cpu": llvmlite.binding.get_host_cpu_name(),
-        "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return own_folder("rope") / digest
-
-
-def _read_cached(path: Path, size: int) -> np.ndarray | None:
-    """(size,) float32; None where the file is missing or damaged."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, bits = content[:32], content[32:]
-    if len(bits) != 4 * size or hashlib.sha256(bits).digest() != digest:
-        return None
-    return np.frombuffer(bits, "<f4").astype(np.float32)

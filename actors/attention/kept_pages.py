@@ -6,9 +6,12 @@ be written. All files there together stay within a limit: those of other arithme
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import re
+import stat
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +23,21 @@ import numpy as np
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import artifact_path
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
 FOLDER = "prefix-cache"
 _SUFFIX = ".pages"
+_NAME = re.compile(rf"[0-9a-f]{{32}}(-\d+-\d+)?{re.escape(_SUFFIX)}")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NICENESS = 10  # of the thread that writes
 _READERS = 4
+_LONGEST_WAIT_S = 10.0  # for a disk, before a new session is refused
 
 
 class KeptPages:
@@ -62,8 +70,11 @@ class KeptPages:
         num_layers = arrays[0].shape[0]
         self._groups = [WINDOWED if has else FULL for has in windowed] or [FULL] * num_layers
         self._file: PageFile | None = None
+        self._folder: int | None = None  # its folder's descriptor
         self._session = b""
-        self._changing = threading.Lock()  # held while a page is written, and for a new session
+        # Held while a page is written, and for a new session; told when nothing is loaded any more.
+        self._changing = threading.Condition(threading.Lock())
+        self._num_loading = 0  # calls
         self._writer = ThreadPoolExecutor(1, "pages", _be_nice)
         self._readers = ThreadPoolExecutor(_READERS, "pages")
 
@@ -76,26 +87,44 @@ class KeptPages:
         windowed = [bool(config.layers[layer].attention.window) for layer in own]
         return cls(spec.path, arrays, limit, part, spec.keeps_pages, windowed)
 
-    def open(self, session: bytes, identity: bytes) -> OpenedPages:
-        """Begin a session with the file of this arithmetic; ends the earlier one."""
-        with self._changing:
+    def open(self, session: bytes, identity: bytes, anew: bool = False) -> OpenedPages:
+        """Begin a session with the file of this arithmetic, without its pages if `anew`.
+
+        Ends the earlier one: when this returns, no page is read or filled for it any more.
+        Errors:  ServiceError where the disk does not let go of one
+        """
+        if not self._changing.acquire(timeout=_LONGEST_WAIT_S):
+            raise ServiceError(f"{self._model_path}: {_NO_ANSWER}")
+        try:
+            self._session = b""  # ends what is loaded, after a page
+            if not self._changing.wait_for(lambda: not self._num_loading, _LONGEST_WAIT_S):
+                raise ServiceError(f"{self._model_path}: {_NO_ANSWER}")
             self._close_file()
-            try:
-                folder = _folder(self._model_path)
-                name = f"{hashlib.sha256(identity).hexdigest()[:32]}{self._part}{_SUFFIX}"
-                budget = FolderBudget(folder, name, self._limit)
-                self._file = PageFile(folder / name, identity, self._page_bytes, budget.may_grow)
-            except LockedFileError:
-                return OpenedPages(
-                    note=f"{folder / name}: another running system uses it, {_WITHOUT}"
-                )
-            except OSError as problem:
-                where = problem.filename or self._model_path
-                return OpenedPages(note=f"{where}: {problem.strerror}, {_WITHOUT}")
-            self._session = session
-            file, keys = self._file, self._file.keys()
-            note = file.note or budget.lack(file, bool(keys))
-            return OpenedPages(str(file.path), keys, file.num_bytes, note)
+            return self._opened(session, identity, anew)
+        finally:
+            self._changing.release()
+
+    def _opened(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
+        try:
+            folder, self._folder = _open_folder(self._model_path)
+            name = f"{hashlib.sha256(identity).hexdigest()[:32]}{self._part}{_SUFFIX}"
+            budget = FolderBudget(folder, self._folder, name, self._limit)
+            self._file = PageFile(
+                folder / name, identity, self._page_bytes, budget.may_grow, self._folder
+            )
+            if anew:
+                self._file.clear()
+        except LockedFileError:
+            self._close_file()
+            return OpenedPages(note=f"{folder / name}: another running system uses it, {_WITHOUT}")
+        except OSError as problem:
+            self._close_file()
+            where = problem.filename or self._model_path
+            return OpenedPages(note=f"{where}: {problem.strerror}, {_WITHOUT}")
+        self._session = session
+        file, keys = self._file, self._file.keys()
+        note = file.note or budget.lack(file, bool(keys))
+        return OpenedPages(str(file.path), keys, file.num_bytes, note)
 
     def save(
         self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
@@ -130,20 +159,29 @@ class KeptPages:
         return SavedPages(saved, given_up, note)
 
     def load(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
-        """Fill pages; returns how many of the first ones are good. 0 for an ended session.
+        """Fill pages; returns how many of the first ones are good. 0 for an ended session."""
+        with self._changing:
+            file = self._file
+            if file is None or session != self._session:
+                return 0
+            self._num_loading += 1
+        try:
+            pieces = [self._pieces(page) for page in pages]
 
-        The caller opens no session meanwhile.
-        """
-        file = self._file
-        if file is None or session != self._session:
-            return 0
-        pieces = [self._pieces(page) for page in pages]
-        good = list(self._readers.map(file.read, keys, pieces))
-        num_good = good.index(False) if False in good else len(good)
-        with suppress(OSError):
-            file.touch(keys[:num_good])
-        self._drop_cached()
-        return num_good
+            def read(key: bytes, into: list[memoryview]) -> bool:
+                return session == self._session and file.read(key, into)
+
+            good = list(self._readers.map(read, keys, pieces))
+            num_good = good.index(False) if False in good else len(good)
+            with suppress(OSError):
+                file.touch(keys[:num_good])
+            if not self._keeps_cached:
+                file.drop_cache()
+            return num_good
+        finally:
+            with self._changing:
+                self._num_loading -= 1
+                self._changing.notify_all()
 
     def close(self) -> None:
         """Close the file, as the end of the process does."""
@@ -157,6 +195,9 @@ class KeptPages:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def _drop_cached(self) -> None:
         if self._file is not None and not self._keeps_cached:
@@ -171,14 +212,15 @@ class KeptPages:
 
 
 _WITHOUT = "so no prefix is kept on disk"
+_NO_ANSWER = "the disk with its pages of the KV cache does not answer"
 
 
 class FolderBudget:
     """How large a file may become so that all files of its folder stay within a limit."""
 
-    def __init__(self, folder: Path, name: str, limit_bytes: int) -> None:
-        """`name` is the file's."""
-        self._folder, self._name, self._limit = folder, name, limit_bytes
+    def __init__(self, path: Path, folder: int, name: str, limit_bytes: int) -> None:
+        """`folder` is the descriptor of the one at `path`; `name` is the file's."""
+        self._path, self._folder, self._name, self._limit = path, folder, name, limit_bytes
 
     def may_grow(self, num_bytes: int) -> bool:
         """Whether the file may have so many bytes; removes others' files, the oldest first."""
@@ -186,10 +228,10 @@ class FolderBudget:
             return False
         others = self._others()
         excess = num_bytes + sum(size for _, size, _ in others) - self._limit
-        for _, size, path in others:
+        for _, size, name in others:
             if excess <= 0:
                 break
-            if _removed(path):
+            if _removed(name, self._folder):
                 excess -= size
         return excess <= 0
 
@@ -198,32 +240,36 @@ class FolderBudget:
         if has_pages or self.may_grow(file.least_bytes):
             return ""
         return (
-            f"{self._folder}: {self._limit / 1e6:.1f} MB, less what other running systems have "
+            f"{self._path}: {self._limit / 1e6:.1f} MB, less what other running systems have "
             f"there, are too few for a page of {file.page_bytes / 1e6:.1f} MB; give a larger "
             "--prefix-cache"
         )
 
-    def _others(self) -> list[tuple[float, int, Path]]:
+    def _others(self) -> list[tuple[float, int, str]]:
+        """When they were changed, their sizes and names: of files that are ours, no others."""
         found = []
-        for path in self._folder.glob(f"*{_SUFFIX}"):
+        for name in os.listdir(self._folder):
+            if name == self._name or not _NAME.fullmatch(name):
+                continue
             with suppress(OSError):
-                if path.name != self._name:
-                    state = path.stat()
-                    found.append((state.st_mtime, state.st_size, path))
+                state = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+                if stat.S_ISREG(state.st_mode) and _is_ours(state, 0o077):
+                    found.append((state.st_mtime, state.st_size, name))
         return sorted(found)
 
 
-def _removed(path: Path) -> bool:
+def _removed(name: str, folder: int) -> bool:
     """Remove a file that no running system uses; whether it is gone."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         return True
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        os.unlink(name, dir_fd=folder)
     except OSError:
         return False
     finally:
@@ -231,17 +277,44 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _folder(model_path: Path) -> Path:
-    """The folder of a model's files, of this user alone. Errors: OSError."""
+def _open_folder(model_path: Path) -> tuple[Path, int]:
+    """The folder of a model's files, of this user alone, and its descriptor. Errors: OSError."""
     beside = artifact_path(model_path, FOLDER)
     with suppress(OSError):
-        beside.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = beside.stat()
-        is_ours = found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        if is_ours and os.access(beside, os.W_OK | os.X_OK):
-            return beside
+        return beside, _open_beside(
+            beside, model_path.parent if is_gguf(model_path) else model_path
+        )
     digest = hashlib.sha256(os.fsencode(resolved_model(model_path))).hexdigest()[:16]
-    return own_folder(FOLDER, digest)
+    own = own_folder(FOLDER, digest)
+    return own, os.open(own, _FOLDER_FLAGS)
+
+
+def _open_beside(folder: Path, base: Path) -> int:
+    """Open a folder below `base`, which may be another's: no link is followed from there on.
+
+    Errors:  OSError, also where others may write on the way there, or read what is in it
+    """
+    opened = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in folder.relative_to(base).parts:
+        above = opened
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=above)
+            opened = os.open(name, _FOLDER_FLAGS, dir_fd=above)
+        finally:
+            os.close(above)
+        if not _is_ours(os.fstat(opened), 0o077 if name == folder.name else 0o022):
+            os.close(opened)
+            raise PermissionError(errno.EPERM, "is another user's, or open to others")
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=opened):
+        os.close(opened)
+        raise PermissionError(errno.EACCES, "cannot be written")
+    return opened
+
+
+def _is_ours(state: os.stat_result, others: int) -> bool:
+    """Whether it is this user's, and others have none of these rights."""
+    return state.st_uid == os.geteuid() and not state.st_mode & others
 
 
 def _be_nice() -> None:

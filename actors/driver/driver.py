@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest, Generator
+from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.driver.model_drafter import ModelDrafter
@@ -52,7 +53,6 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.page_store import PageStore
 from hotcold.actors.protocol.step_sizes import share_tokens
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import (
@@ -235,27 +235,36 @@ class Driver:
         """
         self._streams.cancel(request_id)
 
-    def between_requests(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` while no request runs, with slot 0 for a whole context.
+    def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
+        """Call `function` while no request runs, with slot 0 for a whole context if `has_slot`.
 
         Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
 
+        def with_cache() -> _Result:
+            try:
+                return function()
+            except (CacheLost, NotFiniteError) as error:
+                self._prefixes.forget(anew=isinstance(error, NotFiniteError))
+                raise
+
         def with_pages() -> _Result:
             self._prefixes.await_saves()
             slot = self._pool.allocate_whole(self.generator.context_length)
             if slot != 0:
+                if self._prefixes.is_saving:
+                    raise RequestError(
+                        "pages of the KV cache are still being written to a disk that does not "
+                        "answer; try again later, or start again with --prefix-cache off"
+                    )
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
-                return function()
-            except (CacheLost, NotFiniteError):
-                self._prefixes.forget()
-                raise
+                return with_cache()
             finally:
                 self._pool.free(slot)
 
-        return self._queue.between_requests(with_pages)
+        return self._queue.between_requests(with_pages if has_slot else with_cache)
 
     def choose_mode(self) -> ModeTrial:
         """Time the predicted mode and the model's default; use the faster one from now on.

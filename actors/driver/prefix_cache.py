@@ -18,7 +18,8 @@ from hotcold.actors.protocol.page_store import Page, PageStore
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _LOADED_AT_ONCE = 8  # pages of a store, or what is shared at least: others wait meanwhile
-_SAVED_SHARE = 4  # one in so many pages may be kept from use while it is being saved
+_SAVED_SHARE = 4  # at most one in so many pages is kept from use while it is being saved
+_SAVED_AT_ONCE = 16  # pages, at most: two calls of a store
 _POLL_S, _LONGEST_SAVE_S = 0.001, 60.0
 
 
@@ -52,15 +53,17 @@ class PrefixCache:
         self._identity, self._share_tokens = identity, share_tokens
         self.forget()
 
-    def forget(self) -> None:
-        """Find none of what has been computed until now, nor what running requests go on with."""
+    def forget(self, anew: bool = False) -> None:
+        """Find none of what has been computed until now, nor what running requests go on with.
+
+        `anew`: it may be wrong, so nothing is found on file, either.
+        """
         self._epoch += 1
         self._unsaved.clear()
         self.pool.forget()
-        if self.store is not None:
-            self.store.reopen(self._identity)
-        while self._saving:  # the store reads none of them any more
-            self.pool.let_go(self._saving.popitem()[1])
+        if self.store is None or self.store.reopen(self._identity, anew):
+            while self._saving:  # the store reads none of them any more
+                self.pool.let_go(self._saving.popitem()[1])
 
     def start(
         self, request: ActiveRequest, num_positions: int, num_spare: int | np.ndarray
@@ -129,17 +132,19 @@ class PrefixCache:
         for key in self.store.saved():
             if key in self._saving:
                 self.pool.let_go(self._saving.pop(key))
-        most = max(1, int(self.pool.num_pages.min()) // _SAVED_SHARE)
+        most = max(1, min(_SAVED_AT_ONCE, int(self.pool.num_pages.min()) // _SAVED_SHARE))
         while self._unsaved and len(self._saving) < most:
             key = next(iter(self._unsaved))
             del self._unsaved[key]
+            if key in self._saving:  # an earlier write of it, which has not ended
+                continue
             page = self.pool.hold(key)
             if page is not None:  # it has not been given up meanwhile
                 self._saving[key] = page
                 self.store.save(key, page)
 
     def await_saves(self) -> None:
-        """Return once no page is kept from use by a write to the store."""
+        """Return once no page is kept from use by a write to the store, or after a minute."""
         self._unsaved.clear()
         self.save_all(_LONGEST_SAVE_S)
 

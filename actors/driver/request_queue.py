@@ -6,6 +6,7 @@ the same queue until nothing runs, and requests behind it wait for it.
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -146,6 +147,8 @@ class RequestQueue:
     def _collect(self) -> bool:
         """Move what has come into the queue, waiting for it when idle; False at the end."""
         idle = self._scheduler.is_idle and not self._waiting
+        if not idle and not self._scheduler.num_running:
+            self._await_room()
         while idle or not self._incoming.empty():
             item = self._next()
             if item is None:
@@ -158,6 +161,12 @@ class RequestQueue:
             self._waiting.append(item)
             idle = False
         return True
+
+    def _await_room(self) -> None:
+        """Wait a little while what waits may have no pages, as they are being written."""
+        until_s = time.monotonic() + _SAVE_S
+        while self._scheduler.is_saving and self._incoming.empty() and time.monotonic() < until_s:
+            time.sleep(_SAVE_S / 5)
 
     def _next(self) -> ActiveRequest | _Job | None:
         """What comes next; pages of the KV cache are written meanwhile."""

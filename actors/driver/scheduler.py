@@ -136,11 +136,11 @@ class Scheduler:
             self._preempt(request)
 
     def try_replace(self, service: int, cause: str) -> bool:
-        """Start a new process for a service (`Exchange.try_replace`)."""
+        """Start a new process for a service that made a NaN (`Exchange.try_replace`)."""
         try:
             return self._engine.exchange.try_replace(service, cause)
         except CacheLost:
-            self._prefixes.forget()
+            self._prefixes.forget(anew=True)
             raise
 
     @property
@@ -305,15 +305,16 @@ class Scheduler:
             self._fail(requests, error)
 
     def _recover(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
-        """Replace the service that made a NaN, and run the step or chunk again.
+        """Replace the service that made a NaN, and compute anew all that it had a part in.
 
-        Where it cannot be replaced, end the requests that have a NaN.
+        Where it cannot be replaced, end the requests that have a NaN. Errors: CacheLost.
         """
-        self._prefixes.forget()
+        self._prefixes.forget(anew=True)
         if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
-        if error.service is None or not self.try_replace(error.service, str(error)):
-            self._fail([request for request in requests if request.slot in error.slots], error)
+        if error.service is not None and self.try_replace(error.service, str(error)):
+            raise CacheLost(f"the KV cache may be wrong: {error}")
+        self._fail([request for request in requests if request.slot in error.slots], error)
 
     def _fail(self, requests: list[ActiveRequest], error: BaseException) -> None:
         for request in requests:

@@ -5,64 +5,101 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.errors import HotcoldError
 
 _log = logging.getLogger(__name__)
 _PAGES_A_CALL = 8
+_LONGEST_WRITE_S = 20.0  # that is waited for before the store is closed
+_RETRY_S = 5.0
 
 # Calls a method of each service with attention; returns their answers in order. Errors:
-# HotcoldError of one that is lost.
+# HotcoldError of one that is lost: what was called may still run there.
 CallServices = Callable[..., list[Any]]
+# Starts a new process for a service that is lost for some cause. Errors: CacheLost.
+Renew = Callable[[int, str], None]
 
 
 class ServicePageStore:
     """A `PageStore`: a page is on file where all services with attention have their layers of it.
 
-    A thread of its own asks services to write, so the engine never waits for a disk.
+    A thread of its own asks services to write, so the engine never waits for a disk. A call that
+    fails ends the session, so nothing is written or found by it; pages it was to write are named by
+    `saved` only once services have begun another one, which they do after the call has ended.
 
     note: the last line that is worth telling; "" at first
     """
 
-    def __init__(self, call: CallServices) -> None:
-        self._call = call
+    def __init__(self, call: CallServices, renew: Renew) -> None:
+        """The engine's thread calls `renew` for a service that is lost while it fills pages."""
+        self._call, self._renew = call, renew
+        self._identity = b""
+        self._spoiled: set[bytes] = set()  # identities whose files are to be begun anew
         self._session = b""  # names what is on file to services; a new process knows none
         self._keys: set[bytes] = set()
         self._waiting: dict[bytes, Page] = {}  # pages to be written, by key
         self._used: list[bytes] = []  # since the last call
+        self._unsure: list[bytes] = []  # of failed calls, which may still read their pages
         self._ended: list[bytes] = []
+        self._retry_at_s: float | None = None  # when to open files again after a failure
         self._changed = threading.Condition()
         self._is_writing = self._is_closing = False
         self.note = ""
         self._thread = threading.Thread(target=self._write, name="page store", daemon=True)
         self._thread.start()
 
-    def reopen(self, identity: bytes) -> None:
+    def reopen(self, identity: bytes, anew: bool = False) -> bool:
         """See `PageStore`."""
+        self._identity = identity
+        if anew:
+            self._spoiled.add(identity)
         with self._changed:
             self._stop_writing()
-        session = os.urandom(8)
+        if not self._open():
+            return False
+        with self._changed:
+            self._ended.clear()
+        return True
+
+    def _open(self) -> bool:
+        """Begin a session; False where it is not sure that earlier calls have ended."""
+        session, identity = os.urandom(8), self._identity
+        self._retry_at_s = time.monotonic() + _RETRY_S
+        if self._is_writing:  # services would wait for it
+            self._tell("prefix cache: the disk does not answer; no page is kept there meanwhile")
+            return False
         try:
-            opened: list[OpenedPages] = self._call("open_pages", session, identity)
+            opened: list[OpenedPages] = self._call(
+                "open_pages", session, identity, identity in self._spoiled
+            )
         except HotcoldError as problem:  # of a lost service: whoever asks it next replaces it
             self._tell(str(problem))
-            return
+            return False
+        self._retry_at_s = None
         for one in opened:
             self._tell(one.note)
-        if all(one.path for one in opened):
-            keys = set.intersection(*(one.keys for one in opened))
+        is_open = all(one.path for one in opened)
+        with self._changed:
+            self._ended += self._unsure
+            self._unsure.clear()
+            if is_open:
+                self._session = session
+                self._keys = set.intersection(*(one.keys for one in opened))
+        if is_open:
+            self._spoiled.discard(identity)
+        if is_open and not self.note:
             num_bytes = sum(one.num_bytes for one in opened)
-            with self._changed:
-                self._session, self._keys = session, keys
-            if not self.note:
-                self.note = (
-                    f"prefix cache: {len(keys)} pages, {num_bytes / 1e6:.1f} MB, in "
-                    f"{opened[0].path}"
-                )
+            self.note = (
+                f"prefix cache: {len(self._keys)} pages, {num_bytes / 1e6:.1f} MB, in "
+                f"{opened[0].path}"
+            )
+        return True
 
     def keys(self) -> set[bytes]:
         """See `PageStore`."""
@@ -82,6 +119,8 @@ class ServicePageStore:
 
     def saved(self) -> list[bytes]:
         """See `PageStore`."""
+        if self._retry_at_s is not None and time.monotonic() >= self._retry_at_s:
+            self._open()
         with self._changed:
             ended, self._ended = self._ended, []
             return ended
@@ -90,26 +129,41 @@ class ServicePageStore:
         """See `PageStore`."""
         num_good = 0
         if self._session and keys:
-            with suppress(HotcoldError):  # as in `reopen`
+            try:
                 num_good = min(self._call("load_pages", self._session, list(keys), list(pages)))
+            except HotcoldError:
+                with self._changed:
+                    self._end_session()
+                self._await_readers()
         with self._changed:
             self._keys -= set(keys[num_good:])
         return num_good
 
+    def _await_readers(self) -> None:
+        """Return once no page is being filled any more. Errors: CacheLost; ServiceError."""
+        self._retry_at_s = time.monotonic() + _RETRY_S
+        try:
+            self._call("open_pages", os.urandom(8), self._identity, False)
+        except ServiceLost as problem:
+            self._renew(problem.service, cause_of(problem))
+
     def close(self) -> None:
-        """Write no more; returns once no page is read any more."""
+        """Write no more; returns once no page is read any more, or the disk does not answer."""
         with self._changed:
             self._is_closing = True
             self._stop_writing()
-        self._thread.join()
+        self._thread.join(0 if self._is_writing else None)
 
     def _stop_writing(self) -> None:
-        """Give up what waits, and end the session once no page is read any more."""
+        """Give up what waits, and end the session once no page is read any more, or after long."""
+        self._end_session()
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: not self._is_writing, _LONGEST_WRITE_S)
+
+    def _end_session(self) -> None:
+        self._ended += self._waiting
         self._waiting.clear()
         self._used.clear()
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: not self._is_writing)
-        self._ended.clear()
         self._session, self._keys = b"", set()
 
     def _write(self) -> None:
@@ -118,16 +172,23 @@ class ServicePageStore:
                 self._changed.wait_for(lambda: self._waiting or self._used or self._is_closing)
                 if self._is_closing:
                     return
-                keys = list(self._waiting)[:_PAGES_A_CALL]
+                # The first ones last: of one prompt, the others are given up before them.
+                keys = list(self._waiting)[:_PAGES_A_CALL][::-1]
                 pages = [self._waiting.pop(key) for key in keys]
                 used, self._used = self._used, []
                 session, self._is_writing = self._session, True
-            found: list[SavedPages | None] = [None]
-            with suppress(HotcoldError):  # as in `reopen`
+            found: list[SavedPages | None] | None = None
+            with suppress(HotcoldError):  # as in `_open`
                 found = self._call("save_pages", session, used, keys, pages)
             with self._changed:
-                self._note_saved(found)
-                self._ended += keys
+                if found is None:
+                    self._unsure += keys
+                    self._end_session()
+                    self._retry_at_s = time.monotonic() + _RETRY_S
+                else:
+                    self._ended += keys
+                    if session == self._session:
+                        self._note_saved(found)
                 self._is_writing = False
                 self._changed.notify_all()
 

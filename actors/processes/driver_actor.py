@@ -154,7 +154,7 @@ class DriverActor:
             services.exchange.buffers.requests[cpus, OPERATION] = PING
             return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
 
-        return services.driver.between_requests(measure)
+        return services.driver.between_requests(measure, has_slot=False)
 
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU; see `CudaAttentionService.device_report`."""

@@ -137,7 +137,7 @@ class NeuronCounts:
             counts = connection.call_each("fired_counts", services=services)
             return counts_by_neuron(self._services.config, specs, counts)
 
-        return self._services.driver.between_requests(gather)
+        return self._services.driver.between_requests(gather, has_slot=False)
 
     def _serving(self) -> tuple[Connection, int]:
         connection = self._services.connection

@@ -241,7 +241,7 @@ class ServiceActor:
         device = "cpu" if service is None else service.device_name
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
-    def open_pages(self, session: bytes, identity: bytes) -> OpenedPages:
+    def open_pages(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
         """Open the file of KV cache pages; see `KeptPages.open`."""
         from hotcold.actors.attention.kept_pages import KeptPages
 
@@ -249,7 +249,7 @@ class ServiceActor:
             service: Any = self._require_service()
             config = read_config(self.spec.path)
             self._pages = KeptPages.of(self.spec, service.cache_arrays, config)
-        return self._pages.open(session, identity)
+        return self._pages.open(session, identity, anew)
 
     def save_pages(
         self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]

@@ -174,7 +174,7 @@ class SystemServices:
             return connection.call_each(method, *arguments, services=caches)
 
         if self.system.prefix_cache_bytes:
-            self._store = ServicePageStore(call)
+            self._store = ServicePageStore(call, lambda *lost: self.exchange.renew(*lost))
         return self._store
 
     def _prepare_hosts(self) -> None:

@@ -12,7 +12,8 @@ _KEY_BYTES = 16
 
 def namespace_key(identity: bytes, salt: str) -> bytes:
     """The key before a prompt's first page: who computes, and for whom. 16 bytes."""
-    return hashlib.blake2b(identity + salt.encode(), digest_size=_KEY_BYTES).digest()
+    content = identity + salt.encode("utf-8", "surrogatepass")  # JSON may hold lone surrogates
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
 
 
 def page_keys(namespace: bytes, token_ids: Sequence[int]) -> list[bytes]:

@@ -14,11 +14,13 @@ Page = tuple[int, ...]
 class PageStore(Protocol):
     """Called from the engine's thread alone. Raises nothing for what it cannot read or write."""
 
-    def reopen(self, identity: bytes) -> None:
+    def reopen(self, identity: bytes, anew: bool = False) -> bool:
         """Keep pages of this arithmetic from now on; give up writes that have not ended.
 
         Called first, where the KV cache was lost, and where other services compute from now on.
-        When it returns, no page is read any more, and `saved` names none of the earlier keys.
+        `anew`: drop what is on file, which may be wrong.
+        Returns whether no page is read any more: `saved` names none of the earlier keys then. Else
+        it names them all, each once its page is read no more.
         """
         ...
 
@@ -42,6 +44,7 @@ class PageStore(Protocol):
 
         Returns how many of the first ones are good (their checksums agree); the rest is not on file
         any more.
+        Errors:  CacheLost where a service was lost that may have gone on filling them
         """
         ...
 

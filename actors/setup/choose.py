@@ -95,6 +95,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
             "--prefix-cache with a size keeps pages of the KV cache in memory of the CPU, not of a "
             "GPU; leave it out, or give --device cpu"
         )
+    if system.hosts and system.prefix_cache_bytes:
+        raise UsageError(
+            "--prefix-cache with a size is for one computer: pages that other hosts had a part in "
+            "may differ after a change there; leave it out, or leave out --hosts"
+        )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
     if options.speculate not in SPECULATE:

@@ -64,11 +64,13 @@ class PageFile:
         identity: bytes,
         page_bytes: int,
         may_grow: Callable[[int], bool],
+        folder: int | None = None,
     ) -> None:
         """Open the file of `identity` at `path`, or make it, for this user alone.
 
         A file that is damaged, or of another identity, page size or version, is begun anew.
         may_grow: whether the file may become so many bytes long
+        folder: its folder's descriptor; None to follow the path
         Errors:  LockedFileError; OSError
         """
         self.path, self.page_bytes = path, page_bytes
@@ -81,7 +83,7 @@ class PageFile:
         self._num_slots, self._use = 0, 0
         self._lock = threading.Lock()
         self.note = ""
-        self._descriptor = open_locked(path)
+        self._descriptor = open_locked(path, folder)
         try:
             self._open()
         except BaseException:
@@ -106,6 +108,14 @@ class PageFile:
         """Return the keys of all pages."""
         with self._lock:
             return set(self._places)
+
+    def clear(self) -> None:
+        """Give up all pages. Errors: OSError."""
+        with self._lock:
+            os.ftruncate(self._descriptor, BLOCK)
+            self._places.clear()
+            self._free.clear()
+            self._num_slots = 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count these pages as used, the first one last: without it the others are of no use.
@@ -292,14 +302,16 @@ class PageFile:
         return BLOCK if num_slots == 0 else self._start(num_slots - 1) + self.slot_bytes
 
 
-def open_locked(path: Path) -> int:
+def open_locked(path: Path, folder: int | None = None) -> int:
     """Open a file of this user for reading and writing, made where there is none, and lock it.
 
+    folder: its folder's descriptor; None to follow the path
     Errors:  LockedFileError where another process has it; OSError, also for another user's file
     """
+    name = path if folder is None else path.name
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(name, flags, 0o600, dir_fd=folder)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(descriptor)
@@ -307,7 +319,7 @@ def open_locked(path: Path) -> int:
                 raise PermissionError(errno.EPERM, "is another user's, or open to others")
             # Another process may have removed it before it was locked.
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), found):
+                if os.path.samestat(os.stat(name, dir_fd=folder), found):
                     return descriptor
         except BlockingIOError:
             os.close(descriptor)

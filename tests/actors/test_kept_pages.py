@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.attention.kept_pages import FOLDER, KeptPages
+from hotcold.actors.driver import service_page_store
 from hotcold.actors.driver.service_page_store import ServicePageStore
+from hotcold.actors.protocol.failures import CacheLost, ServiceLost
 from hotcold.actors.protocol.page_store import OpenedPages, Page
 from hotcold.model.errors import ServiceError
 from tests.actors.kept_system import wait_until
@@ -49,15 +51,20 @@ class Services:
     def __init__(self, *kept: KeptPages) -> None:
         self.kept = list(kept)
         self.fails = False
+        self.renewed: list[int] = []
         self.before_saving: Callable[[], Any] = lambda: None
 
     def __call__(self, method: str, *arguments: Any) -> list[Any]:
         if self.fails:
-            raise ServiceError("the gpu service died; start again")
+            raise ServiceLost(0, "the gpu service died; start again")
         if method == "save_pages":
             self.before_saving()
         name = method.removesuffix("_pages")
         return [getattr(one, name)(*arguments) for one in self.kept]
+
+    def renew(self, service: int, cause: str) -> None:
+        self.renewed.append(service)
+        raise CacheLost(cause)
 
 
 def at(*pages: int) -> list[Page]:
@@ -85,7 +92,7 @@ def stores() -> Iterator[Callable[..., ServicePageStore]]:
     made: list[tuple[ServicePageStore, Services]] = []
 
     def make(services: Services) -> ServicePageStore:
-        made.append((ServicePageStore(services), services))
+        made.append((ServicePageStore(services, services.renew), services))
         return made[-1][0]
 
     yield make
@@ -129,7 +136,8 @@ def test_what_is_damaged_ends_the_pages_that_are_good(model: Path, stores: Make)
     services = Services(kept_pages(model, cache(2)))
     store = stores(services)
     store.reopen(ONE)
-    save_all(store, {n: n for n in range(4)})
+    for n in range(4):  # in order: those of one call are written in reverse
+        save_all(store, {n: n})
     (path,) = (model / "hotcold" / FOLDER).glob("*")
     slot = (path.stat().st_size - 8192) // 4
     with path.open("r+b") as file:
@@ -249,13 +257,164 @@ def test_a_lost_service_is_no_error(model: Path, stores: Make) -> None:
     store.reopen(ONE)
     save_all(store, {1: 1})
     services.fails = True
-    save_all(store, {2: 2})
+    store.save(key(2), (2,))
+    assert wait_until(lambda: store.keys() == set())
     assert store.load([key(1)], at(1)) == 0
-    store.reopen(ONE)
-    assert store.keys() == set()
+    assert not store.reopen(ONE)  # whether page 2 is still being read is not known
+    assert store.keys() == set() and store.saved() == []
     services.fails = False
+    assert store.reopen(ONE)
+    assert store.keys() == {key(1)} and store.saved() == []
+
+
+def test_a_service_that_is_lost_while_it_fills_pages_is_replaced(model: Path, stores: Make) -> None:
+    services = Services(kept_pages(model, cache(10)))
+    store = stores(services)
     store.reopen(ONE)
-    assert store.keys() == {key(1)}
+    save_all(store, {1: 1})
+    services.fails = True
+    with pytest.raises(CacheLost):
+        store.load([key(1)], at(1))
+    assert services.renewed == [0] and store.keys() == set()
+
+
+def test_a_call_that_is_given_up_while_it_goes_on(
+    model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that was only stopped writes later: what its page holds by then is not found."""
+    monkeypatch.setattr(service_page_store, "_RETRY_S", 0.0)
+    arrays = cache(16)
+    services, goes_on = Services(kept_pages(model, arrays)), threading.Event()
+    late: list[threading.Thread] = []
+
+    def stop() -> None:
+        services.before_saving = lambda: None
+
+        def write() -> None:
+            assert goes_on.wait(60)
+            services.kept[0].save(session, [], [key(1)], at(1))
+
+        session = store._session
+        late.append(threading.Thread(target=write))
+        late[0].start()
+        services.fails = True
+        raise ServiceLost(0, "the gpu service is stopped")
+
+    services.before_saving = stop
+    store = stores(services)
+    store.reopen(ONE)
+    store.save(key(1), (1,))
+    assert wait_until(lambda: services.fails)
+    for _ in range(3):
+        assert store.saved() == []  # its page is kept from use
+    services.fails = False
+    assert wait_until(lambda: store.saved() == [key(1)])
+    for array in arrays:
+        array[:, 1] = 99  # another prompt's
+    goes_on.set()
+    late[0].join(60)
+    save_all(store, {2: 2})
+    store.reopen(ONE)
+    assert store.keys() == {key(2)}
+
+
+def test_a_disk_that_does_not_answer(
+    model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_page_store, "_LONGEST_WRITE_S", 0.1)
+    monkeypatch.setattr(service_page_store, "_RETRY_S", 0.0)
+    begun, may_end = threading.Event(), threading.Event()
+    services = Services(kept_pages(model, cache(17)))
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    services.before_saving = wait
+    store = stores(services)
+    store.reopen(ONE)
+    store.save(key(1), (1,))
+    assert begun.wait(60)
+    store.save(key(2), (2,))
+    assert not store.reopen(ONE)
+    assert store.saved() == [key(2)] and store.keys() == set()  # only page 1 is being read
+    assert "does not answer" in store.note
+    may_end.set()
+    assert wait_until(lambda: store.saved() == [key(1)])
+    assert wait_until(lambda: store.saved() == [] and store.keys() == {key(1)})
+
+
+def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
+    arrays = cache(18)
+    kept = kept_pages(model, arrays)
+    kept.open(b"first", ONE)
+    kept.save(b"first", [], [key(n) for n in range(8)], at(*range(8)))
+    file = kept._file
+    assert file is not None
+    begun, may_end, read = threading.Event(), threading.Event(), file.read
+
+    def slow(*arguments: Any) -> bool:
+        begun.set()
+        assert may_end.wait(60)
+        return read(*arguments)
+
+    file.read = slow  # type: ignore[method-assign, assignment]
+    found: list[int] = []
+    keys = [key(n) for n in range(8)]
+    loading = threading.Thread(target=lambda: found.append(kept.load(b"first", keys, range(8, 16))))
+    loading.start()
+    assert begun.wait(60)
+    opening = threading.Thread(target=kept.open, args=(b"second", ONE))
+    opening.start()
+    opening.join(0.2)
+    assert opening.is_alive()
+    may_end.set()
+    opening.join(60)
+    loading.join(60)
+    assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
+    assert kept.load(b"second", keys, range(8, 16)) == 8
+    kept.close()
+
+
+def test_what_may_be_wrong_is_dropped(model: Path, stores: Make) -> None:
+    services = Services(kept_pages(model, cache(19)))
+    store = stores(services)
+    store.reopen(ONE)
+    save_all(store, {1: 1, 2: 2})
+    services.fails = True
+    assert not store.reopen(ONE, anew=True)
+    services.fails = False
+    store.reopen(OTHER)
+    assert store.reopen(ONE)  # what could not be dropped then is dropped now
+    assert store.keys() == set() and store.load([key(1)], at(3)) == 0
+    save_all(store, {3: 3})
+    store.reopen(ONE)
+    assert store.keys() == {key(3)} and store.load([key(3)], at(4)) == 1
+
+
+def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Make) -> None:
+    arrays = cache(20)
+    page = sum(array.nbytes for array in arrays) // PAGES
+    services = Services(kept_pages(model, arrays, 2 * 8192 + 6 * page))
+    begun, may_end = threading.Event(), threading.Event()
+    store = stores(services)
+    store.reopen(ONE)
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    services.before_saving = wait
+    store.save(key(100), 15)
+    assert begun.wait(60)
+    for n in range(8):  # in one call, then
+        store.save(key(n), n)
+    may_end.set()
+    ended: list[bytes] = []
+    assert wait_until(lambda: ended.extend(store.saved()) or len(ended) == 9)  # type: ignore[func-returns-value]
+    assert ended == [key(n) for n in (100, *reversed(range(8)))]
+    left = store.keys() - {key(100)}
+    assert 4 <= len(left) < 8 and left == {key(n) for n in range(len(left))}
 
 
 def test_reopening_waits_for_what_is_being_read(model: Path, stores: Make) -> None:
@@ -293,7 +452,8 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     services = Services(*parts)
     store = stores(services)
     store.reopen(ONE)
-    save_all(store, {n: n for n in range(3)})
+    for n in range(3):
+        save_all(store, {n: n})
     assert store.load([key(0), key(1), key(2)], at(5, 6, 7)) == 3
     assert all((one[:, 5:8] == one[:, 0:3]).all() for own in arrays for one in own)
     assert len(list((model / "hotcold" / FOLDER).glob("*"))) == 2
@@ -334,3 +494,50 @@ def test_a_service_that_is_loaded_again_opens_its_file(model: Path) -> None:
     assert kept.load(b"session", [key(1)], at(1)) == 0
     assert kept.load(b"later", [key(1)], at(1)) == 1
     kept.close()
+
+
+def test_a_planted_link_is_not_followed(model: Path, tmp_path: Path, stores: Make) -> None:
+    """Who gives a model away may have put anything beside it."""
+    others = tmp_path / "documents"
+    others.mkdir(mode=0o700)
+    (others / "thesis.pages").write_bytes(bytes(100_000))
+    (others / f"{'0' * 32}.pages").write_bytes(bytes(100_000))
+    (model / "hotcold").mkdir(mode=0o755)
+    (model / "hotcold" / FOLDER).symlink_to(others)
+    store = stores(Services(kept_pages(model, cache(21), 50_000)))
+    store.reopen(ONE)
+    save_all(store, {1: 1})
+    assert store.keys() == {key(1)} and str(tmp_path / "cache" / "hotcold" / FOLDER) in store.note
+    assert len(list(others.iterdir())) == 2
+
+
+@pytest.mark.parametrize("which", ["hotcold", "hotcold/prefix-cache"])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    model: Path, tmp_path: Path, stores: Make, which: str
+) -> None:
+    (model / "hotcold" / FOLDER).mkdir(parents=True, mode=0o700)
+    (model / "hotcold").chmod(0o755)
+    (model / which).chmod(0o777)
+    store = stores(Services(kept_pages(model, cache(22))))
+    store.reopen(ONE)
+    save_all(store, {1: 1})
+    assert store.keys() == {key(1)} and not list((model / "hotcold" / FOLDER).iterdir())
+
+
+def test_only_files_of_pages_are_counted_and_removed(
+    model: Path, tmp_path: Path, stores: Make
+) -> None:
+    folder = model / "hotcold" / FOLDER
+    (model / "hotcold").mkdir(mode=0o755)
+    folder.mkdir(mode=0o700)
+    (folder / "thesis.pages").write_bytes(bytes(100_000))
+    (tmp_path / "target").write_bytes(bytes(100_000))
+    (folder / f"{'1' * 32}.pages").symlink_to(tmp_path / "target")
+    old = folder / f"{'2' * 32}-0-2.pages"
+    old.write_bytes(bytes(100_000))
+    old.chmod(0o600)
+    store = stores(Services(kept_pages(model, cache(23), 60_000)))
+    store.reopen(ONE)
+    save_all(store, {1: 1})
+    assert store.keys() == {key(1)} and not old.exists()
+    assert (folder / "thesis.pages").exists() and (tmp_path / "target").stat().st_size == 100_000

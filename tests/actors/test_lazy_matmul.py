@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.arrays import inv_freq, rope_cache_path
 from hotcold.actors.cpu import matmul
 from hotcold.actors.cpu.kernel_matmul import (
     Bfloat16Matmul,
@@ -38,6 +37,7 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.system import System
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.sampling import SamplingParams
+from hotcold.model.weights.rope_frequencies import inv_freq, rope_cache_path
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.batching import batching, complete, start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.driver import prefix_cache
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
 from hotcold.actors.protocol.page_store import Page
 from hotcold.model.sampling import SamplingParams
@@ -22,6 +24,7 @@ from tests.actors.batching import CONTEXT, Background, batching
 from tests.actors.changing_services import config_of, driver_of
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
+from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
 from tests.actors.test_batching import spoil
 from tests.conftest import TinyCheckpoint
@@ -343,6 +346,41 @@ def test_after_a_nan_nothing_is_found(tiny: Tiny) -> None:
         assert all_are_free(driver)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
+    tiny: Tiny, num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had a part in before may be wrong, too, though finite."""
+    requests = [request_of(_IDS[n : 200 + n]) for n in range(num_prompts)]
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    expected = cold(checkpoint, requests)
+    store = DictStore()
+    with batching(checkpoint, shares=True, store=store) as (system, driver):
+        store.system = system
+        answer(driver, request_of(_EDITED[:100]))
+        assert wait_until(lambda: len(store.kept) == 1)
+        replaced, num_layers, run_layer = list[int](), 0, driver.engine.run_layer
+
+        def spoiled(layer: int, num_tokens: int, next_layer: int) -> None:
+            nonlocal num_layers
+            num_layers += 1
+            if num_layers == 4:
+                raise NotFiniteError("in a test", frozenset({0}), 1)
+            run_layer(layer, num_tokens, next_layer)
+
+        def replace_it(service: int, cause: str) -> bool:
+            replaced.append(service)
+            lose_cache(system)
+            return True
+
+        monkeypatch.setattr(driver.engine, "run_layer", spoiled)
+        monkeypatch.setattr(driver.engine.exchange, "try_replace", replace_it)
+        found = at_once(driver, requests)
+        same(found, expected)
+        assert replaced == [1]
+        assert len(store.dropped) == 1  # of the file, too
+
+
 def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
     request = request_of(_IDS[:300])
     checkpoint = tiny("llama-gqa", "bfloat16")
@@ -353,6 +391,8 @@ def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
         found = answer(driver, request)
         same([found], expected)
         assert found[2] == 0
+        driver.between_requests(lambda: None, has_slot=False)
+        assert answer(driver, request)[2] > 0  # nothing was given up for it
 
 
 # --- a store beside memory ---------------------------------------------------------------------
@@ -365,6 +405,7 @@ class DictStore:
         self.kept = {} if kept is None else kept
         self.system: InProcessSystem | None = None
         self.torn: set[bytes] = set()
+        self.dropped: set[bytes] = set()
         self.loads: list[int] = []
         self._delay = delay
         self._writing: list[tuple[int, bytes, Page, bytes]] = []
@@ -377,9 +418,13 @@ class DictStore:
         rows = (arrays.keys, arrays.values)
         return [of_layer[at] for array in rows for of_layer, at in zip(array, pages, strict=True)]
 
-    def reopen(self, identity: bytes) -> None:
+    def reopen(self, identity: bytes, anew: bool = False) -> bool:
         self.identities.append(identity)
         self._writing.clear()
+        if anew:
+            self.dropped |= set(self.kept)
+            self.kept.clear()
+        return True
 
     def keys(self) -> set[bytes]:
         return set(self.kept)
@@ -472,6 +517,38 @@ def test_what_memory_gave_up_comes_back_from_the_store(tiny: Tiny) -> None:
     same(found, [*expected, *expected])
     assert not any(cached for *_, cached in found[:4])
     assert any(cached for *_, cached in found[4:])
+
+
+def test_who_waits_for_pages_that_are_being_saved(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks again at once while there is no room; a job is told what it waits for."""
+    monkeypatch.setattr(prefix_cache, "_LONGEST_SAVE_S", 0.05)
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    requests = [request_of(_IDS[n : 340 + n]) for n in (0, 7)]
+    expected = cold(checkpoint, requests)
+    store, looks = DictStore(delay=1 << 30), [0]
+    with batching(checkpoint, shares=True, store=store, kv_positions=CONTEXT) as (system, driver):
+        store.system = system
+        found = [answer(driver, requests[0])]
+        assert driver._prefixes.is_saving
+        with pytest.raises(RequestError, match="disk that does not answer"):
+            driver.between_requests(lambda: None)
+        advance = driver._scheduler.advance
+
+        def counted() -> None:
+            looks[0] += 1
+            if driver._scheduler.num_running == 0 and looks[0] == 20:  # it is being written
+                store._writing = [(0, *one[1:]) for one in store._writing]
+                store._delay = 0
+            advance()
+
+        driver._scheduler.advance = counted  # type: ignore[method-assign]
+        began = time.monotonic()
+        found.append(answer(driver, requests[1]))
+        took = time.monotonic() - began
+        same(found, expected)
+        assert looks[0] >= 20 and took > 0.05  # some milliseconds between two looks
 
 
 def test_with_other_arithmetic_nothing_of_the_store_is_found(tiny: Tiny) -> None:

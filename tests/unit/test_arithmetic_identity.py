@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.driver import arithmetic
+from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
 from tests.tiny_checkpoint import TinyCheckpoint
@@ -76,3 +77,47 @@ def test_what_leaves_it(system: SystemConfig) -> None:
     others = {"max_batch": 3, "kv_positions": 9000, "exchange": "calls", "prefill_chunk": 128}
     change = _of_system(**others)
     assert _identity(*change(system, specs)) == _identity(system, specs)
+
+
+@pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_VERBOSE"])
+def test_instructions_that_are_chosen_change_it(
+    system: SystemConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = service_specs(system, read_config(Path(system.model_path)))
+    before = _identity(system, specs)
+    monkeypatch.setenv(name, "default")
+    assert _identity(system, specs) != before
+
+
+def test_frequencies_and_permission_for_amx_change_it(
+    system: SystemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's frequencies differ in their last bits with its instructions."""
+    specs = service_specs(system, read_config(Path(system.model_path)))
+    found = [_identity(system, specs)]
+    inv_freq = arithmetic.inv_freq
+    monkeypatch.setattr(arithmetic, "inv_freq", lambda *args: np.nextafter(inv_freq(*args), 0))
+    found.append(_identity(system, specs))
+    monkeypatch.setattr(arithmetic, "matmul_features", lambda: frozenset({"amx-bf16"}))
+    found.append(_identity(system, specs))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "actors/protocol/step_sizes.py",
+        "actors/attention/arrays.py",
+        "model/config/rope.py",
+        "numba_kernels/decode/attention.py",
+        "cuda_kernels/device.py",
+    ],
+)
+def test_a_changed_source_changes_it(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = arithmetic._sources.__wrapped__(), Path.read_bytes
+    changed = arithmetic._ROOT / file
+    assert changed.exists()
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read(path) + b"#" * (path.samefile(changed))
+    )
+    assert arithmetic._sources.__wrapped__() != before

@@ -3,17 +3,19 @@
 import hashlib
 import importlib.metadata
 import json
+import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 from numba.core.registry import cpu_target
 
+from hotcold.actors.cpu.matmul import matmul_features
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.model.weights.rope_frequencies import inv_freq
 from hotcold.placement.machine.sysfs import read_cpu
 
 # Options of a system that change what its services compute, or with what.
@@ -30,7 +32,9 @@ _OPTIONS = (
     "hosts",
 )
 _ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = ("actors/attention", "actors/cpu", "actors/driver", "cuda_kernels", "model/weights")
+_SOURCES = ("actors", "cuda_kernels", "model", "numba_kernels")
+# Environment variables with these beginnings choose the instructions of torch and of oneDNN.
+_CHOOSE_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_", "DNNL_")
 _LIBRARIES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
@@ -56,11 +60,12 @@ def arithmetic_identity(
         "options": [options[name] for name in _OPTIONS],
         "thresholds": _file_digest(system.thresholds_path),
         "is_stored": system.storage is not None,
-        "ropes": [rope.length_that_counts(system.context_length) for rope in config.ropes],
+        "ropes": _ropes(config, system.context_length),
         "share_tokens": share_tokens,
         "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
+        "instructions": [sorted(matmul_features()), _chosen_instructions()],
         "device": device_name,
-        "sources": [sources_digest(), _sources()],
+        "sources": [_version("hotcold"), _sources()],
         "libraries": [_version(name) for name in _LIBRARIES],
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
@@ -97,9 +102,21 @@ def _file_digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
+def _ropes(config: ModelConfig, context_length: int) -> list[str]:
+    """Digests of each rope's frequencies: torch computes them, unalike with other instructions."""
+    return [
+        hashlib.sha256(inv_freq(rope, config.head_dim, context_length).tobytes()).hexdigest()
+        for rope in config.ropes
+    ]
+
+
+def _chosen_instructions() -> dict[str, str]:
+    return {name: os.environ[name] for name in os.environ if name.startswith(_CHOOSE_INSTRUCTIONS)}
+
+
 @cache
 def _sources() -> str:
-    """A digest of what computes prompts besides `numba_kernels`."""
+    """A digest of what computes prompts."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*")):
