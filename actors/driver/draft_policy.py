@@ -31,7 +31,8 @@ _MEASURED_PLAIN = 4  # of so many steps without drafts one is measured
 _MOST_SLOWED = 1.5  # of what a step takes: the rest is other programs'
 _KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
 _EARNED = 0.005  # of a step's time without drafts, for trials
-_FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps
+_FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps; drafts pay from the least on
+_MOST_OWED = 3.0  # steps, whatever one draft took
 _RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
 _TRIED = 2  # tokens of a trial's draft
 _LEAST_CHANCE = 0.02  # a token that is accepted less often is not proposed
@@ -126,7 +127,8 @@ class Costs:
         self._level = 0.0
         self._shape: dict[int, float] = {}  # by anchors that were measured: beside the level
         self._counts: dict[int, int] = {}
-        self._measured_at: dict[int, int] = {}  # by sizes and anchors
+        self._anchored_at: dict[int, int] = {}  # by anchors
+        self._measured_at: dict[int, int] = {}  # by the sizes themselves
         self._num_measured = 0
 
     def add(self, size: int, took: float) -> None:
@@ -146,14 +148,14 @@ class Costs:
             gain = max(0.1, 1 / (1 + count))
             self._shape[anchor] = values[anchor] + gain * share * error
             self._counts[anchor] = count + 1
-            self._measured_at[anchor] = self._num_measured
+            self._anchored_at[anchor] = self._num_measured
         self._measured_at[size] = self._num_measured
         self._forget()
 
     def _forget(self) -> None:
         """Forget an anchor that was not measured for long: a slow step may have made it."""
-        oldest = min(self._shape, key=lambda one: self._measured_at[one])
-        if self._num_measured - self._measured_at[oldest] > _KEPT_STEPS:
+        oldest = min(self._shape, key=lambda one: self._anchored_at[one])
+        if self._num_measured - self._anchored_at[oldest] > _KEPT_STEPS:
             del self._shape[oldest], self._counts[oldest]
 
     def is_fresh(self, size: int) -> bool:
@@ -301,9 +303,24 @@ class AutoPolicy:
                 self._acceptance(offer.request, source).add(min(drafted, got), accepted)
                 self._of_system[source].add(min(drafted, got), accepted)
         if size > num or by_model:
-            step_ns = min(cost.step_ns, _MOST_SLOWED * self._steps.of(size))
-            plan = _Plan([], num_new, step_ns + cost.draft_ns + cost.accept_ns)
-            self._saved = min(_MOST_SAVED, self._saved - self._loss(plan, num))
+            plan = _Plan([], num_new, self._charged(cost, num, by_model))
+            saved = min(_MOST_SAVED, self._saved - self._loss(plan, num))
+            self._saved = max(-_MOST_OWED, saved)
+
+    def _charged(self, cost: StepCost, num: int, by_model: Sequence[int]) -> float:
+        """What the step took, each part up to 1.5 times what is expected of it.
+
+        The rest was a pause, of which drafts are not the cause.
+        """
+        num_new = sum(fate[0] for fate in cost.fates)
+        draft_ns = self._steps.of(num)  # of n-grams: an index may be new
+        if by_model:
+            draft_ns += _MOST_SLOWED * max(by_model) * self._rounds.of(len(by_model))
+        return (
+            min(cost.step_ns, _MOST_SLOWED * self._steps.of(num + sum(cost.drafted)))
+            + min(cost.draft_ns, draft_ns)
+            + min(cost.accept_ns, _MOST_SLOWED * num_new * self._accepting.of(1))
+        )
 
     def _sources(self, offers: Sequence[Offer], has_model: bool) -> list[int | None]:
         """N-grams where there are any; elsewhere the model, if there is one."""
@@ -359,10 +376,16 @@ class AutoPolicy:
         chance, at, source = best
         offer = offers[at]
         count = min(_TRIED, offer.ngram_tokens if source else offer.most, most)
+        round_ns = 0.0
+        if source == MODEL:
+            # A round is of fewer bytes than a step: one that took longer may have been a pause.
+            round_ns, most_ns = self._rounds.of(1), self._time_without(len(offers))
+            if round_ns > most_ns:
+                round_ns, count = most_ns, 1
         choices = [NO_DRAFT] * len(offers)
         choices[at] = Choice(source, count)
         took = self._steps.of(len(offers) + count) + len(offers) * self._accepting.of(1)
-        took += count * self._rounds.of(1) if source == MODEL else 0
+        took += count * round_ns
         return _Plan(choices, len(offers), took)  # at worst
 
     def _loss(self, plan: _Plan, num: int | None = None) -> float:
