@@ -3,7 +3,8 @@
 A choice changes how fast answers come, never a token. `AutoPolicy` maximizes the expected tokens a
 second of all requests that run; acceptance and costs are decayed means of what happened here. Where
 drafts do not pay, or what is known has become old, rare cheap trials are paid from a small account
-of time, so that drafts never cost more than a percent or so.
+of time, so that drafts never cost more than a percent or so; where steps are short, looking for
+drafts is paid from another one.
 """
 
 import math
@@ -33,6 +34,7 @@ _KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
 _EARNED = 0.005  # of a step's time without drafts, for trials
 _FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps; drafts pay from the least on
 _MOST_OWED = 3.0  # steps, whatever one draft took
+_MOST_LOOKED, _MOST_LOOK = 1.0, 0.1  # steps, for looking in vain: in all, and once
 _RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
 _TRIED = 2  # tokens of a trial's draft
 _LEAST_CHANCE = 0.02  # a token that is accepted less often is not proposed
@@ -77,6 +79,10 @@ class StepCost:
 class DraftPolicy(Protocol):
     """Chooses drafts before each step, and learns from it."""
 
+    def looks(self, num: int, most: int) -> bool:
+        """Whether to look for drafts of `num` requests at all: else the step is one without."""
+        ...
+
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """One choice of each offer; their counts add up to `most` at most.
 
@@ -94,6 +100,10 @@ class FixedPolicy:
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    def looks(self, num: int, most: int) -> bool:
+        """As `DraftPolicy.looks`."""
+        return self._count > 0 and most > 0
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """As `DraftPolicy.choose`."""
@@ -259,6 +269,14 @@ class AutoPolicy:
         self._of_requests: MutableMapping[Hashable, dict[int, Acceptance]] = WeakKeyDictionary()
         self._num_plain = 0  # steps without drafts
         self._saved = _FIRST_SAVED  # steps' time that drafts may still cost
+        self._looked = _MOST_LOOKED  # and that looking for them in vain may
+
+    def looks(self, num: int, most: int) -> bool:
+        """As `DraftPolicy.looks`."""
+        return most > 0 and self._looked > 0 and self._may_draft(num)
+
+    def _may_draft(self, num: int) -> bool:
+        return self._saved > _LEAST_SAVED and self._steps.is_fresh(num)
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """As `DraftPolicy.choose`."""
@@ -266,7 +284,7 @@ class AutoPolicy:
         can_draft = most > 0 and any(
             one.most > 0 and (has_model or one.ngram_length) for one in offers
         )
-        if not can_draft or not self._steps.is_fresh(num) or self._saved <= _LEAST_SAVED:
+        if not can_draft or not self._may_draft(num):
             return none
         without = num / self._time_without(num)
         plans = [self._plan(offers, self._sources(offers, False), most)]
@@ -286,6 +304,8 @@ class AutoPolicy:
         by_model = [choice.size for choice in choices if choice.source == MODEL and choice.size]
         if size == num and not by_model:
             self._saved = min(_MOST_SAVED, self._saved + _EARNED)
+            looked = min(_MOST_LOOK, cost.draft_ns / max(cost.step_ns, 1))
+            self._looked = min(_MOST_LOOKED, self._looked + _EARNED - looked)
             self._num_plain += 1
             if self._num_plain % _MEASURED_PLAIN and self._steps.is_fresh(num):
                 return  # most steps are such ones, and alike

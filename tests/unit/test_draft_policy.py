@@ -181,9 +181,9 @@ def test_costs_that_change_are_noticed() -> None:
     assert fast > 1.5 * without(by_memory, 1, 2000)
 
 
-@pytest.mark.parametrize("num", [5, 9])
-def test_many_requests_are_measured_without_drafts(num: int) -> None:
+def test_many_requests_are_measured_without_drafts() -> None:
     """Where the first drafted token makes a step dearer, as with kernels for so many tokens."""
+    num = 5  # a size between others on whose line costs are
 
     def step_ns(size: int) -> float:
         return 20e6 * (1 + 0.01 * (size - num)) * (1.0 if size <= num else 1.3)
@@ -224,6 +224,34 @@ def test_one_pause_is_forgiven(has_model: bool) -> None:
     policy.learn(offers, choices, StepCost(pause, pause, pause, [size], [(1, 0)]))
     simulation.run(700, *args)
     assert simulation.run(300, *args) > 0.9 * before
+
+
+def test_looking_for_drafts_costs_little() -> None:
+    """Of short steps few are looked at, of long ones all, and none while drafts have lost."""
+
+    def share(step_ns: int, num_steps: int = 4000) -> float:
+        policy, request, num_looks = AutoPolicy(), Request(), 0
+        for _ in range(num_steps):
+            looks = policy.looks(1, 31)
+            num_looks += looks
+            none = [Choice(MODEL, 0)]
+            cost = StepCost(100_000 if looks else 1000, step_ns, 1000, [0], [(1, 0)])
+            policy.learn([Offer(request, 0)], none, cost)
+        assert not policy.looks(1, 0)
+        return num_looks / num_steps
+
+    assert 0.02 < share(1_000_000) < 0.1
+    assert share(50_000_000) > 0.9
+    policy, offers = AutoPolicy(), [Offer(Request(), MOST_DRAFTED, MOST_DRAFTED, 4)]
+    plain = StepCost(1000, 10**7, 1000, [0], [(1, 0)])
+    policy.learn(offers, [Choice(MODEL, 0)], plain)
+    assert policy.looks(1, 31)
+    for _ in range(10):
+        policy.learn(offers, [Choice(4, 8)], StepCost(1000, 10**8, 1000, [8], [(1, 0)]))
+    assert not policy.looks(1, 31)
+    for _ in range(1000):
+        policy.learn(offers, [Choice(MODEL, 0)], plain)
+    assert policy.looks(1, 31)
 
 
 def test_it_takes_the_better_of_two_drafts() -> None:
