@@ -140,6 +140,7 @@ class Costs:
         self._anchored_at: dict[int, int] = {}  # by anchors
         self._measured_at: dict[int, int] = {}  # by the sizes themselves
         self._num_measured = 0
+        self._found: dict[int, float] = {}  # by size, since the last measurement
 
     def add(self, size: int, took: float) -> None:
         """Take one measurement."""
@@ -161,6 +162,7 @@ class Costs:
             self._anchored_at[anchor] = self._num_measured
         self._measured_at[size] = self._num_measured
         self._forget()
+        self._found.clear()
 
     def _forget(self) -> None:
         """Forget an anchor that was not measured for long: a slow step may have made it."""
@@ -175,7 +177,9 @@ class Costs:
 
     def of(self, size: int) -> float:
         """What `size` is expected to take; 0 where nothing was measured."""
-        return math.exp(self._log_of(size)) if self._shape else 0.0
+        if size not in self._found:
+            self._found[size] = math.exp(self._log_of(size)) if self._shape else 0.0
+        return self._found[size]
 
     def _log_of(self, size: int) -> float:
         shares = _anchors(size)
@@ -213,9 +217,13 @@ class Acceptance:
         self._prior = prior
         self._tried = [0.0] * MOST_DRAFTED
         self._accepted = [0.0] * MOST_DRAFTED
+        self._num_added = 0
+        self._found: list[float] = []  # chances by place, at so many added here and to the prior
+        self._found_at = (-1, -1)
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Take a draft's fate."""
+        self._num_added += 1
         self._tried = [count * self._decay for count in self._tried]
         self._accepted = [count * self._decay for count in self._accepted]
         for place in range(min(num_drafted, num_accepted + 1)):
@@ -225,14 +233,28 @@ class Acceptance:
     def chance(self, place: int) -> float:
         """Of the token at `place`, given those before it."""
         prior = self._prior
+        of_prior = prior._num_added if isinstance(prior, Acceptance) else 0
+        if self._found_at != (self._num_added, of_prior):
+            self._found_at = self._num_added, of_prior
+            self._found = [
+                (accepted + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS)
+                for tried, accepted, expected in zip(
+                    self._tried, self._accepted, self._expected(), strict=True
+                )
+            ]
+        return self._found[place]
+
+    def _expected(self) -> Iterator[float]:
+        """The chance at each place by all but what was tried there."""
+        prior = self._prior
         if isinstance(prior, Acceptance):
-            expected = prior.chance(place)
-        else:  # the positions before it say something, too
-            tried, accepted = sum(self._tried[:place]), sum(self._accepted[:place])
-            weight = _PRIOR_TRIALS / (_PRIOR_TRIALS + tried)
-            expected = prior * weight + (accepted / tried if tried else 0.0) * (1 - weight)
-        tried = self._tried[place]
-        return (self._accepted[place] + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS)
+            yield from map(prior.chance, range(MOST_DRAFTED))
+            return
+        before, right = 0.0, 0.0  # the places before it say something, too
+        for tried, accepted in zip(self._tried, self._accepted, strict=True):
+            weight = _PRIOR_TRIALS / (_PRIOR_TRIALS + before)
+            yield prior * weight + (right / before if before else 0.0) * (1 - weight)
+            before, right = before + tried, right + accepted
 
     def chances(self) -> Iterator[float]:
         """That a draft is accepted up to each position."""
