@@ -126,9 +126,10 @@ class FixedPolicy:
 class Costs:
     """What something takes, by its size, from a few measured sizes.
 
-    A line between anchors, in logarithms. Each measurement moves the two anchors beside its size,
-    as an exponentially weighted mean, and all others half as much; single slow ones count as 1.5
-    times at most.
+    A line between anchors, in logarithms, and what measured sizes are beside it: costs may jump
+    from a size to the next. Each measurement moves the two anchors beside its size, as an
+    exponentially weighted mean, and all others half as much; single slow ones count as 1.5 times at
+    most.
     """
 
     def __init__(self, growth: float) -> None:
@@ -140,6 +141,7 @@ class Costs:
         self._anchored_at: dict[int, int] = {}  # by anchors
         self._measured_at: dict[int, int] = {}  # by the sizes themselves
         self._num_measured = 0
+        self._beside: dict[int, float] = {}  # by size: of the line
         self._found: dict[int, float] = {}  # by size, since the last measurement
 
     def add(self, size: int, took: float) -> None:
@@ -147,7 +149,7 @@ class Costs:
         self._num_measured += 1
         if self._num_measured == 1:
             self._level = math.log(max(took, 1e-9)) - self._prior(size)
-        error = math.log(max(took, 1e-9)) - self._log_of(size)
+        error = math.log(max(took, 1e-9)) - self._line(size)
         shares = _anchors(size)
         is_known = all(self._counts.get(anchor, 0) > 2 for anchor in shares)
         if is_known:
@@ -162,10 +164,16 @@ class Costs:
             self._anchored_at[anchor] = self._num_measured
         self._measured_at[size] = self._num_measured
         self._forget()
+        known = self._beside.get(size, 0.0)
+        error = math.log(max(took, 1e-9)) - self._line(size) - known
+        self._beside[size] = known + 0.1 * min(error, math.log(_MOST_SLOWED))
         self._found.clear()
 
     def _forget(self) -> None:
-        """Forget an anchor that was not measured for long: a slow step may have made it."""
+        """Forget what was not measured for long: a slow step may have made it."""
+        for size in list(self._beside):
+            if self._num_measured - self._measured_at[size] > _KEPT_STEPS:
+                del self._beside[size]
         oldest = min(self._shape, key=lambda one: self._anchored_at[one])
         if self._num_measured - self._anchored_at[oldest] > _KEPT_STEPS:
             del self._shape[oldest], self._counts[oldest]
@@ -178,10 +186,12 @@ class Costs:
     def of(self, size: int) -> float:
         """What `size` is expected to take; 0 where nothing was measured."""
         if size not in self._found:
-            self._found[size] = math.exp(self._log_of(size)) if self._shape else 0.0
+            self._found[size] = (
+                math.exp(self._line(size) + self._beside.get(size, 0.0)) if self._shape else 0.0
+            )
         return self._found[size]
 
-    def _log_of(self, size: int) -> float:
+    def _line(self, size: int) -> float:
         shares = _anchors(size)
         return self._level + sum(share * self._shape_at(anchor) for anchor, share in shares.items())
 

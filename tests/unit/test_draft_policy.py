@@ -181,16 +181,16 @@ def test_costs_that_change_are_noticed() -> None:
     assert fast > 1.5 * without(by_memory, 1, 2000)
 
 
-def test_many_requests_are_measured_without_drafts() -> None:
+@pytest.mark.parametrize(("num", "jump", "chance"), [(5, 1.3, 0.3), (9, 1.6, 0.5)])
+def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance: float) -> None:
     """Where the first drafted token makes a step dearer, as with kernels for so many tokens."""
-    num = 5  # a size between others on whose line costs are
 
     def step_ns(size: int) -> float:
-        return 20e6 * (1 + 0.01 * (size - num)) * (1.0 if size <= num else 1.3)
+        return 20e6 * (1 + 0.01 * (size - num)) * (1.0 if size <= num else jump)
 
     simulation = Simulation(AutoPolicy(), step_ns, num, noise=0.01, slow_share=0.0)
-    simulation.run(1500, 0.0, ngram_chance=0.3, ngram_length=4)
-    rate = simulation.run(1500, 0.0, ngram_chance=0.3, ngram_length=4)
+    simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
+    rate = simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
     plain = Simulation(FixedPolicy(0), step_ns, num, noise=0.01, slow_share=0.0)
     assert rate > 0.98 * plain.run(1500, 0.0)
 
