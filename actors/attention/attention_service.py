@@ -62,6 +62,7 @@ class AttentionService(Service):
         self.arrays = arrays
         self._hot = hot
         self._outer: AttentionService | None = None
+        self._scratch: AttentionScratch
 
     @property
     def cache_arrays(self) -> tuple[np.ndarray, ...]:
