@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import available_bytes, memory_limit
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 _PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
 _GIB = 1 << 30
@@ -40,8 +40,7 @@ def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
 
 def memory_need(
     config: ModelConfig,
-    context_length: int,
-    kv_dtype: str,
+    kv_bytes: int,
     num_processes: int,
     arena_bytes: int,
     predictor_bytes: int = 0,
@@ -49,13 +48,14 @@ def memory_need(
 ) -> MemoryNeed:
     """The need of a system of so many processes, with its KV cache full.
 
-    `config` has the dtype that matrices are loaded in; `arena_bytes` is that of all arenas.
+    `config` has the dtype that matrices are loaded in; `kv_bytes` is that of the KV cache,
+    `arena_bytes` that of all arenas.
     """
     return MemoryNeed(
         attention_bytes=attention_bytes(config),
         head_bytes=head_bytes(config),
         ffn_bytes=ffn_bytes(config, config.num_layers * config.ffn_size),
-        kv_cache_bytes=kv_cache_bytes(config, context_length, kv_dtype),
+        kv_cache_bytes=kv_bytes,
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,
         predictor_bytes=predictor_bytes,

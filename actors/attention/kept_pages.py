@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.page_store import OpenedPages, SavedPages
+from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import artifact_path
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
 from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
 FOLDER = "prefix-cache"
 _SUFFIX = ".pages"
@@ -43,11 +45,13 @@ class KeptPages:
         limit_bytes: int,
         part: str,
         keeps_cached: bool = True,
+        windowed: Sequence[bool] = (),
     ) -> None:
         """arrays: of the KV cache, each (layers, pages, ...), contiguous
         limit_bytes: of all files in the folder
         part: names the layers, where several services have some
         keeps_cached: whether the system may keep the file in its page cache
+        windowed: which of the layers have a window; () for none
         """
         self._model_path, self._limit, self._part = Path(model_path), limit_bytes, part
         self._flat = [
@@ -55,6 +59,8 @@ class KeptPages:
         ]
         self._page_bytes = sum(flat.shape[0] * flat.shape[2] for flat in self._flat)
         self._keeps_cached = keeps_cached
+        num_layers = arrays[0].shape[0]
+        self._groups = [WINDOWED if has else FULL for has in windowed] or [FULL] * num_layers
         self._file: PageFile | None = None
         self._session = b""
         self._changing = threading.Lock()  # held while a page is written, and for a new session
@@ -62,12 +68,13 @@ class KeptPages:
         self._readers = ThreadPoolExecutor(_READERS, "pages")
 
     @classmethod
-    def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], num_layers: int) -> KeptPages:
-        """Those of a service whose KV cache is `arrays`; `num_layers` are the model's."""
-        own = spec.attention
+    def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], config: ModelConfig) -> KeptPages:
+        """Those of a service whose KV cache is `arrays`, of a model of `config`."""
+        own, num_layers = spec.attention, config.num_layers
         limit = (spec.system.prefix_cache_bytes or 0) * len(own) // num_layers
         part = "" if len(own) == num_layers else f"-{own.start}-{own.stop}"
-        return cls(spec.path, arrays, limit, part, keeps_cached=spec.keeps_pages)
+        windowed = [bool(config.layers[layer].attention.window) for layer in own]
+        return cls(spec.path, arrays, limit, part, spec.keeps_pages, windowed)
 
     def open(self, session: bytes, identity: bytes) -> OpenedPages:
         """Begin a session with the file of this arithmetic; ends the earlier one."""
@@ -91,7 +98,7 @@ class KeptPages:
             return OpenedPages(str(file.path), keys, file.num_bytes, note)
 
     def save(
-        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[int]
+        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
     ) -> SavedPages | None:
         """Count `used` as used, and write pages; returns once they are written.
 
@@ -100,7 +107,7 @@ class KeptPages:
         return self._writer.submit(self._save, session, used, keys, pages).result()
 
     def _save(
-        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[int]
+        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
     ) -> SavedPages | None:
         saved: list[bytes] = []
         given_up: list[bytes] = []
@@ -122,7 +129,7 @@ class KeptPages:
                 self._drop_cached()
         return SavedPages(saved, given_up, note)
 
-    def load(self, session: bytes, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def load(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         """Fill pages; returns how many of the first ones are good. 0 for an ended session.
 
         The caller opens no session meanwhile.
@@ -155,8 +162,12 @@ class KeptPages:
         if self._file is not None and not self._keeps_cached:
             self._file.drop_cache()
 
-    def _pieces(self, page: int) -> list[memoryview]:
-        return [memoryview(layer[page]) for flat in self._flat for layer in flat]
+    def _pieces(self, page: Page) -> list[memoryview]:
+        return [
+            memoryview(layer[page[group]])
+            for flat in self._flat
+            for layer, group in zip(flat, self._groups, strict=True)
+        ]
 
 
 _WITHOUT = "so no prefix is kept on disk"

@@ -16,7 +16,14 @@ from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_scratch_shapes,
 )
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, SharedBuffers
+from hotcold.numba_kernels.serve.mailbox import (
+    FIRST_LOGIT,
+    FULL,
+    LAYER,
+    NUM_TOKENS,
+    WINDOWED,
+    SharedBuffers,
+)
 from hotcold.numba_kernels.serve.serve_attention import (
     AttentionArrays,
     norm_whole,
@@ -111,7 +118,8 @@ def _cache_of(
     buffers: SharedBuffers, layer: int, arrays: AttentionArrays
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A layer's keys and values, and the pages of the sequence whose tokens are in `buffers`."""
-    return arrays.keys[layer], arrays.values[layer], buffers.page_tables[buffers.slots[0]]
+    tables = buffers.page_tables[WINDOWED if arrays.numbers[layer].window else FULL]
+    return arrays.keys[layer], arrays.values[layer], tables[buffers.slots[0]]
 
 
 def compile_prompt_attention(buffers: SharedBuffers, arrays: AttentionArrays) -> None:

@@ -55,7 +55,12 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.arithmetic import arithmetic_identity
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
-from hotcold.actors.setup.shards import num_kv_pages
+from hotcold.actors.setup.shards import (
+    chunks_at_once,
+    kv_window,
+    num_kv_pages,
+    num_window_pages,
+)
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -71,7 +76,6 @@ from hotcold.predictors.predictor_file import Predictors, read_predictors
 _Result = TypeVar("_Result")
 
 _LAST_SAVE_S = 10.0  # for pages of the KV cache that are not on file yet
-_CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
 class ServiceChange(Protocol):
@@ -129,7 +133,7 @@ class Driver:
         mode = _load_mode(system, config, topology.shards, exchange)
         engine = Engine(config, embedding, exchange, topology, mode)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
-        engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
+        engine.chunks_at_once = chunks_at_once(system)
         self.engine = engine
         self._start_helpers(mode.predictor, exchange, topology)
         self.drafter = _model_drafter(system, engine, topology.shards)
@@ -141,8 +145,9 @@ class Driver:
         self._trials = ThresholdTrials(engine)
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         engine.begin_matmul = begin_matmul
-        slots = exchange.buffers.page_tables[: engine.kernel_tokens]
-        self._pool = KvPool(num_kv_pages(system), slots)
+        tables = exchange.buffers.page_tables[:, : engine.kernel_tokens]
+        pages = num_kv_pages(system), tables, kv_window(system, config)
+        self._pool = KvPool(*pages, num_window_pages(system, config))
         self._prefixes = PrefixCache(self._pool, page_store)
         self.generator.warm_up()
         self._use_arithmetic(topology)
@@ -239,7 +244,7 @@ class Driver:
 
         def with_pages() -> _Result:
             self._prefixes.await_saves()
-            slot = self._pool.allocate(self.generator.context_length)
+            slot = self._pool.allocate_whole(self.generator.context_length)
             if slot != 0:
                 raise ServiceError("the KV cache is smaller than the context; start again")
             try:
@@ -338,7 +343,7 @@ class Driver:
         self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
         # First what can fail and changes nothing; after a later failure no service serves.
-        tables = change.exchange.buffers.page_tables[: self.engine.kernel_tokens]
+        tables = change.exchange.buffers.page_tables[:, : self.engine.kernel_tokens]
         self._pool.copy_to(tables)
         change.prepare()
         try:
@@ -375,7 +380,7 @@ class Driver:
             uptime_s=now_s - self._started_s,
             num_running=num_running,
             num_waiting=self._queue.num_waiting,
-            kv_pages_used=num_pages - self._pool.num_free_pages,
+            kv_pages_used=self._pool.num_used,
             kv_pages=num_pages,
             speed=speed_of(
                 self._scheduler.recent.copy(),

@@ -9,10 +9,12 @@ else, and where there is a store, they are written there and found again after t
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.page_index import namespace_key
-from hotcold.actors.protocol.page_store import PageStore
+from hotcold.actors.protocol.page_store import Page, PageStore
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _LOADED_AT_ONCE = 8  # pages of a store, or what is shared at least: others wait meanwhile
@@ -43,7 +45,7 @@ class PrefixCache:
     _epoch: int = 0
     _prefixes: dict[int, Prefix] = field(default_factory=dict)  # by slot
     _unsaved: dict[bytes, None] = field(default_factory=dict)  # keys, in order
-    _saving: dict[bytes, int] = field(default_factory=dict)  # pages by key
+    _saving: dict[bytes, Page] = field(default_factory=dict)  # by key
 
     def use(self, identity: bytes, share_tokens: int) -> None:
         """From now on keep what `identity` computes, in pieces of `share_tokens`; 0: nothing."""
@@ -60,14 +62,17 @@ class PrefixCache:
         while self._saving:  # the store reads none of them any more
             self.pool.let_go(self._saving.popitem()[1])
 
-    def start(self, request: ActiveRequest, num_positions: int, num_spare_pages: int) -> bool:
+    def start(
+        self, request: ActiveRequest, num_positions: int, num_spare: int | np.ndarray
+    ) -> bool:
         """Give a request a slot that begins with all pages found; False where there is no room.
 
-        `num_positions` and `num_spare_pages` as of `KvPool.allocate`.
+        `num_positions` and `num_spare` as of `KvPool.allocate`.
         """
         prefix = self._prefix(request)
-        found = self._whole(self.pool.find(prefix.keys[: self._num_wanted(request)]))
-        slot = self.pool.allocate(num_positions, num_spare_pages, found)
+        wanted = prefix.keys[: self._num_wanted(request)]
+        found = wanted[: self.pool.find(wanted, 0, self._step)]
+        slot = self.pool.allocate(num_positions, num_spare, found)
         if slot is None:
             return False
         prefix.num_named = len(found)
@@ -86,14 +91,14 @@ class PrefixCache:
         wanted = prefix.keys[first : self._num_wanted(request)] if is_whole else []
         if not wanted or prefix.epoch != self._epoch:
             return False
-        found = self._whole(self.pool.find(wanted))
-        if found:
-            self.pool.replace(request.slot, first, found)
+        num_found = self.pool.find(wanted, first, self._step)
+        if num_found:
+            self.pool.replace(request.slot, first, wanted[:num_found])
         else:
-            found = self._loaded(request.slot, first, wanted)
-        prefix.num_named = max(prefix.num_named, first + len(found))
-        request.skip_to((first + len(found)) * PAGE_POSITIONS)
-        return bool(found)
+            num_found = self._num_loaded(request, first, wanted)
+        prefix.num_named = max(prefix.num_named, first + num_found)
+        request.skip_to((first + num_found) * PAGE_POSITIONS)
+        return num_found > 0
 
     def keep(self, request: ActiveRequest) -> None:
         """Let others find what of a running request's prompt is done by now."""
@@ -101,10 +106,9 @@ class PrefixCache:
         if prefix.epoch != self._epoch or not prefix.keys:
             return
         num_pages = min(request.num_done // PAGE_POSITIONS, len(prefix.keys))
-        pages = self.pool.pages(request.slot)
-        for index in range(prefix.num_named, num_pages - num_pages % self._step):
+        for index in range(prefix.num_named, self._whole(num_pages)):
             key = prefix.keys[index]
-            if self.pool.name(pages[index], key) and self.store is not None:
+            if self.pool.name(request.slot, index, key) and self.store is not None:
                 self._unsaved[key] = None
             prefix.num_named = index + 1
 
@@ -125,7 +129,7 @@ class PrefixCache:
         for key in self.store.saved():
             if key in self._saving:
                 self.pool.let_go(self._saving.pop(key))
-        most = max(1, self.pool.num_pages // _SAVED_SHARE)
+        most = max(1, int(self.pool.num_pages.min()) // _SAVED_SHARE)
         while self._unsaved and len(self._saving) < most:
             key = next(iter(self._unsaved))
             del self._unsaved[key]
@@ -151,8 +155,8 @@ class PrefixCache:
         """Pages that are shared together."""
         return max(self._share_tokens // PAGE_POSITIONS, 1)
 
-    def _whole(self, pages: list[int]) -> list[int]:
-        return pages[: len(pages) - len(pages) % self._step]
+    def _whole(self, num_pages: int) -> int:
+        return num_pages - num_pages % self._step
 
     def _prefix(self, request: ActiveRequest) -> Prefix:
         if not self._share_tokens or not request.may_share:
@@ -164,16 +168,21 @@ class PrefixCache:
         """Pages that a request may find: one token is computed in any case."""
         return min(request.num_prompt_tokens, len(request.tokens) - 1) // PAGE_POSITIONS
 
-    def _loaded(self, slot: int, first: int, wanted: list[bytes]) -> list[int]:
-        """Pages of a slot from `first` on, as far as they could be filled from the store."""
+    def _num_loaded(self, request: ActiveRequest, first: int, wanted: list[bytes]) -> int:
+        """How many pages of a request, from `first` on, could be filled from the store."""
         if self.store is None:
-            return []
-        on_file = self.store.keys()
+            return 0
+        slot, on_file = request.slot, self.store.keys()
         keys = wanted[: -(-_LOADED_AT_ONCE // self._step) * self._step]
         num_there = next((i for i, key in enumerate(keys) if key not in on_file), len(keys))
-        keys = keys[: num_there - num_there % self._step]
-        pages = self.pool.pages(slot)[first : first + len(keys)]
-        good = self._whole(pages[: self.store.load(keys, pages)]) if keys else []
-        for page, key in zip(good, keys, strict=False):
-            self.pool.name(page, key)
-        return good
+        if not num_there or not self.pool.extend(
+            slot, request.num_positions(0), first * PAGE_POSITIONS
+        ):
+            return 0
+        pages = self.pool.pages(slot, first, num_there)
+        pages = pages[: self._whole(len(pages))]
+        keys = keys[: len(pages)]
+        num_good = self._whole(self.store.load(keys, pages)) if keys else 0
+        for index, key in enumerate(keys[:num_good], first):
+            self.pool.name(slot, index, key)
+        return num_good

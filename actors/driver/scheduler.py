@@ -107,7 +107,7 @@ class Scheduler:
         return not self._preempted and self._start(request)
 
     def _start(self, request: ActiveRequest) -> bool:
-        num_spare = sum(
+        num_spare: int | np.ndarray = sum(
             self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
         )
         if not self._prefixes.start(request, request.num_positions(_AHEAD), num_spare):
@@ -197,7 +197,7 @@ class Scheduler:
         """Run a layer of the request's chunks, or find what others have computed of the next."""
         with self._failing([request]):
             if self._chunk is None:
-                if self._prefixes.extend(request):
+                if self._prefixes.extend(request) or not self._with_pages([request]):
                     return
                 self._chunk = PromptChunks(self._engine, request)
             chunk = self._chunk
@@ -209,10 +209,10 @@ class Scheduler:
                 self._accept(request, [logits])
 
     def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
-        """Those of `requests` that have pages for all their tokens; others are preempted."""
+        """Those of `requests` that have pages for their next tokens; others are preempted."""
         for request in requests:
             while request.slot >= 0 and not self._pool.extend(
-                request.slot, request.num_positions(0)
+                request.slot, request.num_positions(0), request.num_done
             ):
                 self._preempt(self._running[-1])
         return [request for request in requests if request.slot >= 0]
@@ -280,12 +280,8 @@ class Scheduler:
         The last free pages are left to those that will need them for tokens of their own.
         """
         pool, first = self._pool, request.num_positions(0)
-        num_spare = len(self._running)
-        if pool.num_lacking(request.slot, first + count) + num_spare <= pool.num_free_pages:
-            pool.extend(request.slot, first + count)
-        while pool.num_lacking(request.slot, first + count):
-            count -= 1
-        return count
+        pool.extend(request.slot, first + count, request.num_done, len(self._running))
+        return min(count, pool.num_positions(request.slot) - first)
 
     def _accept(
         self, request: ActiveRequest, rows: list[np.ndarray], draft: Sequence[int] = ()

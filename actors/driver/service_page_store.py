@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hotcold.actors.protocol.page_store import OpenedPages, SavedPages
+from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.errors import HotcoldError
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class ServicePageStore:
         self._call = call
         self._session = b""  # names what is on file to services; a new process knows none
         self._keys: set[bytes] = set()
-        self._waiting: dict[bytes, int] = {}  # pages to be written, by key
+        self._waiting: dict[bytes, Page] = {}  # pages to be written, by key
         self._used: list[bytes] = []  # since the last call
         self._ended: list[bytes] = []
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class ServicePageStore:
         """See `PageStore`."""
         return self._keys
 
-    def save(self, key: bytes, page: int) -> None:
+    def save(self, key: bytes, page: Page) -> None:
         """See `PageStore`."""
         with self._changed:
             if key in self._keys:
@@ -86,7 +86,7 @@ class ServicePageStore:
             ended, self._ended = self._ended, []
             return ended
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         """See `PageStore`."""
         num_good = 0
         if self._session and keys:

@@ -37,7 +37,7 @@ _INPUTS = {
     COUNT_FFN: ("ffn_input",),
 }
 _OF_SERVICE = ("active_ids", "active_masks")  # a row for each service
-_PAGES = "page_tables"  # a row for each slot
+_PAGES = "page_tables"  # of each group a row for each slot
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ServiceRequest:
             inputs["block_weights"] = buffers.block_weights[:num_tokens].copy()
         if words[OPERATION] == ATTENTION:
             num_pages = num_pages_of(int(inputs["positions"].max()) + 1)
-            inputs[_PAGES] = buffers.page_tables[np.unique(inputs["slots"]), :num_pages]
+            inputs[_PAGES] = buffers.page_tables[:, np.unique(inputs["slots"]), :num_pages]
         return cls(words, inputs)
 
     def write(self, buffers: SharedBuffers, service: int) -> None:
@@ -70,7 +70,7 @@ class ServiceRequest:
         for name, array in self.inputs.items():
             target = getattr(buffers, name)
             if name == _PAGES:
-                target[np.unique(self.inputs["slots"]), : array.shape[1]] = array
+                target[:, np.unique(self.inputs["slots"]), : array.shape[2]] = array
                 continue
             if name in _OF_SERVICE:
                 target = target[service]

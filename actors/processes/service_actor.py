@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hotcold.actors.attention.cuda.device import Device
     from hotcold.actors.attention.cuda.load import CudaLoading
     from hotcold.actors.attention.kept_pages import KeptPages
-    from hotcold.actors.protocol.page_store import OpenedPages, SavedPages
+    from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 
 
 # Reads the service's weights, and reports bytes as it reads them.
@@ -247,17 +247,17 @@ class ServiceActor:
 
         if self._pages is None:
             service: Any = self._require_service()
-            num_layers = read_config(self.spec.path).num_layers
-            self._pages = KeptPages.of(self.spec, service.cache_arrays, num_layers)
+            config = read_config(self.spec.path)
+            self._pages = KeptPages.of(self.spec, service.cache_arrays, config)
         return self._pages.open(session, identity)
 
     def save_pages(
-        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[int]
+        self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
     ) -> SavedPages | None:
         """Write pages to it; see `KeptPages.save`."""
         return None if self._pages is None else self._pages.save(session, used, keys, pages)
 
-    def load_pages(self, session: bytes, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def load_pages(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         """Read pages from it; see `KeptPages.load`."""
         return 0 if self._pages is None else self._pages.load(session, keys, pages)
 

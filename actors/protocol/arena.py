@@ -52,7 +52,7 @@ class ArenaLayout:
             ("replies", np.int64, (s, NUM_REPLY_WORDS)),
             ("positions", np.int32, (t,)),
             ("slots", np.int32, (t,)),
-            ("page_tables", np.int32, (self.num_slots, self.pages_a_slot)),
+            ("page_tables", np.int32, (2, self.num_slots, self.pages_a_slot)),
             ("hidden", np.float32, (t, d)),
             ("mixed", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),

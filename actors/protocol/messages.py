@@ -116,6 +116,11 @@ class CacheSpec:
     num_pages: int
     num_positions: int
     dtype: str  # of KV_DTYPES in actors.protocol.options
+    num_window_pages: int = 0  # in layers with a window; 0: as many as in the others
+
+    def pages_of(self, window: int) -> int:
+        """Pages of a layer with so large a window, 0 for none."""
+        return self.num_window_pages or self.num_pages if window else self.num_pages
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,14 @@
 """What the index of kept prompts asks of a store of pages that outlives the KV cache's memory.
 
-A key names 64 positions and all before them (16 bytes); a page is a page of the KV cache's pool.
+A key names 64 positions and all before them (16 bytes); a page of the KV cache's pool is one of the
+layers without a window, and where there are others one of these (FULL, WINDOWED).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+Page = tuple[int, ...]
 
 
 class PageStore(Protocol):
@@ -23,7 +26,7 @@ class PageStore(Protocol):
         """Return the keys of the pages that are on file now, to look keys up in at once."""
         ...
 
-    def save(self, key: bytes, page: int) -> None:
+    def save(self, key: bytes, page: Page) -> None:
         """Begin to write a page. Its content must stay as it is until `saved` names the key.
 
         A key that is on file already is only marked as used, and `saved` names it too.
@@ -34,7 +37,7 @@ class PageStore(Protocol):
         """Return the keys of writes that ended since the last call, well or not."""
         ...
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         """Fill pages with what the keys name, in order.
 
         Returns how many of the first ones are good (their checksums agree); the rest is not on file

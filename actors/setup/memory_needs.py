@@ -9,7 +9,7 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_share
-from hotcold.actors.setup.shards import arena_layout, draft_config, num_kv_pages
+from hotcold.actors.setup.shards import arena_layout, draft_config, system_kv_bytes
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
@@ -94,8 +94,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     num_arenas = 1 if system.exchange == "arena" else num_processes
     need = memory_need(
         config,
-        num_kv_pages(system) * PAGE_POSITIONS,
-        system.kv_dtype,
+        system_kv_bytes(system, config),
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
         _predictor_bytes(system),

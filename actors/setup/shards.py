@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.kv_pool import Window, num_pages_of
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
     THRESHOLD,
@@ -33,6 +33,8 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import has_down_outputs, num_units
+from hotcold.model.weights.sizes import kv_cache_bytes
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
 from hotcold.placement.machine.pinning import HostShare, not_pinned_because
 from hotcold.placement.machine.survey import usable_cores
@@ -41,6 +43,7 @@ from hotcold.placement.machine.sysfs import read_numa_nodes
 # Rows of logits in the arena: generation needs one a request, scoring is faster with more. Eight
 # rows are 4 MiB of shared memory for a vocabulary of 128 thousand.
 _MIN_LOGITS = 8
+_CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
@@ -62,7 +65,12 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         0,
         system.num_threads,
         system,
-        cache=CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype),
+        cache=CacheSpec(
+            num_kv_pages(system),
+            system.context_length,
+            system.kv_dtype,
+            num_window_pages(system, config),
+        ),
         attention=range(config.num_layers),
         has_head=True,
         neuron_ids=hot,
@@ -215,6 +223,44 @@ def num_kv_pages(system: SystemConfig) -> int:
     return num_pages_of(max(system.kv_positions, system.context_length))
 
 
+def chunks_at_once(system: SystemConfig) -> int:
+    """Chunks of a long prompt that go through each layer together."""
+    return 1 if system.storage is None else _CHUNKS_AT_ONCE
+
+
+def kv_window(system: SystemConfig, config: ModelConfig) -> Window | None:
+    """What a sequence has pages for in layers with a window; None: there are no such layers."""
+    size = max(config.windows, default=0)
+    if not size:
+        return None
+    return Window(size, max(chunks_at_once(system) * _max_tokens(system), KERNEL_TOKENS))
+
+
+def num_window_pages(system: SystemConfig, config: ModelConfig) -> int:
+    """Pages of the KV cache in layers with a window.
+
+    For each sequence those of a window and a step. Others keep the ends of prompts that were left
+    behind, so later ones that begin alike are found; a quarter may be kept by writes to a file.
+    """
+    window = kv_window(system, config)
+    if window is None:
+        return 0
+    num_sequences = system.max_batch + system.max_batch // 4 + 1
+    return min(num_kv_pages(system), num_sequences * window.num_pages)
+
+
+def system_kv_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Bytes of the KV cache once all its pages are written."""
+    pages = num_kv_pages(system), num_window_pages(system, config)
+    positions, of_windows = (count * PAGE_POSITIONS for count in pages)
+    return kv_cache_bytes(config, positions, system.kv_dtype, of_windows)
+
+
+def _max_tokens(system: SystemConfig) -> int:
+    """Tokens of a step at most."""
+    return max(system.max_batch, min(system.prefill_chunk, system.context_length))
+
+
 def _max_logits(system: SystemConfig) -> int:
     """Rows of logits: one a request, and one for each token of a draft."""
     if system.speculate == "off":
@@ -227,7 +273,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
     """The buffers that this system needs."""
     return ArenaLayout(
         num_services=1 + system.num_cpu_actors,
-        max_tokens=max(system.max_batch, min(system.prefill_chunk, system.context_length)),
+        max_tokens=_max_tokens(system),
         width=config.hidden_size,
         max_neurons=config.ffn_size,
         vocab_size=config.vocab_size,

@@ -49,6 +49,8 @@ def facts_of(path: Path) -> dict[str, Any]:
         "num_parameters": num_parameters(checkpoint, config),
         "max_positions": config.max_positions,
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_DTYPE),
+        "kv_bytes_beyond_windows": kv_cache_bytes(config, 1, _KV_DTYPE, 0),
+        "window": max(config.windows, default=0),
         "stored_bytes": stored_bytes(checkpoint),
         "dtype": config.dtype,
         "weight_bytes": weight_bytes(served),
@@ -87,10 +89,13 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             (f"{facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB in memory", *quantized)
         ),
     )
-    yield (
-        "context",
-        f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory",
+    context = (
+        f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory"
     )
+    if facts["window"]:
+        beyond = facts["kv_bytes_beyond_windows"] / 1024
+        context += f", {beyond:.0f} KiB beyond windows of {facts['window']}"
+    yield "context", context
     yield (
         "embeddings",
         f"{facts['hidden_size']} numbers: the mean of the hidden states after the last layer",

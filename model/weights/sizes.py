@@ -73,7 +73,16 @@ def kv_row_bytes(head_dim: int, kv_dtype: str) -> int:
     return head_dim * (4 if kv_dtype == "float32" else 2)
 
 
-def kv_cache_bytes(config: ModelConfig, num_positions: int, kv_dtype: str) -> int:
-    """Return the bytes of the keys and values of `num_positions` tokens in all layers."""
-    num_rows = 2 * config.num_layers * config.num_kv_heads * num_positions
-    return num_rows * kv_row_bytes(config.head_dim, kv_dtype)
+def kv_cache_bytes(
+    config: ModelConfig, num_positions: int, kv_dtype: str, num_window_positions: int | None = None
+) -> int:
+    """Return the bytes of the keys and values of `num_positions` tokens in all layers.
+
+    num_window_positions: those that layers with a window keep; None: all
+    """
+    num_windowed = sum(window > 0 for window in config.windows)
+    if num_window_positions is None:
+        num_window_positions = num_positions
+    num_rows = (config.num_layers - num_windowed) * num_positions
+    num_rows += num_windowed * num_window_positions
+    return 2 * config.num_kv_heads * num_rows * kv_row_bytes(config.head_dim, kv_dtype)

@@ -42,6 +42,9 @@ ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
 TARGET, DRAFT = range(2)  # the model's own weights, or the same in fewer bits
 ANY_WEIGHTS = -1  # of a loop that serves all requests with the only weights that it has
 
+# groups of layers with pages of their own in the KV cache: those without and with a window
+FULL, WINDOWED = range(2)
+
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
 SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them from there on a GPU
@@ -80,7 +83,8 @@ class SharedBuffers(NamedTuple):
 
     cells (S * 5 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
-    page_tables (slots, pages a sequence) int32: page p holds a sequence's positions from p * 64 on
+    page_tables (2, slots, pages a sequence) int32: entry p is the page with a sequence's positions
+    from p * 64 on, in layers without a window (FULL) and with one (WINDOWED)
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)

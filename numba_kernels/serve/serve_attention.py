@@ -28,11 +28,13 @@ from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
+    FULL,
     HEAD,
     LAYER,
     NUM_TOKENS,
     OPERATION,
     PING,
+    WINDOWED,
     barrier_wait,
     finish_request,
     is_for_others,
@@ -151,10 +153,11 @@ def rotate_and_store(part, num_parts, layer, buffers, arrays, qkv):
     dim, rope, num_heads = numbers.head_dim, numbers.rope, numbers.num_heads
     norms_queries, norms_keys = q_norm.shape[1] == dim, k_norm.shape[1] == dim
     first_value = num_heads + numbers.num_kv_heads
+    tables = buffers.page_tables[WINDOWED if numbers.window else FULL]
     for t in range(qkv.shape[0]):
         position = buffers.positions[t]
         size = arrays.keys.shape[3]
-        page, row = buffers.page_tables[buffers.slots[t], position // size], position % size
+        page, row = tables[buffers.slots[t], position // size], position % size
         for head in range(part, first_value + numbers.num_kv_heads, num_parts):
             vector = qkv[t, head * dim : (head + 1) * dim]
             if norms_queries and head < num_heads:
@@ -221,6 +224,7 @@ def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
     found = scratch.sums[thread], scratch.totals[thread]
     parts = scratch.part_sums, scratch.part_totals
     most = max(1, scores.shape[0] // (numbers.num_heads // num_groups))
+    tables = buffers.page_tables[WINDOWED if numbers.window else FULL]
     first, base, has_parts, taken = 0, 0, False, next_block(counters, 0)
     while first < num_tokens:
         count = _run_length(buffers.slots, first, num_tokens, most)
@@ -231,7 +235,7 @@ def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
             end_segment = max(end_segment, positions[t] // SEGMENT_POSITIONS)
             has_parts = has_parts or positions[t] // SEGMENT_POSITIONS > start
         num_items = (end_segment + 1 - first_segment) * num_groups
-        pages = buffers.page_tables[buffers.slots[first]]
+        pages = tables[buffers.slots[first]]
         while taken < base + num_items:
             group, segment = (
                 (taken - base) % num_groups,

@@ -51,6 +51,8 @@ def batching(
             context_length=context,
             kv_positions=system.kv_positions,
             prefix_cache_bytes=None if shares else 0,
+            max_batch=system.num_slots,
+            prefill_chunk=system.max_tokens,
         )
         driver = Driver(config, system.exchange, system.topology, page_store=store)
         driver.engine.mode = mode_of(system, mode)

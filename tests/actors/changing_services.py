@@ -139,12 +139,14 @@ def require_pages(driver: Driver) -> None:
     """Pages are free or have as many users as are counted; services read what the pool wrote."""
     tables, pool = driver.engine.exchange.buffers.page_tables, driver._pool
     assert np.shares_memory(pool._page_tables, tables)
-    allocated = Counter(page for pages in pool._allocated.values() for page in pages)
-    users = {page: count for page, count in enumerate(pool._num_users) if count}
-    assert dict(allocated) == users and set(allocated).isdisjoint(pool._free_pages)
-    assert len(allocated) + pool.num_free_pages == 4 * num_pages_of(CONTEXT)
-    for slot, pages in pool._allocated.items():
-        assert tables[slot, : len(pages)].tolist() == pages
+    assert pool.num_pages[0] == 4 * num_pages_of(CONTEXT)
+    for number, group in enumerate(pool._groups):
+        allocated = Counter(page for held in group.held.values() for page in held.pages)
+        users = {page: count for page, count in enumerate(group._num_users) if count}
+        assert dict(allocated) == users and set(allocated).isdisjoint(group._free_pages)
+        assert len(allocated) + group.num_free == group.num_pages
+        for slot, held in group.held.items():
+            assert tables[number, slot, held.first : held.end].tolist() == held.pages
 
 
 def hot_of(system: StandInSystem) -> list[np.ndarray]:
@@ -154,22 +156,25 @@ def hot_of(system: StandInSystem) -> list[np.ndarray]:
     return held or [np.empty(0, np.int32)] * config.num_layers
 
 
-def when_others_wait(system: StandInSystem) -> None:
-    """Hold the next step until another job waits for the engine's thread."""
-    incoming = driver_of(system)._queue._incoming
+def when_others_wait(system: StandInSystem) -> threading.Event:
+    """Hold the next step until another job waits for the engine's thread; set once it is held."""
+    incoming, is_held = driver_of(system)._queue._incoming, threading.Event()
 
     def hold(services: Sequence[int]) -> None:
+        is_held.set()
         while incoming.empty():
             threading.Event().wait(0.001)
         system.host.on_request = lambda services: None
 
     system.host.on_request = hold
+    return is_held
 
 
 def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[Any]]:
     """Scale while requests run; the outcome, and what came of the requests."""
-    when_others_wait(system)
+    is_held = when_others_wait(system)
     running = [Background(partial(complete, system, greedy(size))) for size in SIZES]
+    is_held.wait()
     outcome: Any = None
     try:
         outcome = system.actor.scale(count)

@@ -28,7 +28,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
+from hotcold.numba_kernels.serve.mailbox import FULL, OPERATION, STOP, WINDOWED
 from hotcold.predictors.predictor import NeuronPredictor
 
 _MAX_POLLS = 600  # a minute of running; time that the whole process was stopped does not count
@@ -98,6 +98,7 @@ class InProcessSystem:
     num_slots: int = 1
     num_positions: int = 128
     kv_positions: int = 0
+    num_window_pages: int = 0  # where a service keeps fewer in layers with a window
     first_number: int = 1
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
@@ -145,7 +146,9 @@ class InProcessSystem:
             buffers = self.layout.buffers(self.arena)
             self.exchange = ArenaExchange(buffers, self.watch, self.first_number)
         tables = self.exchange.buffers.page_tables  # until a driver writes others
-        tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
+        numbers = np.arange(tables[0].size).reshape(tables.shape[1:])
+        tables[FULL] = numbers[::-1] % self.num_pages()
+        tables[WINDOWED] = numbers[::-1] % (self.num_window_pages or self.num_pages())
 
     def request_by_python(self) -> None:
         """Let engines that are made from now on send each request by `exchange.request`."""
@@ -162,7 +165,9 @@ class InProcessSystem:
             0,
             self.num_threads,
             self.system(),
-            cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
+            cache=CacheSpec(
+                self.num_pages(), self.num_positions, self.kv_dtype, self.num_window_pages
+            ),
             attention=range(self.config.num_layers),
             has_head=True,
             neuron_ids=self.hot_ids(),

@@ -34,9 +34,9 @@ def greedy(ids: list[int], max_tokens: int | None, request_id: str = "") -> Gene
 
 def all_pages_are_free(driver: Driver) -> bool:
     driver.between_requests(lambda: None)  # when the last one has left
-    return driver._pool.num_free_pages == len(set(driver._pool._free_pages)) and not (
-        driver._pool._allocated
-    )
+    for group in driver._pool._groups:
+        assert sorted(group._free_pages) == list(range(group.num_pages)) and not group.held
+    return True
 
 
 # --- the same tokens in any batch ----------------------------------------------------------
@@ -124,7 +124,7 @@ def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
     checkpoint = tiny("llama-relu")
     with batching(checkpoint, mode, num_slots=4) as (system, driver):
         engine, random = driver.engine, np.random.default_rng(4)
-        system.exchange.buffers.page_tables[:] = random.permutation(24).reshape(4, 6)
+        system.exchange.buffers.page_tables[:] = random.permutation(24).reshape(1, 4, 6)
         sequences = random.integers(0, 101, (4, 90))
         alone = [
             [engine.step([token], [at], [slot])[0].copy() for at, token in enumerate(sequence)]
@@ -302,7 +302,7 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
     window = checkpoint.ids.tolist()
     with batching(checkpoint) as (_, driver):
         expected = driver.score_window(window, 5, False)
-        free = driver._pool.num_free_pages
+        free = driver._pool.num_free_pages.tolist()
         endless = [start(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
         while len(driver._queue._scheduler._running) < 3:
             pass
@@ -320,7 +320,7 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
         np.testing.assert_array_equal(job.end().nll, expected.nll)
         assert len(late.end().ids) == 3
         assert [run.end().finish_reason for run in endless[1:]] == ["cancelled"] * 2
-        assert all_pages_are_free(driver) and driver._pool.num_free_pages == free
+        assert all_pages_are_free(driver) and driver._pool.num_free_pages.tolist() == free
 
 
 # --- fairness --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from hotcold.actors.attention.kept_pages import FOLDER, KeptPages
 from hotcold.actors.driver.service_page_store import ServicePageStore
-from hotcold.actors.protocol.page_store import OpenedPages
+from hotcold.actors.protocol.page_store import OpenedPages, Page
 from hotcold.model.errors import ServiceError
 from tests.actors.kept_system import wait_until
 
@@ -60,10 +60,15 @@ class Services:
         return [getattr(one, name)(*arguments) for one in self.kept]
 
 
+def at(*pages: int) -> list[Page]:
+    """Pages of a cache whose layers have no windows."""
+    return [(page,) for page in pages]
+
+
 def save_all(store: ServicePageStore, pages: dict[int, int]) -> None:
     """Save pages by the numbers of their keys, and wait until that has ended."""
     for number, page in pages.items():
-        store.save(key(number), page)
+        store.save(key(number), (page,))
     ended: list[bytes] = []
 
     def has_ended() -> bool:
@@ -114,7 +119,7 @@ def test_pages_of_an_earlier_process_are_loaded(model: Path, stores: Make) -> No
     later.reopen(ONE)
     assert later.keys() == {key(n) for n in range(5)}
     assert "5 pages" in later.note and str(model / "hotcold" / FOLDER) in later.note
-    assert later.load([key(3), key(0), key(4)], [7, 8, 9]) == 3
+    assert later.load([key(3), key(0), key(4)], at(7, 8, 9)) == 3
     for array, saved in zip(new, arrays, strict=True):
         assert (array[:, 7:10] == saved[:, [3, 0, 4]]).all()
         assert not array[:, :7].any() and not array[:, 10:].any()
@@ -132,7 +137,7 @@ def test_what_is_damaged_ends_the_pages_that_are_good(model: Path, stores: Make)
         before = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([before[0] ^ 1]))
-    assert store.load([key(n) for n in range(4)], [9, 10, 11, 12]) == 2
+    assert store.load([key(n) for n in range(4)], at(9, 10, 11, 12)) == 2
     assert store.keys() == {key(0), key(1)}
 
 
@@ -142,10 +147,10 @@ def test_another_arithmetic_has_another_file(model: Path, stores: Make) -> None:
     store.reopen(ONE)
     save_all(store, {1: 1})
     store.reopen(OTHER)
-    assert store.keys() == set() and store.load([key(1)], [2]) == 0
+    assert store.keys() == set() and store.load([key(1)], at(2)) == 0
     save_all(store, {2: 2})
     store.reopen(ONE)
-    assert store.keys() == {key(1)} and store.load([key(1)], [2]) == 1
+    assert store.keys() == {key(1)} and store.load([key(1)], at(2)) == 1
     assert len(list((model / "hotcold" / FOLDER).glob("*"))) == 2
 
 
@@ -156,7 +161,7 @@ def test_two_systems_of_one_arithmetic(model: Path, stores: Make) -> None:
     save_all(first, {1: 1})
     second.reopen(ONE)
     assert "another running system uses it" in second.note and "\n" not in second.note
-    assert second.keys() == set() and second.load([key(1)], [2]) == 0
+    assert second.keys() == set() and second.load([key(1)], at(2)) == 0
     save_all(second, {3: 3})  # ends, and nothing is written
     assert second.keys() == set() and first.keys() == {key(1)}
 
@@ -179,7 +184,7 @@ def test_the_limit_takes_other_arithmetics_first(model: Path, stores: Make) -> N
     there = store.keys()
     assert key(11) in there and key(0) not in there and 4 <= len(there) <= 6
     assert there == {key(n) for n in range(12 - len(there), 12)}
-    assert store.load([key(10), key(11)], [0, 1]) == 2
+    assert store.load([key(10), key(11)], at(0, 1)) == 2
 
 
 def test_another_systems_file_is_not_removed(model: Path, stores: Make) -> None:
@@ -193,7 +198,7 @@ def test_another_systems_file_is_not_removed(model: Path, stores: Make) -> None:
     assert "give a larger --prefix-cache" in store.note
     save_all(store, {1: 1})
     assert store.keys() == set()
-    assert other.load([key(n) for n in range(4)], [8, 9, 10, 11]) == 4
+    assert other.load([key(n) for n in range(4)], at(8, 9, 10, 11)) == 4
 
 
 def test_a_model_whose_folder_cannot_be_written(model: Path, stores: Make) -> None:
@@ -232,10 +237,10 @@ def test_a_new_process_answers_no_call_of_an_earlier_session(model: Path, stores
     services.kept[0].close()
     services.kept[0] = kept_pages(model, cache())  # its KV cache is empty
     save_all(store, {2: 2})
-    assert store.load([key(1)], [1]) == 0
+    assert store.load([key(1)], at(1)) == 0
     store.reopen(ONE)
     assert store.keys() == {key(1)}  # nothing of the empty KV cache was saved as page 2
-    assert store.load([key(1)], [1]) == 1
+    assert store.load([key(1)], at(1)) == 1
 
 
 def test_a_lost_service_is_no_error(model: Path, stores: Make) -> None:
@@ -245,7 +250,7 @@ def test_a_lost_service_is_no_error(model: Path, stores: Make) -> None:
     save_all(store, {1: 1})
     services.fails = True
     save_all(store, {2: 2})
-    assert store.load([key(1)], [1]) == 0
+    assert store.load([key(1)], at(1)) == 0
     store.reopen(ONE)
     assert store.keys() == set()
     services.fails = False
@@ -265,9 +270,9 @@ def test_reopening_waits_for_what_is_being_read(model: Path, stores: Make) -> No
     services.before_saving = wait
     store = stores(services)
     store.reopen(ONE)
-    store.save(key(1), 1)
+    store.save(key(1), (1,))
     assert begun.wait(60)
-    store.save(key(2), 2)
+    store.save(key(2), (2,))
     reopened = threading.Thread(target=store.reopen, args=(ONE,))
     reopened.start()
     reopened.join(0.2)
@@ -289,7 +294,7 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     store = stores(services)
     store.reopen(ONE)
     save_all(store, {n: n for n in range(3)})
-    assert store.load([key(0), key(1), key(2)], [5, 6, 7]) == 3
+    assert store.load([key(0), key(1), key(2)], at(5, 6, 7)) == 3
     assert all((one[:, 5:8] == one[:, 0:3]).all() for own in arrays for one in own)
     assert len(list((model / "hotcold" / FOLDER).glob("*"))) == 2
     (second,) = (model / "hotcold" / FOLDER).glob("*-2-3.pages")
@@ -303,13 +308,29 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     assert "are damaged" in store.note
 
 
+def test_layers_with_a_window_have_pages_of_their_own(model: Path, stores: Make) -> None:
+    arrays = cache(16, 3)
+    windowed = [False, True, False]
+    services = Services(KeptPages(model, arrays, LIMIT, "", windowed=windowed))
+    store = stores(services)
+    store.reopen(ONE)
+    store.save(key(1), (4, 2))
+    assert wait_until(lambda: store.saved() == [key(1)])
+    before = [array.copy() for array in arrays]
+    assert store.load([key(1)], [(7, 8)]) == 1
+    for array, old in zip(arrays, before, strict=True):
+        for layer, has in enumerate(windowed):
+            old[layer, 8 if has else 7] = old[layer, 2 if has else 4]
+        assert (array == old).all()
+
+
 def test_a_service_that_is_loaded_again_opens_its_file(model: Path) -> None:
     kept = kept_pages(model, cache(15))
     opened = kept.open(b"session", ONE)
     assert opened == OpenedPages(opened.path, set(), 4096, "") and opened.path
-    assert kept.save(b"session", [], [key(1)], [1]) is not None
+    assert kept.save(b"session", [], [key(1)], at(1)) is not None
     assert kept.open(b"later", ONE).keys == {key(1)}
-    assert kept.save(b"session", [], [key(2)], [2]) is None
-    assert kept.load(b"session", [key(1)], [1]) == 0
-    assert kept.load(b"later", [key(1)], [1]) == 1
+    assert kept.save(b"session", [], [key(2)], at(2)) is None
+    assert kept.load(b"session", [key(1)], at(1)) == 0
+    assert kept.load(b"later", [key(1)], at(1)) == 1
     kept.close()

@@ -142,7 +142,7 @@ def test_arena_parts_do_not_overlap_and_are_shared() -> None:
     for number, part in enumerate(others, start=1):
         assert (part == number).all()
     assert buffers.partials.shape == (3, 5, 7) and buffers.logits.shape == (2, 13)
-    assert buffers.active_ids.shape == (3, 11) and buffers.page_tables.shape == (4, 6)
+    assert buffers.active_ids.shape == (3, 11) and buffers.page_tables.shape == (2, 4, 6)
 
 
 def test_arena_keeps_its_memory_alive() -> None:

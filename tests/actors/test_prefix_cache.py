@@ -15,6 +15,7 @@ import pytest
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
 from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
+from hotcold.actors.protocol.page_store import Page
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from tests.actors.batching import CONTEXT, Background, batching
@@ -166,7 +167,7 @@ def test_cold_is_cached_in_all_modes(tiny: Tiny, mode: str) -> None:
 
 def all_are_free(driver: Driver) -> bool:
     driver.between_requests(lambda: None)  # when the last one has left
-    return driver._pool.num_free_pages == driver._pool.num_pages
+    return driver._pool.num_free_pages.tolist() == driver._pool.num_pages.tolist()
 
 
 def test_the_second_finds_what_the_first_has_computed_meanwhile(tiny: Tiny) -> None:
@@ -366,13 +367,15 @@ class DictStore:
         self.torn: set[bytes] = set()
         self.loads: list[int] = []
         self._delay = delay
-        self._writing: list[tuple[int, bytes, int, bytes]] = []
+        self._writing: list[tuple[int, bytes, Page, bytes]] = []
         self.identities: list[bytes] = []
 
-    def _page(self, page: int) -> list[np.ndarray]:
+    def _page(self, page: Page) -> list[np.ndarray]:
         assert self.system is not None
         arrays = self.system.services[0].arrays  # type: ignore[attr-defined]
-        return [arrays.keys[:, page], arrays.values[:, page]]
+        pages = [page[layer.attention.window > 0] for layer in self.system.config.layers]
+        rows = (arrays.keys, arrays.values)
+        return [of_layer[at] for array in rows for of_layer, at in zip(array, pages, strict=True)]
 
     def reopen(self, identity: bytes) -> None:
         self.identities.append(identity)
@@ -381,7 +384,7 @@ class DictStore:
     def keys(self) -> set[bytes]:
         return set(self.kept)
 
-    def save(self, key: bytes, page: int) -> None:
+    def save(self, key: bytes, page: Page) -> None:
         content = np.stack(self._page(page)).tobytes()
         self._writing.append((self._delay, key, page, content))
 
@@ -395,7 +398,7 @@ class DictStore:
             self.kept[key] = now
         return [key for _, key, _, _ in done]
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         self.loads.append(len(keys))
         for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
             for target, source in zip(self._page(page), self.kept[key], strict=True):

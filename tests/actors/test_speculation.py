@@ -284,7 +284,7 @@ def test_drafts_may_write_ahead_in_the_cache(tiny: Tiny) -> None:
 
         class Writing(NastyDrafter):
             def _draft(self, request: ActiveRequest, count: int) -> list[int]:
-                arrays, tables = attention_arrays_of(system), system.exchange.buffers.page_tables
+                arrays, tables = attention_arrays_of(system), system.exchange.buffers.page_tables[0]
                 for position in range(request.num_done, len(request.tokens) + count):
                     page, place = tables[request.slot, position // 64], position % 64
                     arrays.keys[:, page, :, place] = arrays.values[:, page, :, place] = np.nan

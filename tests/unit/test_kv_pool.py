@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.kv_pool import KvPool, num_pages_of
+from hotcold.actors.protocol.kv_pool import KvPool, Window, num_pages_of
 from hotcold.actors.protocol.page_index import namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
 def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
     """A positive action takes or extends by so many positions, another frees a slot."""
-    tables = np.full((num_slots, 5), -1, np.int32)
-    pool = KvPool(num_pages, tables)
+    both = np.full((2, num_slots, 5), -1, np.int32)
+    pool, tables = KvPool(num_pages, both), both[0]
     allocated: dict[int, list[int]] = {}
     for action in actions:
         free = num_pages - sum(map(len, allocated.values()))
@@ -49,8 +50,8 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
 
 
 def test_pages_freed_last_are_lent_first() -> None:
-    tables = np.zeros((2, 3), np.int32)
-    pool = KvPool(6, tables)
+    both = np.zeros((2, 2, 3), np.int32)
+    pool, tables = KvPool(6, both), both[0]
     assert pool.allocate(3 * PAGE_POSITIONS) == 0 and pool.allocate(PAGE_POSITIONS + 1) == 1
     assert tables.tolist() == [[0, 1, 2], [3, 4, 0]]
     pool.free(1)
@@ -60,14 +61,14 @@ def test_pages_freed_last_are_lent_first() -> None:
 
 
 def test_pages_that_are_to_be_spare() -> None:
-    pool = KvPool(3, np.zeros((3, 3), np.int32))
+    pool = KvPool(3, np.zeros((2, 3, 3), np.int32))
     assert pool.allocate(PAGE_POSITIONS, 3) is None and pool.allocate(PAGE_POSITIONS, 2) == 0
     assert pool.allocate(PAGE_POSITIONS, 2) is None and pool.allocate(PAGE_POSITIONS, 1) == 1
 
 
 def test_more_than_a_slot_can_have() -> None:
     assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
-    pool = KvPool(9, np.zeros((1, 2), np.int32))
+    pool = KvPool(9, np.zeros((2, 1, 2), np.int32))
     with pytest.raises(ValueError, match="129 positions"):
         pool.allocate(2 * PAGE_POSITIONS + 1)
     assert pool.num_free_pages == 9
@@ -87,39 +88,46 @@ _STEPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(st.integers(4, 14), _STEPS)
 def test_a_page_that_is_found_holds_what_its_key_says(
     num_pages: int, steps: list[tuple[str, int]]
 ) -> None:
     """Beside a model that knows every page's content; prompts are of four pages."""
-    tables = np.full((4, 4), -1, np.int32)
-    pool = KvPool(num_pages, tables)
+    both = np.full((2, 4, 4), -1, np.int32)
+    pool, tables = KvPool(num_pages, both), both[0]
+
+    def pages_of(slot: int) -> list[int]:
+        return [page for (page,) in pool.pages(slot, 0, 4)]
+
     content: dict[int, tuple[int, ...]] = {}
     running: dict[int, list[int]] = {}  # prompts by slot
     done: dict[int, int] = {}
-    held: list[int] = []
+    held: list[tuple[int, ...]] = []
     for what, number in steps:
         slot = sorted(running)[number % len(running)] if running else -1
         if what == "start":
             prompt = _PROMPTS[number % len(_PROMPTS)]
-            found = pool.find(_keys(prompt)[:3])
+            found = _keys(prompt)[: pool.find(_keys(prompt)[:3])]
             free = pool.num_free_pages
             new = pool.allocate(4 * PAGE_POSITIONS, 0, found)
-            in_use = {page for each in running for page in pool.pages(each)} | set(held)
-            num_new = 4 - len(set(found) & in_use)
+            in_use = {page for each in running for page in pages_of(each)} | {
+                page for (page,) in held
+            }
+            num_new = 4 - sum(_page(pool, key) in in_use for key in found)
             assert (new is None) == (num_new > free or len(running) == 4)
             if new is not None:
                 running[new], done[new] = prompt, len(found)
         elif what == "fill" and running and done[slot] < 4:
             prompt, at = running[slot], done[slot]
-            if found := pool.find(_keys(prompt)[at : at + 1]):
-                pool.replace(slot, at, found)
+            if pool.find(_keys(prompt)[at : at + 1], at):
+                pool.replace(slot, at, _keys(prompt)[at : at + 1])
             else:
-                page = pool.pages(slot)[at]
-                users = [each for each in running if page in pool.pages(each)]
-                assert users == [slot] and page not in held  # nobody else sees it change
+                page = pages_of(slot)[at]
+                users = [each for each in running if page in pages_of(each)]
+                assert users == [slot] and (page,) not in held  # nobody else sees it change
                 content[page] = tuple(prompt[: at + 1])
-                assert pool.name(page, _keys(prompt)[at])
+                assert pool.name(slot, at, _keys(prompt)[at])
             done[slot] += 1
         elif what == "end" and running:
             pool.free(slot)
@@ -134,15 +142,22 @@ def test_a_page_that_is_found_holds_what_its_key_says(
             pool.forget()
             assert not any(pool.find(_keys(prompt)) for prompt in _PROMPTS)
         for each, prompt in running.items():
-            assert tables[each].tolist() == pool.pages(each)
+            assert tables[each].tolist() == pages_of(each)
             for at in range(done[each]):
-                assert content[pool.pages(each)[at]] == tuple(prompt[: at + 1])
+                assert content[pages_of(each)[at]] == tuple(prompt[: at + 1])
         for prompt in _PROMPTS:
-            for at, page in enumerate(pool.find(_keys(prompt))):
-                assert content[page] == tuple(prompt[: at + 1])
-        in_use = {page for each in running for page in pool.pages(each)} | set(held)
+            for at in range(pool.find(_keys(prompt))):
+                assert content[_page(pool, _keys(prompt)[at])] == tuple(prompt[: at + 1])
+        in_use = {page for each in running for page in pages_of(each)} | {page for (page,) in held}
         assert pool.num_free_pages == num_pages - len(in_use)
         assert pool.usage == pytest.approx(len(in_use) / num_pages)
+
+
+def _page(pool: KvPool, key: bytes) -> int:
+    page = pool.hold(key)
+    assert page is not None
+    pool.let_go(page)
+    return page[0]
 
 
 def _keys(prompt: list[int]) -> list[bytes]:
@@ -150,25 +165,25 @@ def _keys(prompt: list[int]) -> list[bytes]:
 
 
 def test_the_oldest_is_given_up_first_and_ends_before_beginnings() -> None:
-    pool = KvPool(6, np.zeros((2, 3), np.int32))
+    pool = KvPool(6, np.zeros((2, 2, 3), np.int32))
     prompts = [[1, 2, 3], [4, 5, 6]]
     for prompt in prompts:
         slot = pool.allocate(3 * PAGE_POSITIONS)
         assert slot == 0
-        for page, key in zip(pool.pages(slot), _keys(prompt), strict=True):
-            assert pool.name(page, key)
+        for index, key in enumerate(_keys(prompt)):
+            assert pool.name(slot, index, key)
         pool.free(slot)
     assert pool.num_free_pages == 6
-    slot = pool.allocate(3 * PAGE_POSITIONS, 0, pool.find(_keys(prompts[0])))  # now used last
+    slot = pool.allocate(3 * PAGE_POSITIONS, 0, _keys(prompts[0]))  # now used last
     assert slot == 0
     pool.free(slot)
     found: list[list[int]] = []
     for _ in range(6):
         pool.allocate(PAGE_POSITIONS)
-        pool.name(pool.pages(0)[0], bytes(len(found) + 1))
+        pool.name(0, 0, bytes(len(found) + 1))
         pool.hold(bytes(len(found) + 1))  # it does not come back
         pool.free(0)
-        found.append([len(pool.find(_keys(prompt))) for prompt in prompts])
+        found.append([pool.find(_keys(prompt)) for prompt in prompts])
     assert found == [[3, 2], [3, 1], [3, 0], [2, 0], [1, 0], [0, 0]]
 
 
@@ -181,3 +196,159 @@ def test_keys_say_all_tokens_before() -> None:
     assert namespace_key(b"i", "a") != namespace_key(b"i", "") != namespace_key(b"j", "")
     last = page_keys(b"a", [*ids[:-1], 0])
     assert last[:2] == keys[:2] and last[2] != keys[2]
+
+
+# --- layers with a window --------------------------------------------------------------------
+
+_LENGTH = 10  # pages of a prompt
+_WINDOWED_PROMPTS = [[a] * 4 + [b] * 4 + [c] * 2 for a in (1, 2) for b in (1, 2) for c in (1, 2)]
+_WINDOWED_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["start", "start", "step", "step", "step", "step", "end", "hold", "let go"]
+        ),
+        st.integers(0, 999),
+    ),
+    max_size=120,
+)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(10, 30),
+    st.integers(1, 3 * PAGE_POSITIONS),
+    st.integers(1, 3 * PAGE_POSITIONS),
+    st.integers(0, 12),
+    st.sampled_from([1, 2]),
+    _WINDOWED_STEPS,
+)
+def test_a_window_holds_what_its_tokens_see(
+    num_pages: int, size: int, step: int, num_more: int, together: int, steps: list[tuple[str, int]]
+) -> None:
+    """Beside a model of every page's content, by group and position.
+
+    A step writes its positions and reads what its tokens see: in the first layers all before, in
+    the others a window.
+    """
+    window, tables = Window(size, step), np.full((2, 4, _LENGTH), -1, np.int32)
+    pool = KvPool(num_pages, tables, window, window.num_pages + num_more)
+    content: dict[tuple[int, int, int], tuple[int, ...]] = {}  # group, page, row: tokens until it
+    running: dict[int, list[int]] = {}  # tokens by slot
+    done: dict[int, int] = {}
+    held: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # pages, tokens
+
+    def text(tokens: list[int], position: int) -> tuple[int, ...]:
+        return (*tokens[: position // PAGE_POSITIONS + 1], position)
+
+    def first_seen(group: int, position: int) -> int:
+        return max(0, position + 1 - size) if group else 0
+
+    def require(group: int, slot: int, first: int, end: int) -> None:
+        for position in range(first, end):
+            page, row = divmod(position, PAGE_POSITIONS)
+            number = int(tables[group, slot, page])
+            assert number in pool._groups[group].held[slot].pages
+            assert content[group, number, row] == text(running[slot], position)
+
+    for what, number in steps:
+        slot = sorted(running)[number % len(running)] if running else -1
+        if what == "start":
+            prompt = _WINDOWED_PROMPTS[number % len(_WINDOWED_PROMPTS)]
+            keys = _keys(prompt)[: _LENGTH - 1]
+            count = pool.find(keys, 0, together)
+            assert count % together == 0
+            before = pool.num_free_pages
+            new = pool.allocate(_LENGTH * PAGE_POSITIONS, 0, keys[:count])
+            if new is None:
+                assert pool.num_free_pages.tolist() == before.tolist()
+                assert len(running) or held
+                continue
+            running[new], done[new] = prompt, count * PAGE_POSITIONS
+            for group in range(2):
+                require(group, new, first_seen(group, done[new]), done[new])
+        elif what == "step" and running and done[slot] < _LENGTH * PAGE_POSITIONS:
+            prompt, first = running[slot], done[slot]
+            index = first // PAGE_POSITIONS
+            if first % (together * PAGE_POSITIONS) == 0:
+                keys = _keys(prompt)[index : _LENGTH - 1]
+                if count := pool.find(keys, index, together):
+                    pool.replace(slot, index, keys[:count])
+                    done[slot] += count * PAGE_POSITIONS
+                    for group in range(2):
+                        require(group, slot, first_seen(group, done[slot]), done[slot])
+                    continue
+            end = min(_LENGTH * PAGE_POSITIONS, first + number % step + 1)
+            if not pool.extend(slot, end, first):
+                assert len(running) > 1 or held  # a sequence alone can always go on
+                continue
+            assert pool.num_positions(slot) >= end
+            lengths = [len(group.held[slot].pages) for group in pool._groups]
+            assert lengths[1] <= window.num_pages
+            for group in range(2):
+                require(group, slot, first_seen(group, first), first)
+                for position in range(first, end):
+                    page, row = divmod(position, PAGE_POSITIONS)
+                    place = int(tables[group, slot, page])
+                    users = pool._groups[group]._num_users[place]
+                    assert users == 1 or content.get((group, place, row)) == text(prompt, position)
+                    content[group, place, row] = text(prompt, position)
+            done[slot] = end
+            for page in range(index, end // PAGE_POSITIONS):
+                pool.name(slot, page, _keys(prompt)[page])
+        elif what == "end" and running:
+            pool.free(slot)
+            del running[slot], done[slot]
+        elif what == "hold" and running:
+            at = number % _LENGTH
+            if (pages := pool.hold(_keys(running[slot])[at])) is not None:
+                held.append((pages, text(running[slot], at * PAGE_POSITIONS + 5)))
+        elif what == "let go" and held:
+            pages, expected = held.pop(number % len(held))
+            for group, page in enumerate(pages):  # nobody has written there meanwhile
+                assert content[group, page, 5] == expected
+            pool.let_go(pages)
+        for group in range(2):
+            for each in running:
+                first = first_seen(group, done[each])
+                require(group, each, first, done[each])
+        used = [
+            {page for one in group.held.values() for page in one.pages}
+            | {pages[number] for pages, _ in held}
+            for number, group in enumerate(pool._groups)
+        ]
+        free = pool.num_pages - pool.num_free_pages
+        assert free.tolist() == [len(pages) for pages in used]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 300), st.integers(1, 2), st.lists(st.booleans(), min_size=9, max_size=9),
+    st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 3),
+)  # fmt: skip
+def test_the_longest_beginning_whose_window_is_there(
+    size: int, together: int, full: list[bool], windowed: list[bool], first: int
+) -> None:
+    """By trying all lengths."""
+    pool = KvPool(9, np.zeros((2, 1, 13), np.int32), Window(size, PAGE_POSITIONS), 9)
+    keys = [bytes([n]) for n in range(9)]
+    for group, there in zip(pool._groups, (full, windowed), strict=True):
+        for key, is_there in zip(keys, there, strict=True):
+            if is_there:
+                group.index.add(key, group.take())
+    expected = 0
+    for count in range(together, 10, together):
+        seen = max(0, (first + count) * PAGE_POSITIONS + 1 - size) // PAGE_POSITIONS
+        if all(full[:count]) and all(windowed[max(0, seen - first) : count]):
+            expected = count
+    assert pool.find(keys, first, together) == expected
+
+
+def test_a_slot_for_a_whole_sequence_has_pages_in_turn() -> None:
+    window, tables = Window(100, 40), np.full((2, 2, 9), -1, np.int32)
+    pool = KvPool(9, tables, window, window.num_pages)
+    assert window.num_pages == 4 and pool.allocate_whole(8 * PAGE_POSITIONS) == 0
+    assert sorted(tables[0, 0, :8].tolist()) == list(range(8))
+    assert tables[1, 0, :8].tolist() == [0, 1, 2, 3] * 2
+    assert pool.num_free_pages.tolist() == [1, 0]
+    pool.free(0)
+    assert pool.num_free_pages.tolist() == [9, 4]

@@ -18,12 +18,12 @@ from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
-from hotcold.actors.setup.shards import arena_layout, num_kv_pages, service_specs
+from hotcold.actors.setup.shards import arena_layout, service_specs, system_kv_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
@@ -43,8 +43,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, system: SystemConfig, config: ModelConfig, device: Device) -> _Sizes:
-        positions = num_kv_pages(system) * PAGE_POSITIONS
-        cache = kv_cache_bytes(config, positions, system.kv_dtype)
+        cache = system_kv_bytes(system, config)
         layout, kernels = arena_layout(system, config), device.kernels
         tokens = layout.max_tokens
         width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size

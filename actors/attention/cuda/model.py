@@ -76,14 +76,17 @@ class CudaModel:
         self.activation = activation(config.activation_fn, config.activation_threshold)
         system, cache = spec.system, spec.cache
         self._device, self._dtype = device, system.weight_dtype
+        self._kv_dtype = cache.dtype
         shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
         self.down_bias = [self._like(ffn.down_bias[0, 0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
-            self._attention(attention, cache) if layer >= system.num_host_layers else None
-            for layer in range(config.num_layers)
+            self._attention(attention, cache.pages_of(layer.attention.window))
+            if number >= system.num_host_layers
+            else None
+            for number, layer in enumerate(config.layers)
         ]
         self.ffn_like = ffn
         self.starts = (ffn.starts - ffn.starts[:, :1]).astype(np.int32)
@@ -175,10 +178,10 @@ class CudaModel:
         self._device.upload(target, array)
         return target
 
-    def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
+    def _attention(self, weights: AttentionWeights, num_pages: int) -> AttentionPart:
         config = self.config
-        pages = cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
-        kind = np.float32 if cache.dtype == "float32" else np.uint16
+        pages = num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+        kind = np.float32 if self._kv_dtype == "float32" else np.uint16
         return AttentionPart(
             qkv=self._matrix(weights.qkv.matrix(0)),
             out=self._matrix(weights.out[0]),

@@ -20,6 +20,7 @@ from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
 _BLOCK_BYTES = 64 << 20  # of dequantized weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
@@ -37,10 +38,11 @@ class PromptWork:
     def attention(
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any]:
-        """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), the others (T,)."""
+        """mixed, ffn_input (T, d) of hidden (T, d); tables (2, slots, pages), the others (T,)."""
         own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
-        vectors, cache = own.vectors, PagedCache(part.keys, part.values, positions, slots, tables)
+        vectors, own_tables = own.vectors, tables[WINDOWED if own.numbers.window else FULL]
+        cache = PagedCache(part.keys, part.values, positions, slots, own_tables)
 
         def add_attention(x: Any, residual: Any) -> Any:
             qkv = self.linear(x, part.qkv, vectors.qkv_bias)

@@ -6,6 +6,7 @@ serve all steps. A copy has the same position and page: it writes and reads the 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import Any
 
@@ -20,7 +21,7 @@ from hotcold.cuda_kernels.neurons import DeviceSelection
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.serve.mailbox import SharedBuffers
+from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED, SharedBuffers
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -50,9 +51,9 @@ class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
-    (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (slots,
-    pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot neurons,
-    and block_weights (T, B).
+    (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (2,
+    slots, pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot
+    neurons, and block_weights (T, B).
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -76,8 +77,8 @@ class StepWork:
         self.partial, self.num_fired = floats(tokens, width), device.empty((2,), np.int32)
         self._projected = floats(tokens, config.embed_size)
         self.logits = floats(tokens, config.vocab_size if model.head else 0)
-        tables = layout.num_slots, layout.pages_a_slot
-        self.place = device.empty((2 * tokens + tables[0] * tables[1],), np.int32)
+        tables = 2, layout.num_slots, layout.pages_a_slot
+        self.place = device.empty((2 * tokens + math.prod(tables),), np.int32)
         self._positions = self.place[:tokens]
         self._slots = self.place[tokens : 2 * tokens]
         self.tables = self.place[2 * tokens :].reshape(tables)
@@ -126,7 +127,8 @@ class StepWork:
         assert part is not None
         qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
         kernels.gemv(part.qkv, own.vectors.qkv_bias, x, qkv)
-        place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
+        tables = self.tables[WINDOWED if own.numbers.window else FULL]
+        place = self._positions[:num_tokens], self._slots[:num_tokens], tables
         cache = PagedCache(part.keys, part.values, *place)
         norm_queries_and_keys(kernels, own, qkv)
         kernels.rope_store(own, qkv, cache)

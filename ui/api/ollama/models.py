@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.memory_needs import loaded_bytes
 from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.shards import system_kv_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sampling import PARAMETERS
-from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
+from hotcold.model.weights.sizes import num_parameters, stored_bytes
 from hotcold.ui.api.backend import Backend
 
 TAG = ":latest"  # what a name without a tag has in Ollama
@@ -187,9 +188,7 @@ def _read_facts(model_path: str) -> _Facts:
 def _memory_bytes(system: SystemConfig) -> int:
     """Weights as they are loaded, and the KV cache."""
     config = read_model(Path(system.model_path), system.weight_dtype)
-    num_positions = system.kv_positions or system.context_length
-    kv_bytes = kv_cache_bytes(config, num_positions, system.kv_dtype)
-    return loaded_bytes(system, config) + kv_bytes
+    return loaded_bytes(system, config) + system_kv_bytes(system, config)
 
 
 def _written(time: datetime) -> str:
