@@ -61,6 +61,8 @@ class AttentionService(Service):
         super().__init__(name, index, num_threads)
         self.arrays = arrays
         self._hot = hot
+        self._outer: AttentionService | None = None
+        self._scratch: AttentionScratch
 
     @property
     def cache_arrays(self) -> tuple[np.ndarray, ...]:
@@ -71,6 +73,12 @@ class AttentionService(Service):
     def fired_counts(self) -> np.ndarray:
         """How often each hot neuron fired in COUNT_FFN requests, in loading order."""
         return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts
+
+    def work_within(self, service: Service) -> None:
+        """As `Service.work_within`; the two never attend at once, so segments are in one place."""
+        super().work_within(service)
+        assert isinstance(service, AttentionService)
+        self._outer = service
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Allocate the workspace of kernels, for up to KERNEL_TOKENS tokens."""
@@ -88,6 +96,12 @@ class AttentionService(Service):
         num_heads = int(numbers["num_heads"].max())
         rows = max(_ROWS, int((numbers["num_heads"] // numbers["num_kv_heads"]).max()))
         segments = -(-most_positions // SEGMENT_POSITIONS)
+        if self._outer is None:
+            part_sums = np.zeros((tokens, segments, attention_size), np.float32)
+            part_totals = np.zeros((tokens, segments, num_heads, 2), np.float32)
+        else:
+            outer = self._outer._scratch
+            part_sums, part_totals = outer.part_sums, outer.part_totals
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
@@ -96,8 +110,8 @@ class AttentionService(Service):
             scores=np.zeros((self.num_threads, rows, SEGMENT_POSITIONS), np.float32),
             sums=np.zeros((self.num_threads, rows, int(numbers["head_dim"].max())), np.float32),
             totals=np.zeros((self.num_threads, rows, 2), np.float32),
-            part_sums=np.zeros((tokens, segments, attention_size), np.float32),
-            part_totals=np.zeros((tokens, segments, num_heads, 2), np.float32),
+            part_sums=part_sums,
+            part_totals=part_totals,
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
             inputs=empty_vectors(
                 self.num_threads,

@@ -3,7 +3,8 @@
 A choice changes how fast answers come, never a token. `AutoPolicy` maximizes the expected tokens a
 second of all requests that run; acceptance and costs are decayed means of what happened here. Where
 drafts do not pay, or what is known has become old, rare cheap trials are paid from a small account
-of time, so that drafts never cost more than a percent or so.
+of time, so that drafts never cost more than a percent or so; where steps are short, looking for
+drafts is paid from another one.
 """
 
 import math
@@ -31,7 +32,9 @@ _MEASURED_PLAIN = 4  # of so many steps without drafts one is measured
 _MOST_SLOWED = 1.5  # of what a step takes: the rest is other programs'
 _KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
 _EARNED = 0.005  # of a step's time without drafts, for trials
-_FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps
+_FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps; drafts pay from the least on
+_MOST_OWED = 3.0  # steps, whatever one draft took
+_MOST_LOOKED, _MOST_LOOK = 1.0, 0.1  # steps, for looking in vain: in all, and once
 _RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
 _TRIED = 2  # tokens of a trial's draft
 _LEAST_CHANCE = 0.02  # a token that is accepted less often is not proposed
@@ -76,6 +79,10 @@ class StepCost:
 class DraftPolicy(Protocol):
     """Chooses drafts before each step, and learns from it."""
 
+    def looks(self, num: int, most: int) -> bool:
+        """Whether to look for drafts of `num` requests at all: else the step is one without."""
+        ...
+
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """One choice of each offer; their counts add up to `most` at most.
 
@@ -93,6 +100,10 @@ class FixedPolicy:
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    def looks(self, num: int, most: int) -> bool:
+        """As `DraftPolicy.looks`."""
+        return self._count > 0 and most > 0
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """As `DraftPolicy.choose`."""
@@ -115,9 +126,10 @@ class FixedPolicy:
 class Costs:
     """What something takes, by its size, from a few measured sizes.
 
-    A line between anchors, in logarithms. Each measurement moves the two anchors beside its size,
-    as an exponentially weighted mean, and all others half as much; single slow ones count as 1.5
-    times at most.
+    A line between anchors, in logarithms, and what measured sizes are beside it: costs may jump
+    from a size to the next. Each measurement moves the two anchors beside its size, as an
+    exponentially weighted mean, and all others half as much; single slow ones count as 1.5 times at
+    most.
     """
 
     def __init__(self, growth: float) -> None:
@@ -126,15 +138,18 @@ class Costs:
         self._level = 0.0
         self._shape: dict[int, float] = {}  # by anchors that were measured: beside the level
         self._counts: dict[int, int] = {}
-        self._measured_at: dict[int, int] = {}  # by sizes and anchors
+        self._anchored_at: dict[int, int] = {}  # by anchors
+        self._measured_at: dict[int, int] = {}  # by the sizes themselves
         self._num_measured = 0
+        self._beside: dict[int, float] = {}  # by size: of the line
+        self._found: dict[int, float] = {}  # by size, since the last measurement
 
     def add(self, size: int, took: float) -> None:
         """Take one measurement."""
         self._num_measured += 1
         if self._num_measured == 1:
             self._level = math.log(max(took, 1e-9)) - self._prior(size)
-        error = math.log(max(took, 1e-9)) - self._log_of(size)
+        error = math.log(max(took, 1e-9)) - self._line(size)
         shares = _anchors(size)
         is_known = all(self._counts.get(anchor, 0) > 2 for anchor in shares)
         if is_known:
@@ -146,14 +161,21 @@ class Costs:
             gain = max(0.1, 1 / (1 + count))
             self._shape[anchor] = values[anchor] + gain * share * error
             self._counts[anchor] = count + 1
-            self._measured_at[anchor] = self._num_measured
+            self._anchored_at[anchor] = self._num_measured
         self._measured_at[size] = self._num_measured
         self._forget()
+        known = self._beside.get(size, 0.0)
+        error = math.log(max(took, 1e-9)) - self._line(size) - known
+        self._beside[size] = known + 0.1 * min(error, math.log(_MOST_SLOWED))
+        self._found.clear()
 
     def _forget(self) -> None:
-        """Forget an anchor that was not measured for long: a slow step may have made it."""
-        oldest = min(self._shape, key=lambda one: self._measured_at[one])
-        if self._num_measured - self._measured_at[oldest] > _KEPT_STEPS:
+        """Forget what was not measured for long: a slow step may have made it."""
+        for size in list(self._beside):
+            if self._num_measured - self._measured_at[size] > _KEPT_STEPS:
+                del self._beside[size]
+        oldest = min(self._shape, key=lambda one: self._anchored_at[one])
+        if self._num_measured - self._anchored_at[oldest] > _KEPT_STEPS:
             del self._shape[oldest], self._counts[oldest]
 
     def is_fresh(self, size: int) -> bool:
@@ -163,9 +185,13 @@ class Costs:
 
     def of(self, size: int) -> float:
         """What `size` is expected to take; 0 where nothing was measured."""
-        return math.exp(self._log_of(size)) if self._shape else 0.0
+        if size not in self._found:
+            self._found[size] = (
+                math.exp(self._line(size) + self._beside.get(size, 0.0)) if self._shape else 0.0
+            )
+        return self._found[size]
 
-    def _log_of(self, size: int) -> float:
+    def _line(self, size: int) -> float:
         shares = _anchors(size)
         return self._level + sum(share * self._shape_at(anchor) for anchor, share in shares.items())
 
@@ -201,9 +227,13 @@ class Acceptance:
         self._prior = prior
         self._tried = [0.0] * MOST_DRAFTED
         self._accepted = [0.0] * MOST_DRAFTED
+        self._num_added = 0
+        self._found: list[float] = []  # chances by place, at so many added here and to the prior
+        self._found_at = (-1, -1)
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Take a draft's fate."""
+        self._num_added += 1
         self._tried = [count * self._decay for count in self._tried]
         self._accepted = [count * self._decay for count in self._accepted]
         for place in range(min(num_drafted, num_accepted + 1)):
@@ -213,14 +243,28 @@ class Acceptance:
     def chance(self, place: int) -> float:
         """Of the token at `place`, given those before it."""
         prior = self._prior
+        of_prior = prior._num_added if isinstance(prior, Acceptance) else 0
+        if self._found_at != (self._num_added, of_prior):
+            self._found_at = self._num_added, of_prior
+            self._found = [
+                (accepted + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS)
+                for tried, accepted, expected in zip(
+                    self._tried, self._accepted, self._expected(), strict=True
+                )
+            ]
+        return self._found[place]
+
+    def _expected(self) -> Iterator[float]:
+        """The chance at each place by all but what was tried there."""
+        prior = self._prior
         if isinstance(prior, Acceptance):
-            expected = prior.chance(place)
-        else:  # the positions before it say something, too
-            tried, accepted = sum(self._tried[:place]), sum(self._accepted[:place])
-            weight = _PRIOR_TRIALS / (_PRIOR_TRIALS + tried)
-            expected = prior * weight + (accepted / tried if tried else 0.0) * (1 - weight)
-        tried = self._tried[place]
-        return (self._accepted[place] + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS)
+            yield from map(prior.chance, range(MOST_DRAFTED))
+            return
+        before, right = 0.0, 0.0  # the places before it say something, too
+        for tried, accepted in zip(self._tried, self._accepted, strict=True):
+            weight = _PRIOR_TRIALS / (_PRIOR_TRIALS + before)
+            yield prior * weight + (right / before if before else 0.0) * (1 - weight)
+            before, right = before + tried, right + accepted
 
     def chances(self) -> Iterator[float]:
         """That a draft is accepted up to each position."""
@@ -257,6 +301,14 @@ class AutoPolicy:
         self._of_requests: MutableMapping[Hashable, dict[int, Acceptance]] = WeakKeyDictionary()
         self._num_plain = 0  # steps without drafts
         self._saved = _FIRST_SAVED  # steps' time that drafts may still cost
+        self._looked = _MOST_LOOKED  # and that looking for them in vain may
+
+    def looks(self, num: int, most: int) -> bool:
+        """As `DraftPolicy.looks`."""
+        return most > 0 and self._looked > 0 and self._may_draft(num)
+
+    def _may_draft(self, num: int) -> bool:
+        return self._saved > _LEAST_SAVED and self._steps.is_fresh(num)
 
     def choose(self, offers: Sequence[Offer], has_model: bool, most: int) -> list[Choice]:
         """As `DraftPolicy.choose`."""
@@ -264,7 +316,7 @@ class AutoPolicy:
         can_draft = most > 0 and any(
             one.most > 0 and (has_model or one.ngram_length) for one in offers
         )
-        if not can_draft or not self._steps.is_fresh(num) or self._saved <= _LEAST_SAVED:
+        if not can_draft or not self._may_draft(num):
             return none
         without = num / self._time_without(num)
         plans = [self._plan(offers, self._sources(offers, False), most)]
@@ -284,6 +336,8 @@ class AutoPolicy:
         by_model = [choice.size for choice in choices if choice.source == MODEL and choice.size]
         if size == num and not by_model:
             self._saved = min(_MOST_SAVED, self._saved + _EARNED)
+            looked = min(_MOST_LOOK, cost.draft_ns / max(cost.step_ns, 1))
+            self._looked = min(_MOST_LOOKED, self._looked + _EARNED - looked)
             self._num_plain += 1
             if self._num_plain % _MEASURED_PLAIN and self._steps.is_fresh(num):
                 return  # most steps are such ones, and alike
@@ -301,9 +355,24 @@ class AutoPolicy:
                 self._acceptance(offer.request, source).add(min(drafted, got), accepted)
                 self._of_system[source].add(min(drafted, got), accepted)
         if size > num or by_model:
-            step_ns = min(cost.step_ns, _MOST_SLOWED * self._steps.of(size))
-            plan = _Plan([], num_new, step_ns + cost.draft_ns + cost.accept_ns)
-            self._saved = min(_MOST_SAVED, self._saved - self._loss(plan, num))
+            plan = _Plan([], num_new, self._charged(cost, num, by_model))
+            saved = min(_MOST_SAVED, self._saved - self._loss(plan, num))
+            self._saved = max(-_MOST_OWED, saved)
+
+    def _charged(self, cost: StepCost, num: int, by_model: Sequence[int]) -> float:
+        """What the step took, each part up to 1.5 times what is expected of it.
+
+        The rest was a pause, of which drafts are not the cause.
+        """
+        num_new = sum(fate[0] for fate in cost.fates)
+        draft_ns = self._steps.of(num)  # of n-grams: an index may be new
+        if by_model:
+            draft_ns += _MOST_SLOWED * max(by_model) * self._rounds.of(len(by_model))
+        return (
+            min(cost.step_ns, _MOST_SLOWED * self._steps.of(num + sum(cost.drafted)))
+            + min(cost.draft_ns, draft_ns)
+            + min(cost.accept_ns, _MOST_SLOWED * num_new * self._accepting.of(1))
+        )
 
     def _sources(self, offers: Sequence[Offer], has_model: bool) -> list[int | None]:
         """N-grams where there are any; elsewhere the model, if there is one."""
@@ -359,10 +428,16 @@ class AutoPolicy:
         chance, at, source = best
         offer = offers[at]
         count = min(_TRIED, offer.ngram_tokens if source else offer.most, most)
+        round_ns = 0.0
+        if source == MODEL:
+            # A round is of fewer bytes than a step: one that took longer may have been a pause.
+            round_ns, most_ns = self._rounds.of(1), self._time_without(len(offers))
+            if round_ns > most_ns:
+                round_ns, count = most_ns, 1
         choices = [NO_DRAFT] * len(offers)
         choices[at] = Choice(source, count)
         took = self._steps.of(len(offers) + count) + len(offers) * self._accepting.of(1)
-        took += count * self._rounds.of(1) if source == MODEL else 0
+        took += count * round_ns
         return _Plan(choices, len(offers), took)  # at worst
 
     def _loss(self, plan: _Plan, num: int | None = None) -> float:

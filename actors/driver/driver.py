@@ -437,11 +437,13 @@ def _model_drafter(
     config = engine.config
     if system.draft_system is not None:
         mode = step_mode(config, default_mode(config))
-        return ModelDrafter(engine, replace(mode, weights=DRAFT))
-    if not system.draft_predictors_path:
+    elif system.draft_predictors_path:
+        predictors = _read_predictors(system, system.draft_predictors_path, config)
+        mode = step_mode(config, system.draft, predictors.arranged(shards))
+    else:
         return None
-    predictors = _read_predictors(system, system.draft_predictors_path, config)
-    return ModelDrafter(engine, step_mode(config, system.draft, predictors.arranged(shards)))
+    # Services with one set of weights compute with that, and count no neurons of drafts either.
+    return ModelDrafter(engine, replace(mode, weights=DRAFT))
 
 
 def _read_predictors(system: SystemConfig, file: str, config: ModelConfig) -> Predictors:

@@ -18,6 +18,34 @@ from hotcold.model.text.tokenizer import Tokenizer
 # One blank, or a new line with its indentation: small models write blanks for ever where they may.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
 
+_FEW_TOKENS = 512  # are counted anew for each token
+
+
+class _Window:
+    """How often each token stands in the last part of a text that only grows."""
+
+    def __init__(self) -> None:
+        self._counts = np.empty(0, np.int32)  # by token, of [_first, _end)
+        self._first = self._end = 0
+
+    def counts(
+        self, tokens: Sequence[int], first: int, vocab_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The different ids of tokens[first:], ascending, and how often each is there.
+
+        `tokens` begin with those of the last call, and `first` is not less than it was then.
+        """
+        if len(tokens) - first <= _FEW_TOKENS:
+            return np.unique(np.asarray(tokens[first:], np.int64), return_counts=True)
+        if not len(self._counts):
+            self._counts = np.zeros(vocab_size, np.int32)
+            self._first = self._end = first
+        np.subtract.at(self._counts, np.array(tokens[self._first : first], np.int64), 1)
+        np.add.at(self._counts, np.array(tokens[self._end :], np.int64), 1)
+        self._first, self._end = first, len(tokens)
+        ids = np.flatnonzero(self._counts)
+        return ids, self._counts[ids]
+
 
 class Penalties:
     """One request's logit biases, and penalties of tokens that came before."""
@@ -30,6 +58,7 @@ class Penalties:
         self._first_counted = 0 if params.penalize_prompt else num_prompt_tokens
         self._repeats = self._last != 0 and self._repeat != 1
         self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
+        self._repeated, self._counted = _Window(), _Window()
         self._biased = [token_id for token_id, _ in params.biases]
         self._biases = np.array([bias for _, bias in params.biases], np.float32)
 
@@ -47,12 +76,12 @@ class Penalties:
         found[self._biased] += self._biases
         first = 0 if self._last < 0 else max(0, len(tokens) - self._last)
         if self._repeats:
-            ids = np.unique(np.asarray(tokens[first:], np.int64))
+            ids, _ = self._repeated.counts(tokens, first, len(logits))
             old = found[ids]
             found[ids] = np.where(old > 0, old / self._repeat, old * self._repeat)
         if self._counts:
-            counted = np.asarray(tokens[max(first, self._first_counted) :], np.int64)
-            ids, counts = np.unique(counted, return_counts=True)
+            first = max(first, self._first_counted)
+            ids, counts = self._counted.counts(tokens, first, len(logits))
             less = counts.astype(np.float32) * self._frequency
             found[ids] = found[ids] - less - self._presence
         return found
@@ -84,7 +113,8 @@ class Constraint:
 
         The answer's place stays where it is.
         """
-        return ids[: self._matcher.validate_tokens(ids)]
+        # In a copy, as an error would stay in the matcher.
+        return ids[: self._matcher.deep_copy().validate_tokens(ids)]
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; True where none can follow it. Errors: UsageError."""

@@ -266,10 +266,10 @@ class Scheduler:
         return batch
 
     def _stepped(self, batch: Batch) -> list[StepEnd]:
-        """Run a step, again without drafts where numbers are not finite: they may be why."""
+        """Run a step, again without drafts where it failed: they may be why."""
         try:
             return batch.step(self._engine)
-        except NotFiniteError:
+        except RequestError:
             if not batch.drafts:
                 raise
             return batch.with_drafts([]).step(self._engine)

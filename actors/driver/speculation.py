@@ -1,5 +1,6 @@
 """Drafts for a step, and what became of them: n-grams, a drafter and a policy put together."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -8,6 +9,7 @@ from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.batches import Batch
 from hotcold.actors.driver.draft_policy import (
     MODEL,
+    NO_DRAFT,
     Choice,
     DraftPolicy,
     Offer,
@@ -16,8 +18,11 @@ from hotcold.actors.driver.draft_policy import (
 )
 from hotcold.actors.driver.drafts import Drafter
 from hotcold.actors.driver.ngrams import Match, Ngrams
-from hotcold.actors.protocol.failures import NotFiniteError, RequestError
+from hotcold.actors.protocol.failures import RequestError, first_line
 from hotcold.actors.protocol.messages import MOST_DRAFTED
+from hotcold.model.errors import ServiceError
+
+_log = logging.getLogger(__name__)
 
 
 class Speculation:
@@ -40,6 +45,7 @@ class Speculation:
         self._before: list[tuple[ActiveRequest, int]] = []  # requests, each with its tokens
         self._drafts: list[list[int]] = []
         self._draft_ns = 0
+        self._has_failed = False
 
     @property
     def draft_ns(self) -> int:
@@ -53,12 +59,31 @@ class Speculation:
 
         reserve: of (request, count), allocates pages for a draft of `count` tokens where they are
                  free; returns for how many tokens there are pages
-        Errors:  ServiceError
+        Errors:  ServiceError; after any other, which is no request's, there are no drafts
         """
+        try:
+            return self._drafted(batch, most, reserve)
+        except ServiceError:
+            raise
+        except Exception as error:
+            self._offers = []
+            self._note(error)
+            return batch
+
+    def _drafted(
+        self, batch: Batch, most: int, reserve: Callable[[ActiveRequest, int], int]
+    ) -> Batch:
         started = self._clock()
         self._offers, requests = [], batch.requests
         if any(request.num_left != 1 or request.embeds for request in requests):
             return batch  # prompts take the room
+        self._before = [(request, len(request.tokens)) for request in requests]
+        if not self._policy.looks(len(requests), most):
+            self._offers = [Offer(request, 0) for request in requests]
+            self._choices = [NO_DRAFT] * len(requests)
+            self._drafts = [[] for _ in requests]
+            self._draft_ns = self._clock() - started
+            return batch
         matches = [self._match(request) for request in requests]
         self._offers = [
             Offer(
@@ -74,7 +99,6 @@ class Speculation:
             choice._replace(size=reserve(request, choice.size)) if choice.size else choice
             for request, choice in zip(requests, choices, strict=True)
         ]
-        self._before = [(request, len(request.tokens)) for request in requests]
         self._drafts = self._proposed(requests, self._choices, matches)
         self._draft_ns = self._clock() - started
         return batch.with_drafts(self._drafts)
@@ -83,6 +107,12 @@ class Speculation:
         """Take what the prepared step took, and choosing the tokens that its requests got."""
         if not self._offers:
             return
+        try:
+            self._learn(step_ns, accept_ns)
+        except Exception as error:  # what requests got is theirs all the same
+            self._note(error)
+
+    def _learn(self, step_ns: int, accept_ns: int) -> None:
         fates = [
             _fate(request.tokens[num_before:], draft)
             for (request, num_before), draft in zip(self._before, self._drafts, strict=True)
@@ -91,15 +121,17 @@ class Speculation:
         cost = StepCost(self._draft_ns, step_ns, accept_ns, drafted, fates)
         self._policy.learn(self._offers, self._choices, cost)
 
+    def _note(self, error: Exception) -> None:
+        """Write the first such error to the log."""
+        if not self._has_failed:
+            _log.warning("drafts failed, answers go on without them: %s", first_line(error))
+        self._has_failed = True
+
     def _match(self, request: ActiveRequest) -> Match | None:
         if self._ngrams is None:
             return None
         count = min(request.most_drafted, MOST_DRAFTED)
-        match = self._ngrams.find(request, request.tokens, count)
-        if match is None:
-            return None
-        ids = request.useful(match.ids)
-        return Match(ids, match.length) if ids else None
+        return self._ngrams.find(request, request.tokens, count)
 
     def _proposed(
         self,
@@ -109,8 +141,10 @@ class Speculation:
     ) -> list[list[int]]:
         """The drafts of these choices; [] where nothing can be proposed."""
         drafts: list[list[int]] = [
-            match.ids[: choice.size] if match is not None and choice.source != MODEL else []
-            for choice, match in zip(choices, matches, strict=True)
+            request.useful(match.ids[: choice.size])
+            if match is not None and choice.source != MODEL and choice.size
+            else []
+            for request, choice, match in zip(requests, choices, matches, strict=True)
         ]
         asked = [at for at, one in enumerate(choices) if one.source == MODEL and one.size]
         if self._drafter is None or not asked:
@@ -118,7 +152,7 @@ class Speculation:
         counts = [choices[at].size for at in asked]
         try:
             found = self._drafter.propose([requests[at] for at in asked], counts)
-        except (NotFiniteError, RequestError):
+        except RequestError:
             return drafts  # the model's own step says what is wrong, if anything is
         for at, count, ids in zip(asked, counts, found, strict=True):
             drafts[at] = requests[at].useful(ids[:count])

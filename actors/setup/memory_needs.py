@@ -7,11 +7,13 @@ from pathlib import Path
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_share
 from hotcold.actors.setup.shards import arena_layout, draft_config, system_kv_bytes
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
@@ -90,7 +92,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, attention, CPU services
     # With the exchange by calls every process has its own arena.
     num_arenas = 1 if system.exchange == "arena" else num_processes
-    return memory_need(
+    need = memory_need(
         config,
         system_kv_bytes(system, config),
         num_processes,
@@ -98,6 +100,19 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         _predictor_bytes(system),
         draft_bytes(system, config),
     )
+    parts = attention_parts_bytes(system, config)
+    return replace(need, process_bytes=need.process_bytes + parts)
+
+
+def attention_parts_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Upper bound of what attention's service keeps of segments until they are merged.
+
+    That is of a step's tokens at the end of the longest context.
+    """
+    layout = arena_layout(system, config)
+    num_segments = -(-layout.pages_a_slot * PAGE_POSITIONS // SEGMENT_POSITIONS)
+    num_tokens = min(KERNEL_TOKENS, layout.max_tokens)
+    return num_tokens * num_segments * config.num_heads * (config.head_dim + 2) * 4
 
 
 def _predictor_bytes(system: SystemConfig) -> int:

@@ -86,6 +86,8 @@ def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path])
         for _ in range(2):
             np.testing.assert_array_equal(target_logits(system), own)
             np.testing.assert_array_equal(draft_logits(system), wanted)
+        service: Any = system.services[0]
+        assert service.draft._scratch.part_sums is service._scratch.part_sums
 
 
 @pytest.mark.parametrize(

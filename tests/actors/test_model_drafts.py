@@ -17,7 +17,7 @@ from hotcold.actors.driver.model_drafter import ModelDrafter
 from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.model.sampling import SamplingParams
-from hotcold.numba_kernels.serve.mailbox import DRAFT, WEIGHTS
+from hotcold.numba_kernels.serve.mailbox import DRAFT, WATCHED, WEIGHTS
 from tests.actors.batching import CONTEXT, mode_of
 from tests.actors.changing_services import (
     config_of,
@@ -190,6 +190,24 @@ def test_predictors_that_draft_follow_the_services(path: Path, host: StandInRay)
                 drafted.append(last_drafts(system))
     assert drafted[1:] == drafted[:1] * 2
     assert 0 < driver.drafter.times.num_gates < driver.drafter.times.num_tokens * 300
+
+
+def test_neurons_of_predicted_drafts_are_not_counted(path: Path, host: StandInRay) -> None:
+    """What a running system shows of its neurons is what answers took."""
+    file = write_sign_predictors(path, seed=1)
+    options = {"draft": "predicted", "draft_predictors_path": str(file)}
+    with stand_in_system(host, config_of(path, **options)) as system:
+        driver = driver_of(system)
+        engine, drafter = driver.engine, driver.drafter
+        assert drafter is not None and drafter.mode.predictor is not None
+        buffers = engine.exchange.buffers
+        buffers.requests[:, WATCHED] = 1
+        engine.step([1], [0], [0])
+        counts, steps = buffers.neuron_counts.copy(), buffers.counted_steps.copy()
+        assert counts.any() and steps.any()
+        engine.step([2], [1], [0], mode=drafter.mode)
+        np.testing.assert_array_equal(buffers.neuron_counts, counts)
+        np.testing.assert_array_equal(buffers.counted_steps, steps)
 
 
 def last_drafts(system: StandInSystem) -> tuple[int, list[int]]:

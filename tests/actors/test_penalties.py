@@ -62,6 +62,29 @@ def test_the_formula(penalties: dict[str, Any]) -> None:
     np.testing.assert_array_equal(logits, before)  # others may still read them
 
 
+@pytest.mark.parametrize("last", [-1, 600, 64])
+@pytest.mark.parametrize("penalize_prompt", [False, True])
+def test_long_texts_token_by_token(last: int, penalize_prompt: bool) -> None:
+    """What is counted on as a text grows is what one look at all of it counts, to the last bit."""
+    random = np.random.default_rng(2)
+    params = SamplingParams(
+        repeat_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2,
+        repeat_last_n=last, penalize_prompt=penalize_prompt,
+    )  # fmt: skip
+    logits = random.standard_normal(90).astype(np.float32)
+    tokens = (60 + random.integers(0, 30, 700)).tolist()  # most of them leave the window for good
+    num_prompt, growing = 50, Penalties(params, 50)
+    tokens += random.integers(0, 60, 900).tolist()
+    length = 400
+    while length <= len(tokens):
+        found = growing.applied(logits, tokens[:length])
+        anew = Penalties(params, num_prompt).applied(logits, tokens[:length])
+        np.testing.assert_array_equal(found, anew)
+        wanted = expected(logits, tokens[:num_prompt], tokens[num_prompt:length], params)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+        length += int(random.integers(1, 4))
+
+
 @pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 2.0, "repeat_last_n": 0}])
 def test_without_penalties_nothing_is_done(penalties: dict[str, Any]) -> None:
     logits = np.ones(5, np.float32)

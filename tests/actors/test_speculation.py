@@ -17,7 +17,7 @@ from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.speculation import Speculation
-from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
+from hotcold.actors.protocol.failures import AnswerFailed, CacheLost, NotFiniteError
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
@@ -349,6 +349,53 @@ def test_a_draft_that_is_not_finite_is_dropped(tiny: Tiny) -> None:
             bad = start(driver, GenerateRequest(greedy, prompt_ids=[3, bad_id], request_id="bad"))
             assert answers(driver, beside(requests, "beside")) == alone
             assert isinstance(bad.end(), NotFiniteError)
+
+
+def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    """A drafter fails, or a service cannot answer a step that has drafts."""
+    requests = [replace(repetitive(seed), num_prompt_logprobs=None) for seed in range(6)]
+    with batching(tiny("llama-gqa"), context=192) as (_, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        drafter, random = NastyDrafter(2, VOCAB_SIZE), np.random.default_rng(0)
+
+        def fail() -> None:
+            if random.integers(2):
+                raise KeyError("no such thing")
+
+        drafter.before_call = fail
+        engine = driver.engine
+        step, num_failed = engine.step, 0
+
+        def failing(*args: Any, **options: Any) -> np.ndarray:
+            nonlocal num_failed
+            slots, num_logits = args[2:4] if len(args) > 3 else ((), 0)
+            if num_logits > len(set(slots)):  # logits of drafts
+                num_failed += 1
+                raise AnswerFailed(1, "a neuron cannot be read")
+            return step(*args, **options)
+
+        engine.step = failing  # type: ignore[method-assign]
+        with drafting(driver, drafter, FixedPolicy(4), ngrams=True):
+            assert answers(driver, beside(requests, "beside")) == alone
+        assert num_failed and drafter.num_calls
+        assert caplog.text.count("drafts failed") == 1
+
+
+def test_what_drafts_learn_is_no_request_s(tiny: Tiny) -> None:
+    class Failing(AutoPolicy):
+        num_failed = 0
+
+        def learn(self, *args: Any) -> None:
+            self.num_failed += 1
+            raise ValueError("no such thing")
+
+    requests = [repetitive(seed) for seed in range(4)]
+    policy = Failing()
+    with batching(tiny("llama-gqa"), context=192) as (_, driver):
+        alone = [answer(driver, request)[0] for request in requests]
+        with drafting(driver, None, policy, ngrams=True):
+            assert answers(driver, beside(requests, "beside")) == alone
+        assert policy.num_failed
 
 
 def test_a_cancelled_request_keeps_the_beginning(tiny: Tiny) -> None:

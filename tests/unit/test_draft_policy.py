@@ -100,6 +100,11 @@ def by_memory(size: int) -> float:
     return 50e6 * (1 + 0.03 * (size - 1))
 
 
+def by_memory_of_20_ms(size: int) -> float:
+    """A faster one."""
+    return 20e6 * (1 + 0.03 * (size - 1))
+
+
 def by_arithmetic(size: int) -> float:
     """A step bound by products: each token costs as much."""
     return 20e6 * (0.1 + 0.9 * size)
@@ -174,6 +179,79 @@ def test_costs_that_change_are_noticed() -> None:
     simulation.run(3000, 0.0, ngram_chance=0.8, ngram_length=8)
     fast = simulation.run(500, 0.0, ngram_chance=0.8, ngram_length=8)
     assert fast > 1.5 * without(by_memory, 1, 2000)
+
+
+@pytest.mark.parametrize(("num", "jump", "chance"), [(5, 1.3, 0.3), (9, 1.6, 0.5)])
+def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance: float) -> None:
+    """Where the first drafted token makes a step dearer, as with kernels for so many tokens."""
+
+    def step_ns(size: int) -> float:
+        return 20e6 * (1 + 0.01 * (size - num)) * (1.0 if size <= num else jump)
+
+    simulation = Simulation(AutoPolicy(), step_ns, num, noise=0.01, slow_share=0.0)
+    simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
+    rate = simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
+    plain = Simulation(FixedPolicy(0), step_ns, num, noise=0.01, slow_share=0.0)
+    assert rate > 0.98 * plain.run(1500, 0.0)
+
+
+@pytest.mark.parametrize("first_ns", [30e6, 60e6, 400e6])
+def test_a_slow_first_draft_is_forgiven(first_ns: float) -> None:
+    """A model's drafts pay well; the first one waited for something."""
+    simulation = Simulation(AutoPolicy(), by_memory_of_20_ms, round_ns=first_ns)
+    while not simulation.num_drafted:
+        simulation.run(1, 0.85)
+    simulation.round_ns = 6e6
+    simulation.run(4000, 0.85)
+    assert simulation.run(500, 0.85) > 1.3 * without(by_memory_of_20_ms, 1, 500)
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_one_pause_is_forgiven(has_model: bool) -> None:
+    """Twenty seconds in which a draft waited for something else."""
+    policy = AutoPolicy()
+    simulation = Simulation(policy, by_memory_of_20_ms, round_ns=6e6 if has_model else 0.0)
+    args = (0.85,) if has_model else (0.0, 0.85, 8)
+    before = simulation.run(1000, *args)
+    request = simulation.requests[0]
+    offers = [Offer(request, MOST_DRAFTED, 0 if has_model else MOST_DRAFTED, 0 if has_model else 8)]
+    for _ in range(200):
+        choices = policy.choose(offers, has_model, 31)
+        if size := choices[0].size:
+            break
+    assert size > 0
+    pause = round(20e9)
+    policy.learn(offers, choices, StepCost(pause, pause, pause, [size], [(1, 0)]))
+    simulation.run(700, *args)
+    assert simulation.run(300, *args) > 0.9 * before
+
+
+def test_looking_for_drafts_costs_little() -> None:
+    """Of short steps few are looked at, of long ones all, and none while drafts have lost."""
+
+    def share(step_ns: int, num_steps: int = 4000) -> float:
+        policy, request, num_looks = AutoPolicy(), Request(), 0
+        for _ in range(num_steps):
+            looks = policy.looks(1, 31)
+            num_looks += looks
+            none = [Choice(MODEL, 0)]
+            cost = StepCost(100_000 if looks else 1000, step_ns, 1000, [0], [(1, 0)])
+            policy.learn([Offer(request, 0)], none, cost)
+        assert not policy.looks(1, 0)
+        return num_looks / num_steps
+
+    assert 0.02 < share(1_000_000) < 0.1
+    assert share(50_000_000) > 0.9
+    policy, offers = AutoPolicy(), [Offer(Request(), MOST_DRAFTED, MOST_DRAFTED, 4)]
+    plain = StepCost(1000, 10**7, 1000, [0], [(1, 0)])
+    policy.learn(offers, [Choice(MODEL, 0)], plain)
+    assert policy.looks(1, 31)
+    for _ in range(10):
+        policy.learn(offers, [Choice(4, 8)], StepCost(1000, 10**8, 1000, [8], [(1, 0)]))
+    assert not policy.looks(1, 31)
+    for _ in range(1000):
+        policy.learn(offers, [Choice(MODEL, 0)], plain)
+    assert policy.looks(1, 31)
 
 
 def test_it_takes_the_better_of_two_drafts() -> None:

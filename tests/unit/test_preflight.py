@@ -11,7 +11,7 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.choose import choose_system, require_one_mode
-from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.memory_needs import attention_parts_bytes, system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
 from hotcold.jobs.cli import main
@@ -66,6 +66,20 @@ def test_arenas_of_calls_are_counted(tmp_path: Path) -> None:
     config = read_model(make_tiny("llama-relu", tmp_path))
     system = SystemConfig(str(tmp_path), num_cpu_actors=3, exchange="calls")
     assert system_need(system, config).arena_bytes == 5 * arena_layout(system, config).num_bytes
+
+
+def test_segments_of_long_contexts_are_counted(tmp_path: Path) -> None:
+    """As the service allocates them, once for the draft and the model."""
+    config = read_model(make_tiny("llama-gqa", tmp_path))
+    needs = []
+    for pages in (4, 400):
+        system = SystemConfig(str(tmp_path), context_length=64 * pages, max_batch=1)
+        parts = attention_parts_bytes(system, config)
+        heads, dim = config.num_heads, config.head_dim
+        num_tokens = min(32, arena_layout(system, config).max_tokens)
+        assert parts == num_tokens * (pages // 4) * heads * (dim + 2) * 4
+        needs.append(system_need(system, config).process_bytes - parts)
+    assert needs[0] == needs[1]
 
 
 def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
