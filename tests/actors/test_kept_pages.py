@@ -16,7 +16,6 @@ from hotcold.actors.driver import service_page_store
 from hotcold.actors.driver.service_page_store import ServicePageStore
 from hotcold.actors.protocol.failures import CacheLost, ServiceLost
 from hotcold.actors.protocol.page_store import OpenedPages, Page
-from hotcold.model.errors import ServiceError
 from tests.actors.kept_system import wait_until
 
 LAYERS, PAGES, LIMIT = 3, 16, 1 << 20
