@@ -360,7 +360,9 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     file.read = slow  # type: ignore[method-assign, assignment]
     found: list[int] = []
     keys = [key(n) for n in range(8)]
-    loading = threading.Thread(target=lambda: found.append(kept.load(b"first", keys, range(8, 16))))
+    loading = threading.Thread(
+        target=lambda: found.append(kept.load(b"first", keys, at(*range(8, 16))))
+    )
     loading.start()
     assert begun.wait(60)
     opening = threading.Thread(target=kept.open, args=(b"second", ONE))
@@ -371,7 +373,7 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     opening.join(60)
     loading.join(60)
     assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
-    assert kept.load(b"second", keys, range(8, 16)) == 8
+    assert kept.load(b"second", keys, at(*range(8, 16))) == 8
     kept.close()
 
 
@@ -404,10 +406,10 @@ def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Ma
         assert may_end.wait(60)
 
     services.before_saving = wait
-    store.save(key(100), 15)
+    store.save(key(100), (15,))
     assert begun.wait(60)
     for n in range(8):  # in one call, then
-        store.save(key(n), n)
+        store.save(key(n), (n,))
     may_end.set()
     ended: list[bytes] = []
     assert wait_until(lambda: ended.extend(store.saved()) or len(ended) == 9)  # type: ignore[func-returns-value]
