@@ -11,7 +11,7 @@ from typing import Any
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
-from hotcold.model.parameters import Number, Switch, Whole
+from hotcold.model.parameters import Number, Switch, Texts, Whole
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
@@ -192,6 +192,8 @@ class Draws:
                     found[name] = chance.randint(low, min(high, low + 8))
                 case Switch():
                     found[name] = chance.random() < 0.5
+                case Texts():
+                    found[name] = chance.sample(_STOPS, 2)
         return found
 
     def _grammar(self, chance: random.Random) -> Grammar | None:

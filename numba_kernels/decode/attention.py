@@ -68,7 +68,7 @@ def softcap_kernel(values, cap):
         values[i] = cap * np.float32(math.tanh(values[i] / cap))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def first_seen(window, position):
     """The first position that a token at `position` sees."""
     return max(0, position + 1 - window) if window else 0

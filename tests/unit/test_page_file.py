@@ -217,6 +217,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         file.close()
 
 
+ROOT = Path(__file__).resolve().parents[2]
 _WRITER = """
     import sys, random
     from pathlib import Path
@@ -233,7 +234,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     path, chosen = tmp_path / "a.pages", random.Random(5)
     for start in range(0, 6_000_000, 1_000_000):
         command = [sys.executable, "-c", textwrap.dedent(_WRITER), str(path), str(start)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
             size = path.stat().st_size

@@ -65,7 +65,7 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
 
     async def visit() -> None:
         backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a")
+        visitor: Any = SimpleNamespace(session_hash="a", headers={})
         chat = Chat(backend, "model", True)
         await chat._restore([kept("one"), kept("two")], visitor)
         chat._history(visitor).remove("two")

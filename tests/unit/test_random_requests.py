@@ -64,8 +64,8 @@ def drawn(draws: Draws, count: int) -> list[Any]:
 @pytest.mark.parametrize("has_text", [True, False])
 def test_requests_are_drawn_again(has_text: bool, tiny: Callable[..., TinyCheckpoint]) -> None:
     path: Path = DEMO_DIRECTORY if has_text else tiny("llama-gqa").path
-    found = drawn(Draws(path, 3, 256), 400)
-    assert found == drawn(Draws(path, 3, 256), 400)
+    found = drawn(Draws(path, 3, 256), 1000)
+    assert found == drawn(Draws(path, 3, 256), 1000)
     assert found[:5] != drawn(Draws(path, 4, 256), 5)
     requests = [one.request for one in found]
     sizes = [len(one.prompt_ids or []) for one in requests]
@@ -88,7 +88,7 @@ def test_requests_are_drawn_again(has_text: bool, tiny: Callable[..., TinyCheckp
     assert varied >= PARAMETERS.keys() - {"repetition_penalty"} - (set() if has_text else {"stop"})
     assert {True, False} == {one.leaves_after is None for one in found}
     assert any(one.kills for one in found) and any(one.restarts for one in found)
-    assert not any(one.kills or one.restarts for one in drawn(Draws(path, 3, 256, False), 400))
+    assert not any(one.kills or one.restarts for one in drawn(Draws(path, 3, 256, False), 1000))
 
 
 @pytest.mark.thorough

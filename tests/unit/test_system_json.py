@@ -19,6 +19,8 @@ def _changed(default: Any) -> Any:
             return not default
         case int():
             return default + 3
+        case None:  # a number of bytes
+            return 3
         case str():
             return f"{default} 'ö\n"
         case tuple():
