@@ -31,11 +31,13 @@ _FRESH_STEPS = 64  # after so many steps the cost of a step without drafts is me
 _MEASURED_PLAIN = 4  # of so many steps without drafts one is measured
 _MOST_SLOWED = 1.5  # of what a step takes: the rest is other programs'
 _KEPT_STEPS = 512  # after so many the cost of an anchor is forgotten
-_EARNED = 0.005  # of a step's time without drafts, for trials
+_EARNED = 0.01  # of a step's time without drafts, for trials
+_LOOK_EARNED = 0.005  # and for looking for drafts
 _FIRST_SAVED, _LEAST_SAVED, _MOST_SAVED = 1.0, -1.0, 3.0  # steps; drafts pay from the least on
-_MOST_OWED = 3.0  # steps, whatever one draft took
+_MOST_OWED = 2.0  # steps, whatever one draft took
 _MOST_LOOKED, _MOST_LOOK = 1.0, 0.1  # steps, for looking in vain: in all, and once
-_RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved
+_RISKED = 0.5  # step's time that a draft may cost in vain, however little is saved,
+_SURE = 1.1  # unless it is expected to give so many times what steps without drafts give
 _TRIED = 2  # tokens of a trial's draft
 _LEAST_CHANCE = 0.02  # a token that is accepted less often is not proposed
 
@@ -291,7 +293,7 @@ class AutoPolicy:
     """As many tokens as give the most tokens a second, none where drafts do not pay."""
 
     def __init__(self) -> None:
-        self._steps = Costs(growth=0.05)  # by tokens of the step
+        self._steps = Costs(growth=0.15)  # by tokens of the step
         self._rounds = Costs(growth=0.1)  # of a model's draft, by requests: a token of each
         self._accepting = Costs(growth=1.0)  # choosing one token
         priors = {MODEL: _MODEL_PRIOR, **_NGRAM_PRIORS}
@@ -337,7 +339,7 @@ class AutoPolicy:
         if size == num and not by_model:
             self._saved = min(_MOST_SAVED, self._saved + _EARNED)
             looked = min(_MOST_LOOK, cost.draft_ns / max(cost.step_ns, 1))
-            self._looked = min(_MOST_LOOKED, self._looked + _EARNED - looked)
+            self._looked = min(_MOST_LOOKED, self._looked + _LOOK_EARNED - looked)
             self._num_plain += 1
             if self._num_plain % _MEASURED_PLAIN and self._steps.is_fresh(num):
                 return  # most steps are such ones, and alike
@@ -392,7 +394,8 @@ class AutoPolicy:
             gains += [(chance, at) for _, chance in zip(range(limit), likely, strict=False)]
         gains.sort(key=lambda gain: -gain[0])  # stable: a request's own stay in order
         counts, num_new, best = [0] * num, float(num), _Plan([], 0.0, 1.0)
-        most_time = (1 + max(self._saved, _RISKED)) * self._time_without(num)
+        without = self._time_without(num)
+        most_time = (1 + max(self._saved, _RISKED)) * without
         best_counts, num_models, rounds = counts, 0, 0
         for size, (chance, at) in enumerate(gains[:most], num + 1):
             if sources[at] == MODEL:
@@ -402,7 +405,8 @@ class AutoPolicy:
             num_new += chance
             took = self._steps.of(size) + num_new * accepting
             took += rounds * self._rounds.of(num_models) if rounds else 0
-            if took > most_time:  # it may all be in vain
+            is_sure = num_new * without > _SURE * num * took
+            if took > most_time and not is_sure:  # it may all be in vain
                 break
             if num_new * best.took > best.num_new * took:
                 best, best_counts = _Plan([], num_new, took), counts.copy()
