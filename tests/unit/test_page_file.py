@@ -232,9 +232,10 @@ _WRITER = """
 
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     path, chosen = tmp_path / "a.pages", random.Random(5)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for start in range(0, 6_000_000, 1_000_000):
         command = [sys.executable, "-c", textwrap.dedent(_WRITER), str(path), str(start)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as writer:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
             size = path.stat().st_size
