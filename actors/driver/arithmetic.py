@@ -43,13 +43,12 @@ def arithmetic_identity(
     config: ModelConfig,
     topology: Topology,
     share_tokens: int,
-    device_name: str = "cpu",
 ) -> bytes:
     """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
-    with their threads and neurons, the CPU and the GPU (`device_name`), sources, libraries, cuts of
-    prompts (`share_tokens`), and which frequencies ropes have for the context.
+    with their threads and neurons, the CPU, sources, libraries, cuts of prompts (`share_tokens`),
+    and which frequencies ropes have for the context. No GPU: a store is refused beside one.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
@@ -64,7 +63,6 @@ def arithmetic_identity(
         "share_tokens": share_tokens,
         "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
         "instructions": [sorted(matmul_features()), _chosen_instructions()],
-        "device": device_name,
         "sources": [_version("hotcold"), _sources()],
         "libraries": [_version(name) for name in _LIBRARIES],
     }

@@ -404,7 +404,9 @@ class Driver:
         """Find only what the services compute as they are now."""
         system, config = self._system, self.generator.config
         share = 0 if system.prefix_cache_bytes == 0 else share_tokens(self.engine.cut_tokens)
-        identity = arithmetic_identity(system, config, topology, share) if share else b""
+        identity = b""  # in memory, what is kept has the life of these services
+        if share and self._prefixes.store is not None:
+            identity = arithmetic_identity(system, config, topology, share)
         self._prefixes.use(identity, share)
 
     def close(self) -> None:

@@ -65,10 +65,10 @@ def test_what_changes_it(system: SystemConfig, change: _Change) -> None:
     assert _identity(*change(system, specs)) != _identity(system, specs)
 
 
-def test_cuts_and_devices_change_it(system: SystemConfig) -> None:
+def test_cuts_change_it(system: SystemConfig) -> None:
     specs = service_specs(system, read_config(Path(system.model_path)))
     found = {_identity(system, specs), _identity(system, specs, share_tokens=512)}
-    assert len(found | {_identity(system, specs, device_name="a GPU")}) == 3
+    assert len(found) == 2
 
 
 def test_what_leaves_it(system: SystemConfig) -> None:
