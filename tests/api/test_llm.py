@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -188,6 +189,15 @@ def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
     await_idle(llm)
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """An interrupt in a callback of the collector is lost, and Hypothesis has such a callback."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
 def test_an_interrupt_ends_a_batch(llm: LLM) -> None:
     interrupt = when_running(llm, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
