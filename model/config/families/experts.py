@@ -11,6 +11,8 @@ from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RouterSpec
 
 MAX_EXPERTS = 1 << 16
+# The number of experts: transformers 5 writes another of these than a family's own files have.
+COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_router(
@@ -23,9 +25,18 @@ def read_router(
 ) -> RouterSpec:
     """Return the router of `experts_key` experts, `chosen_key` of them for a token.
 
+    Another of COUNT_KEYS may stand in place of `experts_key`.
     Errors:  ConfigError for none, or more chosen than there are
     """
-    experts = reader.integer(experts_key, high=MAX_EXPERTS)
+    found = {
+        key: reader.integer(key, high=MAX_EXPERTS)
+        for key in (experts_key, *COUNT_KEYS)
+        if reader.has(key)
+    }
+    experts = next(iter(found.values()), 0) or reader.integer(experts_key, high=MAX_EXPERTS)
+    for key, count in found.items():
+        if count != experts:
+            raise reader.fail(key, f"is {count} but {experts_key} is {experts}; keep one")
     return RouterSpec(
         num_experts=experts,
         num_chosen=reader.integer(chosen_key, high=experts),

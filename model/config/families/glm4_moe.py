@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.experts import (
+    COUNT_KEYS,
     GGUF_EXPERTS,
     expert_size,
     fused,
@@ -86,7 +87,7 @@ GLM4_MOE = Family(
     read_fields=_read_fields,
     tensor_names=_names,
     reads=(
-        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+        *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "use_qk_norm"),
         *("first_k_dense_replace", "num_nextn_predict_layers", "partial_rotary_factor"),
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.activations import CLAMPED_SLOPE
-from hotcold.model.config.families.experts import GGUF_EXPERTS, read_router
+from hotcold.model.config.families.experts import COUNT_KEYS, GGUF_EXPERTS, read_router
 from hotcold.model.config.families.family import (
     Family,
     max_positions,
@@ -78,7 +78,7 @@ GPT_OSS = Family(
         sinks="self_attn.sinks", experts=(_FLOATS, _MXFP4, *GGUF_EXPERTS)
     ),
     reads=(
-        *("num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"),
+        *(*COUNT_KEYS, "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"),
         *("sliding_window", "layer_types"),
     ),
     defaults={"head_dim": 64, "num_key_value_heads": 8},

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import GGUF_EXPERTS, expert_size, fused, read_router
+from hotcold.model.config.families.experts import (
+    COUNT_KEYS,
+    GGUF_EXPERTS,
+    expert_size,
+    fused,
+    read_router,
+)
 from hotcold.model.config.families.family import Family
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, ExpertNames
@@ -59,8 +65,8 @@ GRANITE_MOE = Family(
     eos_id=2,
     read_fields=_read_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=(_EXPERTS, _NEW, *GGUF_EXPERTS)),
-    reads=("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", *_SCALES),
-    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    reads=(*COUNT_KEYS, "num_experts_per_tok", "shared_intermediate_size", *_SCALES),
+    defaults={"num_experts_per_tok": 2},
 )
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import GGUF_EXPERTS, fused, named_experts, read_router
-from hotcold.model.config.families.family import Family, num_layers, windows
+from hotcold.model.config.families.experts import (
+    COUNT_KEYS,
+    GGUF_EXPERTS,
+    fused,
+    named_experts,
+    read_router,
+)
+from hotcold.model.config.families.family import Family, max_positions, num_layers, windows
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
+from hotcold.model.config.rope import read_rope
 
 _NAMED = named_experts("block_sparse_moe", "w1", "w3", "w2")
 _FUSED = fused(
@@ -22,7 +29,8 @@ _FUSED = fused(
 
 def _mixtral_fields(reader: ConfigReader) -> dict[str, Any]:
     """Without sliding_window there are no windows, other than in Mistral."""
-    fields = llama_fields(reader, norm_eps=1e-5)
+    rope = read_rope(reader, max_positions(reader), theta=1e6)
+    fields = llama_fields(reader, norm_eps=1e-5, ropes=(rope,))
     sliding = (reader.has("sliding_window"),) * num_layers(reader)
     router = read_router(reader, "num_local_experts", "softmax", True)
     return {
@@ -49,10 +57,9 @@ MIXTRAL = Family(
     eos_id=2,
     read_fields=_mixtral_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS)),
-    reads=("num_local_experts", "num_experts_per_tok", "sliding_window"),
-    defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8,
-              "num_experts_per_tok": 2},
-)  # fmt: skip
+    reads=(*COUNT_KEYS, "num_experts_per_tok", "sliding_window"),
+    defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
+)
 _PREDICTORS = tuple(f"block_sparse_moe.experts.{{}}.predictor.fc{i}.weight" for i in (1, 2))
 TURBOSPARSE_MIXTRAL = replace(
     MIXTRAL,

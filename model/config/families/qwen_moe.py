@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.experts import (
+    COUNT_KEYS,
     GGUF_EXPERTS,
     expert_size,
     fused,
@@ -19,7 +20,7 @@ from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 
-_KEYS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")
+_KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
 _FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -102,5 +103,5 @@ OLMOE = Family(
     eos_id=50279,
     read_fields=_olmoe_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS), **_QK_NORMS),
-    reads=_KEYS[:3],
+    reads=(*_KEYS[:-1],),
 )

@@ -10,14 +10,20 @@ from hotcold.model.config.families.experts import (
     named_experts,
     read_router,
 )
-from hotcold.model.config.families.family import MAX_WIDTH, Family, num_layers, windows
+from hotcold.model.config.families.family import (
+    MAX_WIDTH,
+    Family,
+    max_positions,
+    num_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
+from hotcold.model.config.rope import read_rope
 from hotcold.model.errors import shown
 
-_THETA = 1e6
 # Kinds of experts that no published model has, and the values without effect.
 _REFUSED = {
     "moe_enable_secondary_experts": (False,),
@@ -44,7 +50,8 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
         raise reader.fail("moe_layer_layout", "has layers without experts: not supported")
     size = expert_size(reader, "moe_ffn_hidden_size")
     dense = ConfigReader({**reader.values, "intermediate_size": size}, reader.source)
-    fields = llama_fields(dense, activation_default="relu")
+    rope = read_rope(reader, max_positions(reader), theta=1e6)
+    fields = llama_fields(dense, activation_default="relu", ropes=(rope,))
     if fields["activation_fn"] != "relu":
         raise reader.fail("hidden_act", f"is {fields['activation_fn']}; SmallThinker's is relu")
     is_softmax = reader.boolean("moe_primary_router_apply_softmax", False)
@@ -94,5 +101,4 @@ SMALLTHINKER = Family(
         *("moe_primary_router_apply_softmax", "sliding_window_layout", "sliding_window_size"),
         *("rope_layout", "moe_layer_layout", *_REFUSED),
     ),
-    defaults={"rope_theta": _THETA},
 )

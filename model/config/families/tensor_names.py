@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,6 +35,13 @@ class ExpertNames:
     def below(self, prefix: str) -> ExpertNames:
         """Return the names with `prefix` before each."""
         return _below(self, prefix)
+
+
+def layout_in(layouts: Sequence[ExpertNames], has: Callable[[str], bool]) -> ExpertNames | None:
+    """Return the layout that a checkpoint has, None for no experts; `has` says which tensors."""
+    return next(
+        (one for one in layouts if has(one.gate.format(0)) and has(one.down.format(0))), None
+    )
 
 
 def _below(names: Any, prefix: str) -> Any:
