@@ -1,7 +1,7 @@
 """Models that transformers has no code for, as its own with a few modules changed.
 
 Their published code is that of Llama or Mistral, with these changes: FATReLU of ProSparse and
-MiniCPM-S, dReLU of Bamboo, the scales of MiniCPM, the experts of SmallThinker and TurboSparse-Mixtral.
+MiniCPM-S, dReLU of Bamboo, the scales of MiniCPM, experts of SmallThinker and TurboSparse-Mixtral.
 """
 
 from __future__ import annotations
