@@ -36,7 +36,7 @@ def experts_output(
     """
     spec = config.layers[layer].ffn
     names = tensor_names(config).of_layer(layer)
-    tensors = _Tensors(checkpoint)
+    tensors = Tensors(checkpoint)
     if spec.router is None:
         dense = (tensors.of(f"{name}.weight") for name in (names.gate, names.up, names.down))
         return _expert(spec, ffn_input, *dense)
@@ -48,7 +48,7 @@ def experts_output(
     for expert in range(spec.router.num_experts):
         chosen = weights[:, expert] != 0
         if chosen.any():
-            parts = _expert_tensors(tensors, layout, spec, expert)
+            parts = expert_tensors(tensors, layout, spec, expert)
             rows = _expert(spec, ffn_input[chosen], *parts)
             out[chosen] += weights[chosen, expert, None] * rows
     if len(spec.block_sizes) > spec.router.num_experts:
@@ -89,7 +89,7 @@ def expert_weights(
 
 
 def _router(
-    tensors: _Tensors, layout: ExpertNames, spec: RouterSpec
+    tensors: Tensors, layout: ExpertNames, spec: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     bias = tensors.of(layout.router_bias) if spec.has_bias else None
     selection = tensors.of(layout.selection_bias) if spec.has_selection_bias else None
@@ -117,7 +117,7 @@ def _expert(
     return functional.linear(h, down, down_bias)
 
 
-def _shared(tensors: _Tensors, layout: ExpertNames, spec: FfnSpec, x: torch.Tensor) -> torch.Tensor:
+def _shared(tensors: Tensors, layout: ExpertNames, spec: FfnSpec, x: torch.Tensor) -> torch.Tensor:
     assert spec.router is not None
     gate, up = tensors.of(layout.shared_gate), tensors.of(layout.shared_up)
     if layout.shared_gate == layout.shared_up:
@@ -128,7 +128,7 @@ def _shared(tensors: _Tensors, layout: ExpertNames, spec: FfnSpec, x: torch.Tens
     return out
 
 
-def _expert_tensors(tensors: _Tensors, layout: ExpertNames, spec: FfnSpec, expert: int) -> tuple:
+def expert_tensors(tensors: Tensors, layout: ExpertNames, spec: FfnSpec, expert: int) -> tuple:
     """An expert's gate, up, down, their biases, its predictor."""
     gate, up, down = (
         tensors.of_expert(name, expert) for name in (layout.gate, layout.up, layout.down)
@@ -158,7 +158,7 @@ def _apart(
     return first, second
 
 
-class _Tensors:
+class Tensors:
     """A checkpoint's tensors in float64."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

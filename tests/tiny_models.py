@@ -439,7 +439,7 @@ def _write(
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model = model.to(getattr(torch, dtype))
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shard_bytes = num_bytes + 1 if shards == 1 else -(-num_bytes // shards)
     model.save_pretrained(directory, max_shard_size=shard_bytes)
     if published := getattr(model, "published_config", None):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from hotcold.model.config import build, gguf_architectures
 from hotcold.model.config.build import read_config
-from hotcold.model.config.families import FAMILIES, WITHOUT_KERNELS
+from hotcold.model.config.families import FAMILIES, WITHOUT_KERNELS, tensor_names
+from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
+from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.errors import ConfigError
+from hotcold.model.files.checkpoint import Checkpoint
+from tests.gguf_files import LlamaFile
 from tests.reference import reference_logits
+from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, VOCAB_SIZE, make_tiny
 from tests.unit.test_reference import relative_difference
@@ -138,3 +147,117 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
+    """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
+
+    layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
+    """
+    _, arch, pairs_rows, keys = FILES[case]
+    config, checkpoint = read_config(path), Checkpoint(path)
+    values = json.loads((path / "config.json").read_text())
+    drafts = keys.get("nextn_predict_layers", 0)
+    sizes = {
+        "num_hidden_layers": config.num_layers + drafts,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+    }
+    theta = {"rope.freq_base": config.ropes[0].theta}
+    tensors = load_file(path / "model.safetensors")
+    parts = (".mlp.experts", ".mlp.gate.", ".mlp.router", ".mlp.shared", "_moe.", "_mlp.", "sinks")
+    plain = {n: t for n, t in tensors.items() if not any(part in n for part in parts)}
+    if config.tied_embeddings:
+        plain.pop("lm_head.weight", None)
+    extra: dict[str, np.ndarray] = {}
+    for layer, spec in enumerate(config.layers):
+        names = tensor_names(config).of_layer(layer)
+        found = ffn_tensors(checkpoint, names.experts, spec.ffn)
+        if found and layout == "split":
+            for role in ("gate", "up", "down"):
+                for expert, one in enumerate(found.pop(f"ffn_{role}_exps.weight")):
+                    found[f"ffn_{role}.{expert}.weight"] = one
+        if found and layout == "merged":
+            both = [found.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")]
+            found["ffn_gate_up_exps.weight"] = np.concatenate(both, axis=1)
+        if spec.attention.has_sinks:
+            found["attn_sinks.weight"] = tensors[f"model.{names.sinks}"]
+        extra |= {f"blk.{layer}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
+    if drafts:
+        extra[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    LlamaFile(
+        values | sizes,
+        plain,
+        keys={f"{arch}.{key}": value for key, value in (theta | keys).items()},
+        extra=extra,
+        arch=arch,
+        pairs_rows=pairs_rows,
+    ).write(path / "m.gguf")
+
+
+def ffn_tensors(
+    checkpoint: Checkpoint, layouts: Sequence[ExpertNames], spec: FfnSpec
+) -> dict[str, np.ndarray]:
+    """A layer's experts by GGUF's names; {} of a dense layer."""
+    layout = layout_in(layouts, checkpoint.has)
+    if layout is None or spec.router is None:
+        return {}
+    tensors, found = Tensors(checkpoint), {}
+    experts = [expert_tensors(tensors, layout, spec, e) for e in range(spec.router.num_experts)]
+    columns = list(zip(*experts, strict=True))
+    for role, gate_up_down in zip(("gate", "up", "down"), columns[:3], strict=True):
+        found[f"ffn_{role}_exps.weight"] = torch.stack(gate_up_down)
+    for role, biases in zip(("gate", "up", "down"), columns[3:6], strict=True):
+        if spec.has_biases:
+            found[f"ffn_{role}_exps.bias"] = torch.stack(biases)
+    found["ffn_gate_inp.weight"] = tensors.of(layout.router)
+    if spec.router.has_bias:
+        found["ffn_gate_inp.bias"] = tensors.of(layout.router_bias)
+    if spec.router.has_selection_bias:
+        found["exp_probs_b.bias"] = tensors.of(layout.selection_bias)
+    if len(spec.block_sizes) > spec.router.num_experts:
+        gate, up = tensors.of(layout.shared_gate), tensors.of(layout.shared_up)
+        if layout.shared_gate == layout.shared_up:
+            gate, up = gate.chunk(2)
+        found |= {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+        found["ffn_down_shexp.weight"] = tensors.of(layout.shared_down)
+    if spec.router.gates_shared:
+        found["ffn_gate_inp_shexp.weight"] = tensors.of(layout.shared_router)[0]
+    return {name: tensor.float().numpy() for name, tensor in found.items()}
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("case", FILES)
+def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    make_tiny(FILES[case][0], tmp_path)
+    write_gguf(tmp_path, case)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("layout", ["merged", "split"])
+def test_other_layouts_of_gguf(layout: str, tmp_path: Path) -> None:
+    make_tiny("mixtral", tmp_path)
+    write_gguf(tmp_path, "mixtral", layout)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
+
+
+def test_every_architecture_is_compared() -> None:
+    found = {arch for _, arch, _, _ in FILES.values()}
+    assert found == {"llama", *gguf_architectures.WITHOUT_KERNELS}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
+def test_gguf_is_refused_until_kernels_exist(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(FILES[case][0], tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setitem(FAMILIES, "mixtral", WITHOUT_KERNELS["mixtral"])
+        patched.setitem(FAMILIES, "qwen3_moe", WITHOUT_KERNELS["qwen3_moe"])
+        write_gguf(tmp_path, case)
+    with pytest.raises(ConfigError, match="which is not supported; supported: ") as error:
+        read_config(tmp_path / "m.gguf")
+    assert len(str(error.value).splitlines()) == 1
