@@ -173,17 +173,23 @@ class Tensors:
         return self._values(name, expert) if "{}" not in name else self.of(name.format(expert))
 
     def _values(self, name: str, part: int | None) -> torch.Tensor:
-        array = self._checkpoint.array(name)
-        array = array if part is None else array[part]
+        whole = slice(None) if part is None else part
         if name.endswith("_blocks"):
-            scales = self._checkpoint.array(name.removesuffix("blocks") + "scales")
-            return _mxfp4(array, scales if part is None else scales[part])
+            scales = name.removesuffix("blocks") + "scales"
+            return _mxfp4(self._bytes(name)[whole], self._bytes(scales)[whole])
+        array = self._checkpoint.array(name)[whole]
         return torch.from_numpy(to_float32(np.array(array))).double()
+
+    def _bytes(self, name: str) -> np.ndarray:
+        return self._checkpoint.stored_bytes(name).reshape(self._checkpoint.shape(name))
 
 
 def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> torch.Tensor:
-    """Weights of MXFP4: blocks (..., B, 16) uint8 of two each, low bits first; scales (..., B)."""
+    """Rows of MXFP4: blocks (..., B, 16) uint8, two weights a byte, low bits first.
+
+    scales (..., B) are powers of two, with 127 added; result (..., 32 B).
+    """
     codes = torch.from_numpy(np.stack([blocks & 15, blocks >> 4], axis=-1).astype(np.int64))
     powers = torch.from_numpy(np.exp2(scales.astype(np.float64) - 127))
     values = _MXFP4[codes] * powers[..., None, None]
-    return values.flatten(-3)
+    return values.flatten(-3)  # (..., B, 16, 2)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from hotcold.model.config import build, gguf_architectures
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import FAMILIES, WITHOUT_KERNELS, tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
-from hotcold.model.config.layer_spec import FfnSpec
+from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from tests.gguf_files import LlamaFile
 from tests.reference import reference_logits
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
-from tests.tiny_models import MIXTURES, VOCAB_SIZE, make_tiny
+from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
 
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
@@ -260,4 +262,88 @@ def test_gguf_is_refused_until_kernels_exist(
         write_gguf(tmp_path, case)
     with pytest.raises(ConfigError, match="which is not supported; supported: ") as error:
         read_config(tmp_path / "m.gguf")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("mixtures")
+def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
+    """gpt-oss as published, beside its weights as transformers dequantizes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    wide = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    made = MIXTURES["gpt-oss"]
+    variant = Variant(made.func, *made.args, **(made.keywords | wide))
+    with mock.patch.dict(MIXTURES, {"gpt-oss-wide": variant}):
+        make_tiny("gpt-oss-wide", tmp_path / "floats")
+    tensors = load_file(tmp_path / "floats" / "model.safetensors")
+    packed = dict(tensors)
+    rng = np.random.default_rng(5)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors[name].shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+        scales = rng.integers(121, 125, blocks.shape[:-1], dtype=np.uint8)
+        values = convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        )
+        tensors[name] = values.numpy()
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "floats" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(tmp_path / "floats", tmp_path / "packed")
+    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    expected = TinyCheckpoint(tmp_path / "floats").logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "packed", IDS), expected) < 2e-5
+
+
+@pytest.mark.usefixtures("mixtures")
+def test_what_a_layer_says(tmp_path: Path) -> None:
+    glm = read_config(make_tiny("glm4-moe-groups", tmp_path / "glm"))
+    assert [layer.ffn.block_sizes for layer in glm.layers] == [(40,)] * 2 + [(24,) * 8 + (48,)] * 2
+    assert glm.ffn_sizes == (40, 40, 240, 240)
+    assert (glm.largest_ffn, glm.num_neurons) == (240, 560)
+    assert [layer.ffn.router is None for layer in glm.layers] == [True, True, False, False]
+    assert glm.layers[2].ffn.router == RouterSpec(
+        num_experts=8,
+        num_chosen=3,
+        score="sigmoid",
+        norms_chosen=True,
+        scale=1.7,
+        has_selection_bias=True,
+        num_groups=4,
+        num_chosen_groups=2,
+    )
+    gpt = read_config(make_tiny("gpt-oss", tmp_path / "gpt"))
+    assert [layer.attention.window for layer in gpt.layers] == [9, 0, 9, 0]
+    assert gpt.layers[0].attention.has_sinks
+    assert not gpt.ropes[0].truncates
+    small = read_config(make_tiny("smallthinker-windows", tmp_path / "small"))
+    assert [layer.attention.rope for layer in small.layers] == [-1, 0, 0, 0, -1]
+    router = small.layers[0].ffn.router
+    assert router is not None
+    assert (router.reads, router.score) == ("layer_input", "softmax_of_chosen")
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize(
+    ("variant", "changes", "said"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
+        ("qwen3-moe", {"num_experts": 6}, "num_local_experts is 7 but num_experts is 6"),
+        ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("qwen2-moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; not supported"),
+        ("glm4-moe-groups", {"n_group": 3}, "n_group is 3, which does not divide"),
+        ("glm4-moe-groups", {"topk_group": 1}, "topk_group leaves 2 experts, but 3 are chosen"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ("smallthinker", {"rope_layout": [1, 2, 1]}, "rope_layout is"),
+        ("smallthinker", {"moe_enable_early_router": False}, "moe_enable_early_router is False"),
+        ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
+    ],
+)
+def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = make_tiny(variant, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError) as error:
+        read_config(tmp_path)
+    assert said in str(error.value)
     assert len(str(error.value).splitlines()) == 1
