@@ -144,6 +144,7 @@ def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 def _ffn(config: ModelConfig, layer: int) -> FfnSpec:
     experts = config.experts
+    sizes: tuple[int, ...]
     if experts is None or layer in experts.dense_layers:
         router, sizes = None, (config.ffn_size,)
     else:

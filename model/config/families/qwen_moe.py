@@ -24,7 +24,7 @@ _KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
 _FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-_SHARED = {
+_SHARED: dict[str, Any] = {
     "shared_gate": "mlp.shared_expert.gate_proj.weight",
     "shared_up": "mlp.shared_expert.up_proj.weight",
     "shared_down": "mlp.shared_expert.down_proj.weight",

@@ -25,11 +25,12 @@ from hotcold.model.config.rope import read_rope
 from hotcold.model.errors import shown
 
 # Kinds of experts that no published model has, and the values without effect.
-_REFUSED = {
+_REFUSED: dict[str, tuple[bool | int, ...]] = {
     "moe_enable_secondary_experts": (False,),
     "moe_num_secondary_experts": (0,),
     "moe_shared_primary_experts": (0,),
     "moe_enable_early_router": (True,),
+    "norm_topk_prob": (True,),
 }
 
 
@@ -45,7 +46,7 @@ def _layout(reader: ConfigReader, key: str, default: int) -> tuple[bool, ...]:
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     for key, accepted in _REFUSED.items():
-        reader.refuse(key, lambda value, known=accepted: value in known, "not supported")
+        reader.refuse(key, accepted.__contains__, "not supported")
     if not all(_layout(reader, "moe_layer_layout", 1)):
         raise reader.fail("moe_layer_layout", "has layers without experts: not supported")
     size = expert_size(reader, "moe_ffn_hidden_size")
