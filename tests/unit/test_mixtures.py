@@ -347,3 +347,28 @@ def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_p
         read_config(tmp_path)
     assert said in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("variant", ["qwen2-moe", "mixtral", "glm4-moe", "granite-moe"])
+def test_experts_in_two_tensors(variant: str, tmp_path: Path) -> None:
+    """As transformers 5 has them in memory, and some checkpoints on disk."""
+    make_tiny(variant, tmp_path)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer, spec in enumerate(config.layers):
+        names = tensor_names(config).of_layer(layer)
+        found, (named, in_two, *_) = ffn_tensors(checkpoint, names.experts, spec.ffn), names.experts
+        if not found:
+            continue
+        each = (named.gate, named.up, named.down)
+        stored = {name.format(e) for name in each for e in range(len(found["ffn_gate_inp.weight"]))}
+        for name in {f"model.{name}" for name in (*stored, named.router)}:
+            del tensors[name]
+        halves = [found[f"ffn_{role}_exps.weight"] for role in ("gate", "up")]
+        tensors[f"model.{in_two.gate}"] = np.concatenate(halves, axis=1)
+        tensors[f"model.{in_two.down}"] = found["ffn_down_exps.weight"]
+        tensors[f"model.{in_two.router}"] = found["ffn_gate_inp.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
