@@ -1,7 +1,7 @@
 """Models that transformers has no code for, as its own with a few modules changed.
 
 Their published code is that of Llama or Mistral, with these changes: FATReLU of ProSparse and
-MiniCPM-S, dReLU of Bamboo, the scales of MiniCPM.
+MiniCPM-S, dReLU of Bamboo, the scales of MiniCPM, experts of SmallThinker and TurboSparse-Mixtral.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     values = json.loads((path / "config.json").read_text())
+    if values["model_type"] in _MIXTURES:
+        return _with_experts(path, values, dtype)
     patch = _PATCHES.get(values["model_type"])
     if patch is None:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
@@ -74,6 +76,73 @@ def _minicpm(model: PreTrainedModel, values: dict[str, Any]) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] / width,))
 
 
+def _with_experts(path: Path, values: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """SmolLM3 or Mistral, whose FFNs are the checkpoint's experts instead."""
+    import transformers
+    from safetensors.torch import load_file
+
+    kind = _MIXTURES[values["model_type"]]
+    known: dict[str, Any] = {"model_type": kind.lower(), "architectures": None}
+    known["intermediate_size"] = 8  # of FFNs that are replaced
+    if kind == "SmolLM3":
+        layout = values.get("sliding_window_layout") or [0] * values["num_hidden_layers"]
+        known["no_rope_layers"] = values.get("rope_layout") or [1] * values["num_hidden_layers"]
+        known["layer_types"] = [("full", "sliding")[has] + "_attention" for has in layout]
+        known["use_sliding_window"] = any(layout)
+        known["sliding_window"] = values["sliding_window_size"] if any(layout) else None
+    config = getattr(transformers, f"{kind}Config").from_dict({**values, **known})
+    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        path, config=config, dtype=dtype
+    )
+    tensors = {
+        name: value.to(dtype) for name, value in load_file(path / "model.safetensors").items()
+    }
+    for i, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{i}.block_sparse_moe."
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        _use_experts(layer, own, values, is_early=kind == "SmolLM3")
+    return model.eval()
+
+
+def _use_experts(
+    layer: Any, own: dict[str, torch.Tensor], values: dict[str, Any], is_early: bool
+) -> None:
+    """Token by token, as the models' own code says, in its words."""
+    import torch
+
+    seen: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    def of_token(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        if is_early:
+            top = torch.topk(own["primary_router.weight"] @ before, 2)
+            weights = top.values.sigmoid() / top.values.sigmoid().sum()
+            if values.get("moe_primary_router_apply_softmax"):
+                weights = top.values.softmax(0)
+            names = ("gate", "up", "down")
+        else:
+            top = torch.topk((own["gate.weight"] @ x).softmax(0), values["num_experts_per_tok"])
+            weights = top.values / top.values.sum()
+            names = ("w1", "w3", "w2")
+        out = torch.zeros_like(x)
+        for weight, expert in zip(weights, top.indices.tolist(), strict=True):
+            gate, up, down = (own[f"experts.{expert}.{name}.weight"] for name in names)
+            if is_early:
+                out += weight * (down @ ((gate @ x).relu() * (up @ x)))
+                continue
+            fc1, fc2 = (own[f"experts.{expert}.predictor.fc{i}.weight"] for i in (1, 2))
+            mask = torch.round((fc2 @ (fc1 @ x).relu()).sigmoid())
+            out += weight * (down @ ((gate @ x).relu() * (up @ x).relu() * mask))
+        return out
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        pairs = zip(x.flatten(0, 1), seen.pop().flatten(0, 1), strict=True)
+        return torch.stack([of_token(*pair) for pair in pairs]).view_as(x)
+
+    layer.mlp.forward = forward
+
+
+_MIXTURES = {"smallthinker": "SmolLM3", "turbosparsemixtral": "Mistral"}  # what they are made of
 _PATCHES: dict[str, tuple[str, Callable[[PreTrainedModel, dict[str, Any]], None]]] = {
     "sparsellama": ("llama", _as_it_is),
     "bamboo": ("mistral", _bamboo),

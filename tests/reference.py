@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import read_config
+from hotcold.model.config.families import tensor_names
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.model.config.layer_spec import FfnSpec, LayerSpec
 from hotcold.model.config.model_config import ModelConfig
@@ -23,6 +24,7 @@ from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
 from hotcold.model.weights.ffn import FfnWeights, load_ffn
 from hotcold.numba_kernels.load.convert import to_float32
+from tests.reference_experts import experts_output
 
 
 def reference_logits(
@@ -43,24 +45,35 @@ def reference_logits(
     """
     config = read_config(checkpoint_dir)
     checkpoint = Checkpoint(checkpoint_dir)
-    all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
     attention = load_attention(checkpoint, config, dtype=dtype)
-    ffn = load_ffn(checkpoint, config, all_ids, include_down_bias=True, dtype=dtype)
+    ffn = _load_ffn(checkpoint, config, dtype)
     tokens = np.asarray(ids, np.int64)
     embedding = load_embedding(checkpoint, config)
     h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
     for layer in range(config.num_layers):
         own = None if thresholds is None else thresholds[layer]
-        h = _layer(config, attention, ffn, embedding.ffn_output_norm[layer], layer, h, own)
+        h = _layer(
+            config, checkpoint, attention, ffn, embedding.ffn_output_norm[layer], layer, h, own
+        )
     order = config.layers[-1].order
     h = layer_input(order, config.num_layers, h, partial(_ffn_norm, config, attention))
     return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
 
+def _load_ffn(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> FfnWeights | None:
+    """None of a mixture, whose tensors are read layer after layer."""
+    if config.experts is not None:
+        assert not dtype, "experts are not quantized here"
+        return None
+    all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    return load_ffn(checkpoint, config, all_ids, include_down_bias=True, dtype=dtype)
+
+
 def _layer(
     config: ModelConfig,
+    checkpoint: Checkpoint,
     weights: AttentionWeights,
-    ffn: FfnWeights,
+    ffn: FfnWeights | None,
     ffn_output_norm: np.ndarray,
     layer: int,
     h: torch.Tensor,
@@ -72,19 +85,23 @@ def _layer(
         return _norm(spec, x, vectors.norm_weight[layer], vectors.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        out = _attention(config, weights, layer, x)
+        out = _attention(config, checkpoint, weights, layer, x)
         return residual + _added(spec, out, vectors.attention_norm_weight[layer])
 
     ffn_norm = partial(_ffn_norm, config, weights)
     before = config.layers[max(layer - 1, 0)].order
+    own_input = layer_input(before, layer, h, ffn_norm)
     mixed, ffn_input = mixed_and_ffn_input(
         spec.order,
-        layer_input(before, layer, h, ffn_norm),
+        own_input,
         norm=norm,
         ffn_norm=partial(ffn_norm, layer),
         add_attention=add_attention,
     )
-    out = _ffn(spec.ffn, ffn, layer, ffn_input, thresholds)
+    if ffn is None:
+        out = experts_output(checkpoint, config, layer, ffn_input, own_input)
+    else:
+        out = _ffn(spec.ffn, ffn, layer, ffn_input, thresholds)
     return mixed + _added(spec, out, ffn_output_norm)
 
 
@@ -145,7 +162,11 @@ def _qk_norm(spec: LayerSpec, x: torch.Tensor, weight: np.ndarray) -> torch.Tens
 
 
 def _attention(
-    config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    weights: AttentionWeights,
+    layer: int,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     spec, vectors = config.layers[layer], weights.vectors
     own = spec.attention
@@ -164,9 +185,20 @@ def _attention(
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)  # the future
     if own.window:
         hidden |= torch.ones(len(x), len(x), dtype=torch.bool).tril(-own.window)
-    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if own.has_sinks:
+        sinks = _sinks(checkpoint, config, layer)
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(x), 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : len(x)]
     out = torch.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
     return _linear(out, weights.out[layer], vectors.out_bias[layer])
+
+
+def _sinks(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> torch.Tensor:
+    """One logit (H,) a head, of a position that has no value."""
+    name = tensor_names(config).of_layer(layer).sinks
+    stored = checkpoint.array(name if checkpoint.has(name) else f"{name}.weight")
+    return _double(np.array(stored)[None])[0]
 
 
 def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -220,6 +220,185 @@ VARIANTS: dict[str, Variant] = {
     "falcon-sequential": Variant(_falcon, parallel_attn=False, multi_query=False, bias=True),
 }
 
+_MIXTURE: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "intermediate_size": 40,
+    "num_experts_per_tok": 3,
+}
+_QWEN_MOE: dict[str, Any] = {**_MIXTURE, "moe_intermediate_size": 24, "num_experts": 7}
+_GLM_MOE: dict[str, Any] = {
+    **_MIXTURE,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "head_dim": 20,
+    "num_hidden_layers": 4,
+    "routed_scaling_factor": 1.7,
+    "partial_rotary_factor": 0.5,
+}
+_GPT_OSS: dict[str, Any] = {
+    **_MIXTURE,
+    "num_local_experts": 5,
+    "head_dim": 20,
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def _with_experts(
+    kind: str, block: str, modules: dict[str, tuple[int, int]], router: str, **config_json: Any
+) -> PreTrainedModel:
+    """A model of `kind` with experts in place of its FFN; `tests.patched_models` computes them.
+
+    modules: of each expert in `block`, with rows and columns.
+    """
+    import torch
+
+    config = {**config_json}
+    experts = config.pop("experts")
+    base = config.pop("base", {})
+    model = _published(_relative(kind, num_key_value_heads=2, **base), **config)
+    tensors = {}
+    for layer in range(model.config.num_hidden_layers):
+        prefix = f"model.layers.{layer}.{block}"
+        tensors[f"{prefix}.{router}.weight"] = torch.empty(experts, 48)
+        for expert in range(experts):
+            for name, shape in modules.items():
+                tensors[f"{prefix}.experts.{expert}.{name}.weight"] = torch.empty(shape)
+    model.published_tensors = {name: _random_like(name, t) for name, t in tensors.items()}
+    return model
+
+
+def _smallthinker(num_hidden_layers: int, **config_json: Any) -> PreTrainedModel:
+    """Its layers have a window, or rope, or both, as SmolLM3's."""
+    windowed = config_json.get("sliding_window_layout", [0] * num_hidden_layers)
+    rotated = config_json.get("rope_layout", [1] * num_hidden_layers)
+    base = {
+        "num_hidden_layers": num_hidden_layers,
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+        "use_sliding_window": any(windowed),
+        "sliding_window": 9 if any(windowed) else None,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windowed],
+        "no_rope_layers": rotated,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1500000.0},
+    }
+    return _with_experts(
+        "SmolLM3",
+        "block_sparse_moe",
+        {"gate": (24, 48), "up": (24, 48), "down": (48, 24)},
+        "primary_router",
+        base=base,
+        experts=6,
+        model_type="smallthinker",
+        architectures=["SmallThinkerForCausalLM"],
+        moe_num_primary_experts=6,
+        moe_num_active_primary_experts=2,
+        moe_ffn_hidden_size=24,
+        moe_enable_early_router=True,
+        sliding_window_size=9,
+        intermediate_size=None,
+        sliding_window=None,
+        layer_types=None,
+        no_rope_layers=None,
+        **config_json,
+    )
+
+
+def _turbosparse_mixtral() -> PreTrainedModel:
+    return _with_experts(
+        "Mistral",
+        "block_sparse_moe",
+        {
+            "w1": (40, 48),
+            "w3": (40, 48),
+            "w2": (48, 40),
+            "predictor.fc1": (12, 48),
+            "predictor.fc2": (40, 12),
+        },
+        "gate",
+        base={"intermediate_size": 40, "sliding_window": None},
+        experts=5,
+        model_type="turbosparsemixtral",
+        architectures=["TurboSparseMixtralForCausalLM"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    )
+
+
+# Mixtures of experts: apart from VARIANTS while no kernels compute them.
+MIXTURES: dict[str, Variant] = {
+    "qwen2-moe": Variant(_relative, "Qwen2Moe", **_QWEN_MOE, shared_expert_intermediate_size=36),
+    "qwen2-moe-windows": Variant(
+        _relative,
+        "Qwen2Moe",
+        **_QWEN_MOE,
+        shared_expert_intermediate_size=36,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+    ),
+    "qwen3-moe": Variant(_relative, "Qwen3Moe", **_QWEN_MOE, norm_topk_prob=True, head_dim=20),
+    "qwen3-moe-dense": Variant(_relative, "Qwen3Moe", **_QWEN_MOE, mlp_only_layers=[1]),
+    "olmoe": Variant(_relative, "Olmoe", **_MIXTURE, num_experts=7),
+    "mixtral": Variant(_relative, "Mixtral", **_MIXTURE, num_local_experts=5),
+    "mixtral-windows": Variant(
+        _relative, "Mixtral", **_MIXTURE, num_local_experts=5, sliding_window=11
+    ),
+    "granite-moe": Variant(
+        _relative,
+        "GraniteMoe",
+        **_MIXTURE,
+        num_local_experts=6,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.5,
+    ),
+    "granite-moe-shared": Variant(
+        _relative,
+        "GraniteMoeShared",
+        **_MIXTURE,
+        num_local_experts=6,
+        shared_intermediate_size=28,
+        attention_multiplier=0.3,
+    ),
+    "glm4-moe": Variant(_relative, "Glm4Moe", **_GLM_MOE, attention_bias=True),
+    "glm4-moe-groups": Variant(
+        _relative,
+        "Glm4Moe",
+        **_GLM_MOE,
+        n_group=4,
+        topk_group=2,
+        use_qk_norm=True,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+    ),
+    "gpt-oss": Variant(_relative, "GptOss", **_GPT_OSS, swiglu_limit=0.8),
+    "gpt-oss-plain": Variant(_relative, "GptOss", **_GPT_OSS, attention_bias=False),
+    "smallthinker": Variant(_smallthinker, 3),
+    "smallthinker-windows": Variant(
+        _smallthinker,
+        5,
+        rope_layout=[0, 1, 1, 1, 0],
+        sliding_window_layout=[0, 1, 1, 1, 0],
+        moe_primary_router_apply_softmax=True,
+    ),
+    "turbosparse-mixtral": Variant(_turbosparse_mixtral),
+}
+
 
 def make_tiny(
     variant: str, path: str | Path, dtype: str = "float32", seed: int = 0, shards: int = 1
@@ -228,7 +407,7 @@ def make_tiny(
 
     `dtype` is float32, float16 or bfloat16; about `shards` files are written where it is above 1.
     """
-    made = VARIANTS[variant]
+    made = (VARIANTS | MIXTURES)[variant]
     is_old = variant.endswith("-old")
     asked = (
         made.func.__name__,
@@ -256,15 +435,27 @@ def _write(
             offset = 1.0 if model.config.model_type in _NORMS_OF_ONE_MORE else 0.0
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             parameter.copy_(_random_like(name, parameter) - offset * is_norm)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model = model.to(getattr(torch, dtype))
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shard_bytes = num_bytes + 1 if shards == 1 else -(-num_bytes // shards)
     model.save_pretrained(directory, max_shard_size=shard_bytes)
     if published := getattr(model, "published_config", None):
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | published))
+    if tensors := getattr(model, "published_tensors", None):
+        _replace_ffn(directory / "model.safetensors", tensors)
     if is_old:
         _write_old_rope_keys(directory / "config.json")
+
+
+def _replace_ffn(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    kept = {name: value for name, value in load_file(file).items() if ".mlp." not in name}
+    save_file(kept | tensors, file, metadata={"format": "pt"})
 
 
 def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -273,6 +464,8 @@ def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:
     if parameter.dim() == 2:
         is_table = "embed" in name or "lm_head" in name
         return torch.randn_like(parameter) * (0.4 if is_table else 1.5 / parameter.shape[1] ** 0.5)
+    if parameter.dim() == 3:  # experts
+        return torch.randn_like(parameter) * (1.5 / parameter.shape[2] ** 0.5)
     if name.endswith("bias"):
         return torch.randn_like(parameter) * 0.3
     return 1 + torch.randn_like(parameter) * 0.3

@@ -13,9 +13,12 @@ from hotcold.model.errors import shown
 if TYPE_CHECKING:  # torch takes a second to import, and reading a config does without
     import torch
 
-ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
+ActivationFn = Literal[
+    "relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu", "clamped_silu"
+]
 # Exactly zero for some inputs: a neuron fires where it is not.
 SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
+CLAMPED_SLOPE = 1.702  # of clamped_silu
 # By config.json's names. Only some families have fatrelu and its threshold: see `activation`.
 ACTIVATION_FNS: dict[str, ActivationFn] = {
     "relu": "relu",
@@ -58,9 +61,10 @@ def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
 
 
 def activated(name: str, x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """Return fn(x), elementwise, in x's precision; `threshold` is fatrelu's.
+    """Return fn(x), elementwise, in x's precision; `threshold` is fatrelu's, or a limit.
 
     drelu is relu of gate and of up: here it is relu, and `activated_up` applies it to up.
+    clamped_silu (gpt-oss) is g * sigmoid(1.702 g) with g = min(x, limit).
     """
     from torch.nn import functional
 
@@ -72,9 +76,17 @@ def activated(name: str, x: torch.Tensor, threshold: float = 0.0) -> torch.Tenso
         return functional.threshold(x, threshold, 0.0)
     if name == "silu":
         return functional.silu(x)
+    if name == "clamped_silu":
+        g = x.clamp(max=threshold)
+        return g * (g * CLAMPED_SLOPE).sigmoid()
     return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def activated_up(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return what the activated gate is multiplied with: up . x, and relu of it for drelu."""
+def activated_up(name: str, x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    """Return what the activated gate is multiplied with: up . x, and relu of it for drelu.
+
+    With clamped_silu up . x is clamped to -limit..limit, and 1 is added.
+    """
+    if name == "clamped_silu":
+        return x.clamp(-threshold, threshold) + 1
     return x.relu() if name == "drelu" else x

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.model.config.families.experts import GGUF_EXPERTS
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.gguf_metadata import (
     Metadata,
@@ -225,6 +226,144 @@ def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
     return {**_falcon(metadata), "activation": "relu"}
 
 
+_MIXTURE = {"experts": GGUF_EXPERTS}
+_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
+
+
+def _num_experts(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+
+
+def _expert_length(metadata: Metadata) -> int:
+    """Older files say the neurons of all chosen experts together."""
+    used = max(1, metadata.integer("expert_used_count"))
+    length = metadata.integer("expert_feed_forward_length", 0)
+    return length or metadata.integer("feed_forward_length") // used
+
+
+def _mixtral(metadata: Metadata) -> dict[str, Any]:
+    names = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    window = metadata.integer("attention.sliding_window", 0)
+    own = {"sliding_window": window or None}
+    return {**_llama(metadata), **own, **_num_experts(metadata), **names}
+
+
+def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return {
+        **_qwen(metadata),
+        **_num_experts(metadata),
+        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "moe_intermediate_size": _expert_length(metadata),
+        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
+    """A file does not say whether weights are normed; llama.cpp always does it."""
+    return {
+        **_qwen(metadata),
+        **_num_experts(metadata),
+        "moe_intermediate_size": _expert_length(metadata),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+    }
+
+
+def _olmoe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **gated_values(metadata),
+        **_num_experts(metadata),
+        "hidden_act": "silu",
+        "clip_qkv": metadata.number("attention.clamp_kqv", 0.0) or None,
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+    }
+
+
+def _granite_moe(metadata: Metadata) -> dict[str, Any]:
+    """Without attention.scale llama.cpp takes the usual one, 1 / sqrt(head_dim)."""
+    usual = max(1, head_dim(metadata)) ** -0.5
+    return {
+        **_llama(metadata),
+        **_num_experts(metadata),
+        "shared_intermediate_size": metadata.integer("expert_shared_feed_forward_length", 0),
+        "embedding_multiplier": metadata.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": metadata.number("residual_scale", 0.0) or 1.0,
+        "attention_multiplier": metadata.number("attention.scale", 0.0) or usual,
+        "logits_scaling": metadata.number("logit_scale", 1.0) or 1.0,
+    }
+
+
+def _glm4_moe(metadata: Metadata) -> dict[str, Any]:
+    """block_count includes the layers of drafts."""
+    gating = metadata.integer("expert_gating_func", 0)
+    if gating not in (0, _SIGMOID):
+        raise metadata.fail("expert_gating_func", f"is {gating}, which is not supported")
+    drafts = metadata.integer("nextn_predict_layers", 0)
+    return {
+        **gated_values(metadata),
+        **_num_experts(metadata),
+        "hidden_act": "silu",
+        "num_hidden_layers": metadata.integer("block_count") - drafts,
+        "num_nextn_predict_layers": drafts,
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "moe_intermediate_size": _expert_length(metadata),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.integer("expert_group_count", 0) or 1,
+        "topk_group": metadata.integer("expert_group_used_count", 0) or 1,
+        "partial_rotary_factor": _rotary_share(metadata),
+    }
+
+
+def _rotary_share(metadata: Metadata) -> float:
+    size = max(1, head_dim(metadata))
+    return metadata.integer("rope.dimension_count", size) / size
+
+
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp rounds the bounds of yarn, the model does not."""
+    values = gated_values(metadata)
+    if "rope_scaling" in values:
+        values["rope_scaling"] |= {"truncate": False}
+    return {
+        **values,
+        **_num_experts(metadata),
+        "hidden_act": "silu",
+        "intermediate_size": _expert_length(metadata),
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+
+
+def _smallthinker(metadata: Metadata) -> dict[str, Any]:
+    """With a window all layers but each fourth have it, and only they have rope."""
+    layers, window = (
+        metadata.integer("block_count"), metadata.integer("attention.sliding_window", 0)
+    )  # fmt: skip
+    period = metadata.integer("attention.sliding_window_pattern", 4) or 1
+    layouts = {
+        "sliding_window_layout": [int(layer % period != 0) for layer in range(layers)],
+        "rope_layout": [int(layer % 4 != 0) for layer in range(layers)],
+        "sliding_window_size": window,
+    }
+    return {
+        **gated_values(metadata),
+        **(layouts if window else {}),
+        "moe_num_primary_experts": metadata.integer("expert_count"),
+        "moe_num_active_primary_experts": metadata.integer("expert_used_count"),
+        "moe_ffn_hidden_size": _expert_length(metadata),
+        "moe_primary_router_apply_softmax":
+            metadata.integer("expert_gating_func", _SOFTMAX) == _SOFTMAX,
+    }  # fmt: skip
+
+
 _FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
 _TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
 # PowerInfer's files have down transposed, and predictors, but no activation function: all are ReLU,
@@ -253,6 +392,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _llama,
         _PAIRED,
         variants=(
+            (
+                "blk.0.ffn_gate_inp.weight",
+                Architecture(
+                    "mixtral", "MixtralForCausalLM", _named(**_MIXTURE), _mixtral, _PAIRED
+                ),
+            ),
             (
                 _DOWN_T,
                 Architecture(
@@ -299,5 +444,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         _named(**_TWO_MATRICES),
         _nemotron,
         adds_one_to_norms=True,
+    ),
+}
+
+# Of mixtures of experts, which no kernels compute yet: refused, as their families are
+# (`families.WITHOUT_KERNELS`). One is supported once it stands in ARCHITECTURES.
+_POST_NORM = {"ffn_norm": "post_attention_norm"}
+WITHOUT_KERNELS: dict[str, Architecture] = {
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _named(**_MIXTURE), _qwen2_moe),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _named(**_MIXTURE, **_QK_NORMS), _qwen3_moe
+    ),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", _named(**_MIXTURE, **_QK_NORMS), _olmoe),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", _named(**_MIXTURE), _granite_moe, _PAIRED
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _named(**_MIXTURE, **_QK_NORMS, **_POST_NORM),
+        _glm4_moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _named(**_MIXTURE, **_POST_NORM, sinks="attn_sinks"),
+        _gpt_oss,
+    ),
+    "smallthinker": Architecture(
+        "smallthinker", "SmallThinkerForCausalLM", _named(**_MIXTURE), _smallthinker
     ),
 }

@@ -37,6 +37,10 @@ class Metadata:
         """Return a float."""
         return self._reader.number(self._full(key), default, low=-1e30, high=1e30)
 
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        return self._reader.boolean(self._full(key), default)
+
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
         return self._reader.text(self._full(key), default)

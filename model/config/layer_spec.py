@@ -36,6 +36,31 @@ class AttentionSpec:
     window: int  # positions that a token attends to, its own included; 0: all
     scale: float  # of scores
     softcap: float  # of scores; 0: none
+    has_sinks: bool = False  # a learned logit a head joins the softmax, and has no value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a layer's router chooses experts for a token, and what they weigh.
+
+    logits = router . x (+ bias); scores = `score` of them; the experts with the largest score, or
+    score + selection bias, are chosen; their weights are the scores without that bias, divided by
+    their sum with `norms_chosen`, times `scale`. Of equal ones the first is chosen.
+    """
+
+    num_experts: int  # the first blocks of the FFN; a further block is the shared expert
+    num_chosen: int
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen"]  # of_chosen: among their logits only
+    norms_chosen: bool
+    scale: float = 1.0
+    has_bias: bool = False
+    has_selection_bias: bool = False
+    # With several groups of equally many experts, a group's score is the sum of its two largest,
+    # and only experts of the `num_chosen_groups` best are chosen.
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    reads: Literal["ffn_input", "layer_input"] = "ffn_input"  # or hidden, before attention, no norm
+    gates_shared: bool = False  # the shared expert weighs sigmoid(w . ffn_input), else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +68,19 @@ class FfnSpec:
     """A layer's FFN: blocks of neurons, each with rows of gate, up (with `has_gate`) and down."""
 
     activation_fn: ActivationFn
-    activation_threshold: float  # of fatrelu
+    activation_threshold: float  # of fatrelu; the limit of clamped_silu
     has_gate: bool  # False: down(fn(first)); True: down(fn(gate) * up)
     has_biases: bool
-    block_sizes: tuple[int, ...]  # neurons of each block; a dense model has one
+    # Neurons of each block: one in a dense layer; else of each expert, then of a shared expert.
+    block_sizes: tuple[int, ...]
+    router: RouterSpec | None = None  # None: all blocks, with weight 1
+    # A neuron of an expert counts only where fc2 . relu(fc1 . ffn_input) is above 0.
+    has_predictors: bool = False
+
+    @property
+    def num_neurons(self) -> int:
+        """Neurons of all blocks."""
+        return sum(self.block_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +103,12 @@ class LayerSpec:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model."""
-    order, ffn, vectors = _order(config), _ffn(config), _vector_sizes(config)
+    order, vectors = _order(config), _vector_sizes(config)
     return tuple(
         LayerSpec(
             attention=_attention(config, layer),
             order=order,
-            ffn=ffn,
+            ffn=_ffn(config, layer),
             norm_kind=config.norm_kind,
             norm_eps=config.norm_eps,
             residual_scale=config.residual_scale,
@@ -104,16 +138,26 @@ def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
         window=config.windows[layer] if config.windows else 0,
         scale=config.attention_scale or config.head_dim**-0.5,
         softcap=config.attention_softcap,
+        has_sinks=config.has_sinks,
     )
 
 
-def _ffn(config: ModelConfig) -> FfnSpec:
+def _ffn(config: ModelConfig, layer: int) -> FfnSpec:
+    experts = config.experts
+    sizes: tuple[int, ...]
+    if experts is None or layer in experts.dense_layers:
+        router, sizes = None, (config.ffn_size,)
+    else:
+        router, sizes = experts.router, (experts.size,) * experts.router.num_experts
+        sizes += (experts.shared_size,) if experts.shared_size else ()
     return FfnSpec(
         activation_fn=config.activation_fn,
         activation_threshold=config.activation_threshold,
         has_gate=config.has_gate,
         has_biases=config.ffn_bias,
-        block_sizes=(config.ffn_size,),
+        block_sizes=sizes,
+        router=router,
+        has_predictors=router is not None and experts is not None and experts.has_predictors,
     )
 
 

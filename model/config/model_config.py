@@ -7,12 +7,23 @@ from functools import cached_property
 from typing import Literal
 
 from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, ActivationFn
-from hotcold.model.config.layer_spec import LayerSpec, layer_specs
+from hotcold.model.config.layer_spec import LayerSpec, RouterSpec, layer_specs
 from hotcold.model.config.rope import RopeConfig
 from hotcold.numba_kernels.formats import WeightDtype
 
 # Kinds of matrices, each with one format in all layers; up has gate's.
 MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a mixture: the same in all layers that have any."""
+
+    router: RouterSpec
+    size: int  # neurons of each expert
+    shared_size: int = 0  # neurons of the shared expert, which all tokens have; 0: none
+    dense_layers: tuple[int, ...] = ()  # they have one FFN of ffn_size neurons instead
+    has_predictors: bool = False  # of which neurons count, in each expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +45,11 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # neurons of a layer without experts; `ffn_sizes` has those of each layer
+    experts: ExpertsConfig | None = None
     has_gate: bool  # False: down(fn(first)); True: down(fn(gate) * up)
     activation_fn: ActivationFn
-    activation_threshold: float = 0.0  # of fatrelu
+    activation_threshold: float = 0.0  # of fatrelu; the limit of clamped_silu
     norm_kind: Literal["rmsnorm", "layernorm"]
     norm_eps: float
     norm_affine: bool = True  # False: norms have no weights (all ones)
@@ -56,6 +68,7 @@ class ModelConfig:
     qk_norm: Literal["", "head", "full"] = ""  # RMSNorm of each head of q and k, or of all at once
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0
+    has_sinks: bool = False
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and FFN add to the residual
@@ -65,6 +78,7 @@ class ModelConfig:
     layer_ropes: tuple[int, ...] = ()  # of each layer: which rope, or -1 for none; empty: the first
     windows: tuple[int, ...] = ()  # of each layer: positions that a token attends to, or 0 for all
     position_offset: int = 0  # added to a position to find its learned row
+    num_extra_layers: int = 0  # after the others, for drafts (MTP); they are not read
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -80,6 +94,21 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer computes."""
         return layer_specs(self)
+
+    @cached_property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """The neurons of each layer, of all its experts together."""
+        return tuple(layer.ffn.num_neurons for layer in self.layers)
+
+    @property
+    def largest_ffn(self) -> int:
+        """The neurons of the layer that has most of them."""
+        return max(self.ffn_sizes)
+
+    @property
+    def num_neurons(self) -> int:
+        """The neurons of all layers."""
+        return sum(self.ffn_sizes)
 
     @property
     def is_sparse(self) -> bool:

@@ -137,13 +137,41 @@ class GgufWeights(WeightFile):
                 if theirs + suffix in self._model.names:
                     module = theirs.rsplit(".", 1)[-1]
                     places[ours + suffix] = _Place(theirs + suffix, module, role)
+        places |= self._find_experts(config)
         known = {place.name for place in places.values()}.union(_NOT_WEIGHTS)
-        left = [name for name in self._model.names if name not in known]
+        last = config.num_layers + config.num_extra_layers
+        extra = tuple(
+            self._architecture.names.layers.format(layer)
+            for layer in range(config.num_layers, last)
+        )
+        left = [n for n in self._model.names if n not in known and not n.startswith(extra)]
         if left:
             raise CheckpointError(
                 f"{self.path}: tensor {shown(left[0])} has no place in the model that its metadata "
                 f"describes ({len(left)} have none); it would change the result"
             )
+        return places
+
+    def _find_experts(self, config: ModelConfig) -> dict[str, _Place]:
+        """Experts' tensors keep the file's names: a layout of their families has these."""
+        if config.experts is None:
+            return {}
+        names, prefix = self._architecture.names, tensor_names(config).layers
+        modules = {
+            module: role
+            for layout in names.layer.experts
+            for role, module in vars(layout).items()
+            if isinstance(module, str) and module
+        }
+        places = {}
+        for layer in range(config.num_layers):
+            for module, role in modules.items():
+                count = config.experts.router.num_experts if "{}" in module else 1
+                for name in (module.format(expert) for expert in range(count)):
+                    theirs = names.layers.format(layer) + name
+                    if theirs in self._model.names:
+                        found = _Place(theirs, name.rpartition(".")[0], role)
+                        places[prefix.format(layer) + name] = found
         return places
 
     def _entry(self, place: _Place) -> TensorEntry:
@@ -193,6 +221,8 @@ def _pairs(
     for layer in range(config.num_layers):
         own, other = ours.of_layer(layer), theirs.of_layer(layer)
         for field in fields(LayerNames):
+            if field.name == "experts":
+                continue  # `GgufWeights._find_experts`
             yield from _named(getattr(own, field.name), getattr(other, field.name), field.name)
 
 

@@ -90,7 +90,8 @@ def _empty_attention(
 ) -> AttentionWeights:
     """Return arrays for the layers; refuse a checkpoint with more layers than the config."""
     names, hidden = tensor_names(config), config.hidden_size
-    reader.refuse(f"{names.of_layer(config.num_layers).out}.weight")
+    last = config.num_layers + config.num_extra_layers
+    reader.refuse(f"{names.of_layer(last).out}.weight")
     first, sizes = names.of_layer(0), config.layers[0].vectors
     return AttentionWeights(
         vectors=LayerVectors(

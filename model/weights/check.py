@@ -61,8 +61,8 @@ def stored_config(
         projections = empty_projections(reader, config, range(config.num_layers), by_layer)
         loaded["qkv"] = projections.first.dtype
         if down_transposed:
-            down = empty_down_outputs(reader, config, config.ffn_size)
-            means["down"] = down.nbytes / (config.num_layers * config.ffn_size)
+            down = empty_down_outputs(reader, config, config.largest_ffn)
+            means["down"] = down.nbytes / (config.num_layers * config.largest_ffn)
             loaded["down"] = down.first.dtype
     if checkpoint.quantized_dtype is None:
         widths = config.hidden_size, config.attention_size, config.embed_size

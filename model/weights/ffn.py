@@ -65,7 +65,7 @@ def load_ffn(
     on_bytes: OnBytes | None = None,
     touch: Touch | None = None,
 ) -> FfnWeights:
-    """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
+    """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_sizes[l])) of every layer l.
 
     Of the services that share a layer only one adds `down_bias`. `dtype`, such as "q8", quantizes
     gate, up and down. `touch` gets each new matrix before it is filled.
@@ -114,7 +114,7 @@ def load_up(
 def _load_rows(
     checkpoint: Checkpoint, config: ModelConfig, name: str, first: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    size = config.ffn_size
+    size = config.ffn_size  # of a layer without experts
     ids = np.arange(first, first + size, dtype=np.int32)
     with TensorReader(checkpoint, None) as reader:
         rows = reader.matrix((size, config.hidden_size), f"{name}.weight")
@@ -166,8 +166,9 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
     for layer, ids in enumerate(neuron_ids):
         if ids.dtype != np.int32 or ids.ndim != 1:
             raise ValueError(f"neuron ids of layer {layer} are no row of int32")
-        if ids.size and (ids.min() < 0 or ids.max() >= config.ffn_size):
-            raise ValueError(f"neuron ids of layer {layer} do not lie in [0, {config.ffn_size})")
+        size = config.ffn_sizes[layer]
+        if ids.size and (ids.min() < 0 or ids.max() >= size):
+            raise ValueError(f"neuron ids of layer {layer} do not lie in [0, {size})")
         if (np.diff(_blocks_of(config, layer, ids)) < 0).any():
             raise ValueError(f"neuron ids of layer {layer} do not come block after block")
     return list(neuron_ids)
@@ -270,7 +271,7 @@ def _load_biases(
 
 def num_units(config: ModelConfig) -> int:
     """Return the largest number of parts that a layer's neurons can be cut into."""
-    return -(-config.ffn_size // UNIT)
+    return -(-config.largest_ffn // UNIT)
 
 
 def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:

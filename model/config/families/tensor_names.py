@@ -2,8 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Tensors of a layer's experts in one layout, whole names; "" where there is none.
+
+    {} is an expert's number; a name without it is of all experts, stacked: (E, rows, columns).
+    Where gate and up have one name, its rows are gate's, then up's.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    router_bias: str = ""
+    selection_bias: str = ""
+    gate_bias: str = ""
+    up_bias: str = ""
+    down_bias: str = ""
+    shared_gate: str = ""
+    shared_up: str = ""
+    shared_down: str = ""
+    shared_router: str = ""  # (d,) or (1, d): its product's sigmoid weighs the shared expert
+    predictor: tuple[str, ...] = ()  # fc1 and fc2 of each expert
+    alternates: bool = False  # rows of the tensor of gate and up are gate, up, gate, up, ...
+    is_transposed: bool = False  # (E, columns, rows) instead
+
+    def below(self, prefix: str) -> ExpertNames:
+        """Return the names with `prefix` before each."""
+        return _below(self, prefix)
+
+
+def layout_in(layouts: Sequence[ExpertNames], has: Callable[[str], bool]) -> ExpertNames | None:
+    """Return the layout that a checkpoint has, None for no experts; `has` says which tensors."""
+    return next(
+        (one for one in layouts if has(one.gate.format(0)) and has(one.down.format(0))), None
+    )
+
+
+def _below(names: Any, prefix: str) -> Any:
+    def full(name: Any) -> Any:
+        if isinstance(name, tuple):
+            return tuple(full(each) for each in name)
+        return prefix + name if isinstance(name, str) and name else name
+
+    return replace(names, **{f.name: full(getattr(names, f.name)) for f in fields(names)})
 
 
 @dataclass(frozen=True)
@@ -24,15 +71,14 @@ class LayerNames:
     # PowerInfer's predictors, in checkpoints that have them.
     predictor: tuple[str, ...] = ("mlp.predictor.fc1", "mlp.predictor.fc2")
 
+    sinks: str = ""  # a tensor without ".weight", but in GGUF files
+    # Layouts of a mixture's FFN: a checkpoint has one of them. gate, up, down are dense layers'.
+    experts: tuple[ExpertNames, ...] = ()
+
     def below(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""
-
-        def full(name: str | tuple[str, ...]) -> Any:
-            if isinstance(name, tuple):
-                return tuple(full(each) for each in name)
-            return prefix + name if name else ""
-
-        return LayerNames(**{f.name: full(getattr(self, f.name)) for f in fields(self)})
+        experts = tuple(names.below(prefix) for names in self.experts)
+        return replace(_below(replace(self, experts=()), prefix), experts=experts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,374 @@
+"""Mixtures of experts: what config.json and tensors say, by the reference beside transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from hotcold.model.config import build, gguf_architectures
+from hotcold.model.config.build import read_config
+from hotcold.model.config.families import FAMILIES, WITHOUT_KERNELS, tensor_names
+from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
+from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
+from hotcold.model.errors import ConfigError
+from hotcold.model.files.checkpoint import Checkpoint
+from tests.gguf_files import LlamaFile
+from tests.reference import reference_logits
+from tests.reference_experts import Tensors, expert_tensors
+from tests.tiny_checkpoint import TinyCheckpoint
+from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
+from tests.unit.test_reference import relative_difference
+
+IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
+
+
+@pytest.fixture
+def mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their families and architectures are known."""
+    for name, family in WITHOUT_KERNELS.items():
+        monkeypatch.setitem(FAMILIES, name, family)
+    for name, architecture in gguf_architectures.WITHOUT_KERNELS.items():
+        monkeypatch.setitem(gguf_architectures.ARCHITECTURES, name, architecture)
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
+    make_tiny(variant, tmp_path)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_they_are_refused_until_kernels_exist(variant: str, tmp_path: Path) -> None:
+    make_tiny(variant, tmp_path)
+    with pytest.raises(ConfigError, match="which is not supported; supported: Llama") as error:
+        read_config(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
+    assert build.FAMILIES is FAMILIES
+
+
+# A tiny model; what llama.cpp calls it; whether rows of q and k are paired; keys of the file.
+FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "llama", True, {"expert_count": 5, "expert_used_count": 3}),
+    "qwen2moe": (
+        "qwen2-moe",
+        "qwen2moe",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 36,
+        },
+    ),
+    "qwen3moe": (
+        "qwen3-moe",
+        "qwen3moe",
+        False,
+        {"expert_count": 7, "expert_used_count": 3, "expert_feed_forward_length": 24},
+    ),
+    "olmoe": ("olmoe", "olmoe", False, {"expert_count": 7, "expert_used_count": 3}),
+    "granitemoe": (
+        "granite-moe",
+        "granitemoe",
+        True,
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.4,
+            "attention.scale": 0.2,
+            "logit_scale": 2.5,
+        },
+    ),
+    "granitemoe-shared": (
+        "granite-moe-shared",
+        "granitemoe",
+        True,
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "attention.scale": 0.3,
+            "logit_scale": 1.0,
+            "expert_shared_feed_forward_length": 28,
+        },
+    ),
+    "glm4moe": (
+        "glm4-moe-groups",
+        "glm4moe",
+        False,
+        {
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 2,
+            "leading_dense_block_count": 2,
+            "expert_weights_scale": 1.7,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope.dimension_count": 10,
+            "nextn_predict_layers": 1,
+        },
+    ),
+    "gpt-oss": (
+        "gpt-oss-plain",
+        "gpt-oss",
+        False,
+        {
+            "expert_count": 5,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "attention.sliding_window": 9,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "smallthinker": (
+        "smallthinker-windows",
+        "smallthinker",
+        False,
+        {
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "attention.sliding_window": 9,
+            "expert_gating_func": 1,
+        },
+    ),
+}
+
+
+def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
+    """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
+
+    layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
+    """
+    _, arch, pairs_rows, keys = FILES[case]
+    config, checkpoint = read_config(path), Checkpoint(path)
+    values = json.loads((path / "config.json").read_text())
+    drafts = keys.get("nextn_predict_layers", 0)
+    sizes = {
+        "num_hidden_layers": config.num_layers + drafts,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+    }
+    theta = {"rope.freq_base": config.ropes[0].theta}
+    tensors = load_file(path / "model.safetensors")
+    parts = (".mlp.experts", ".mlp.gate.", ".mlp.router", ".mlp.shared", "_moe.", "_mlp.", "sinks")
+    plain = {n: t for n, t in tensors.items() if not any(part in n for part in parts)}
+    if config.tied_embeddings:
+        plain.pop("lm_head.weight", None)
+    extra: dict[str, np.ndarray] = {}
+    for layer, spec in enumerate(config.layers):
+        names = tensor_names(config).of_layer(layer)
+        found = ffn_tensors(checkpoint, names.experts, spec.ffn)
+        if found and layout == "split":
+            for role in ("gate", "up", "down"):
+                for expert, one in enumerate(found.pop(f"ffn_{role}_exps.weight")):
+                    found[f"ffn_{role}.{expert}.weight"] = one
+        if found and layout == "merged":
+            both = [found.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")]
+            found["ffn_gate_up_exps.weight"] = np.concatenate(both, axis=1)
+        if spec.attention.has_sinks:
+            found["attn_sinks.weight"] = tensors[f"model.{names.sinks}"]
+        extra |= {f"blk.{layer}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
+    if drafts:
+        extra[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    LlamaFile(
+        values | sizes,
+        plain,
+        keys={f"{arch}.{key}": value for key, value in (theta | keys).items()},
+        extra=extra,
+        arch=arch,
+        pairs_rows=pairs_rows,
+    ).write(path / "m.gguf")
+
+
+def ffn_tensors(
+    checkpoint: Checkpoint, layouts: Sequence[ExpertNames], spec: FfnSpec
+) -> dict[str, np.ndarray]:
+    """A layer's experts by GGUF's names; {} of a dense layer."""
+    layout = layout_in(layouts, checkpoint.has)
+    if layout is None or spec.router is None:
+        return {}
+    tensors, found = Tensors(checkpoint), {}
+    experts = [expert_tensors(tensors, layout, spec, e) for e in range(spec.router.num_experts)]
+    columns = list(zip(*experts, strict=True))
+    for role, gate_up_down in zip(("gate", "up", "down"), columns[:3], strict=True):
+        found[f"ffn_{role}_exps.weight"] = torch.stack(gate_up_down)
+    for role, biases in zip(("gate", "up", "down"), columns[3:6], strict=True):
+        if spec.has_biases:
+            found[f"ffn_{role}_exps.bias"] = torch.stack(biases)
+    found["ffn_gate_inp.weight"] = tensors.of(layout.router)
+    if spec.router.has_bias:
+        found["ffn_gate_inp.bias"] = tensors.of(layout.router_bias)
+    if spec.router.has_selection_bias:
+        found["exp_probs_b.bias"] = tensors.of(layout.selection_bias)
+    if len(spec.block_sizes) > spec.router.num_experts:
+        gate, up = tensors.of(layout.shared_gate), tensors.of(layout.shared_up)
+        if layout.shared_gate == layout.shared_up:
+            gate, up = gate.chunk(2)
+        found |= {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+        found["ffn_down_shexp.weight"] = tensors.of(layout.shared_down)
+    if spec.router.gates_shared:
+        found["ffn_gate_inp_shexp.weight"] = tensors.of(layout.shared_router)[0]
+    return {name: tensor.float().numpy() for name, tensor in found.items()}
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("case", FILES)
+def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    make_tiny(FILES[case][0], tmp_path)
+    write_gguf(tmp_path, case)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("layout", ["merged", "split"])
+def test_other_layouts_of_gguf(layout: str, tmp_path: Path) -> None:
+    make_tiny("mixtral", tmp_path)
+    write_gguf(tmp_path, "mixtral", layout)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
+
+
+def test_every_architecture_is_compared() -> None:
+    found = {arch for _, arch, _, _ in FILES.values()}
+    assert found == {"llama", *gguf_architectures.WITHOUT_KERNELS}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
+def test_gguf_is_refused_until_kernels_exist(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(FILES[case][0], tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setitem(FAMILIES, "mixtral", WITHOUT_KERNELS["mixtral"])
+        patched.setitem(FAMILIES, "qwen3_moe", WITHOUT_KERNELS["qwen3_moe"])
+        write_gguf(tmp_path, case)
+    with pytest.raises(ConfigError, match="which is not supported; supported: ") as error:
+        read_config(tmp_path / "m.gguf")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("mixtures")
+def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
+    """gpt-oss as published, beside its weights as transformers dequantizes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    wide = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    made = MIXTURES["gpt-oss"]
+    variant = Variant(made.func, *made.args, **(made.keywords | wide))
+    with mock.patch.dict(MIXTURES, {"gpt-oss-wide": variant}):
+        make_tiny("gpt-oss-wide", tmp_path / "floats")
+    tensors = load_file(tmp_path / "floats" / "model.safetensors")
+    packed = dict(tensors)
+    rng = np.random.default_rng(5)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors[name].shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+        scales = rng.integers(121, 125, blocks.shape[:-1], dtype=np.uint8)
+        values = convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        )
+        tensors[name] = values.numpy()
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "floats" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(tmp_path / "floats", tmp_path / "packed")
+    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    expected = TinyCheckpoint(tmp_path / "floats").logits_of(IDS)
+    assert relative_difference(reference_logits(tmp_path / "packed", IDS), expected) < 2e-5
+
+
+@pytest.mark.usefixtures("mixtures")
+def test_what_a_layer_says(tmp_path: Path) -> None:
+    glm = read_config(make_tiny("glm4-moe-groups", tmp_path / "glm"))
+    assert [layer.ffn.block_sizes for layer in glm.layers] == [(40,)] * 2 + [(24,) * 8 + (48,)] * 2
+    assert glm.ffn_sizes == (40, 40, 240, 240)
+    assert (glm.largest_ffn, glm.num_neurons) == (240, 560)
+    assert [layer.ffn.router is None for layer in glm.layers] == [True, True, False, False]
+    assert glm.layers[2].ffn.router == RouterSpec(
+        num_experts=8,
+        num_chosen=3,
+        score="sigmoid",
+        norms_chosen=True,
+        scale=1.7,
+        has_selection_bias=True,
+        num_groups=4,
+        num_chosen_groups=2,
+    )
+    gpt = read_config(make_tiny("gpt-oss", tmp_path / "gpt"))
+    assert [layer.attention.window for layer in gpt.layers] == [9, 0, 9, 0]
+    assert gpt.layers[0].attention.has_sinks
+    assert not gpt.ropes[0].truncates
+    small = read_config(make_tiny("smallthinker-windows", tmp_path / "small"))
+    assert [layer.attention.rope for layer in small.layers] == [-1, 0, 0, 0, -1]
+    router = small.layers[0].ffn.router
+    assert router is not None
+    assert (router.reads, router.score) == ("layer_input", "softmax_of_chosen")
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize(
+    ("variant", "changes", "said"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
+        ("qwen3-moe", {"num_experts": 6}, "num_local_experts is 7 but num_experts is 6"),
+        ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("qwen2-moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; not supported"),
+        ("glm4-moe-groups", {"n_group": 3}, "n_group is 3, which does not divide"),
+        ("glm4-moe-groups", {"topk_group": 1}, "topk_group leaves 2 experts, but 3 are chosen"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ("smallthinker", {"rope_layout": [1, 2, 1]}, "rope_layout is"),
+        ("smallthinker", {"moe_enable_early_router": False}, "moe_enable_early_router is False"),
+        ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
+    ],
+)
+def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = make_tiny(variant, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError) as error:
+        read_config(tmp_path)
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("mixtures")
+@pytest.mark.parametrize("variant", ["qwen2-moe", "mixtral", "glm4-moe", "granite-moe"])
+def test_experts_in_two_tensors(variant: str, tmp_path: Path) -> None:
+    """As transformers 5 has them in memory, and some checkpoints on disk."""
+    make_tiny(variant, tmp_path)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer, spec in enumerate(config.layers):
+        names = tensor_names(config).of_layer(layer)
+        found, (named, in_two, *_) = ffn_tensors(checkpoint, names.experts, spec.ffn), names.experts
+        if not found:
+            continue
+        each = (named.gate, named.up, named.down)
+        stored = {name.format(e) for name in each for e in range(len(found["ffn_gate_inp.weight"]))}
+        for name in {f"model.{name}" for name in (*stored, named.router)}:
+            del tensors[name]
+        halves = [found[f"ffn_{role}_exps.weight"] for role in ("gate", "up")]
+        tensors[f"model.{in_two.gate}"] = np.concatenate(halves, axis=1)
+        tensors[f"model.{in_two.down}"] = found["ffn_down_exps.weight"]
+        tensors[f"model.{in_two.router}"] = found["ffn_gate_inp.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
