@@ -1,0 +1,32 @@
+"""Routers of all layers of a mixture of experts, as kernels read them."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class RouterArrays(NamedTuple):
+    """A row for each expert of each layer that has experts, layers one after the other.
+
+    starts (L + 1,) int64: layer l's experts have rows starts[l]:starts[l + 1], none in a dense one
+    rows (R, d) float32; bias, selection_bias (R,) or (0,) float32
+    shared (L, d) or (L, 0) float32: the shared expert weighs sigmoid(shared[l] . ffn_input)
+    """
+
+    starts: np.ndarray
+    rows: np.ndarray
+    bias: np.ndarray
+    selection_bias: np.ndarray
+    shared: np.ndarray
+
+
+def no_routers(num_layers: int) -> RouterArrays:
+    """Return the routers of a model without experts."""
+    nothing = np.empty(0, np.float32)
+    return RouterArrays(
+        starts=np.zeros(num_layers + 1, np.int64),
+        rows=np.empty((0, 0), np.float32),
+        bias=nothing,
+        selection_bias=nothing,
+        shared=np.empty((num_layers, 0), np.float32),
+    )
