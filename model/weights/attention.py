@@ -21,6 +21,7 @@ from hotcold.model.weights.tensor_reader import (
 )
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.router_arrays import RouterArrays, no_routers
 
 
 @dataclass
@@ -30,6 +31,7 @@ class AttentionWeights:
     vectors: LayerVectors  # (L, size) float32, of the sizes of LayerSpec.vectors
     qkv: LayerRows  # of (H + 2 KV) hd rows a layer, of d bits
     out: np.ndarray  # (L, d, H hd) bits
+    routers: RouterArrays
 
 
 def load_attention(
@@ -74,6 +76,7 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
         vectors=LayerVectors(*(_repeated(array, times) for array in one.vectors)),
         qkv=LayerRows(first, second, *(_repeated(span, times) for span in spans)),
         out=_repeated(one.out, times),
+        routers=one.routers,
     )
     for layer in range(config.num_layers):
         _load_layer(reader, config, every, layer)
@@ -99,6 +102,7 @@ def _empty_attention(
         ),
         qkv=empty_projections(reader, config, layers, by_layer),
         out=reader.matrix((len(layers), hidden, config.attention_size), f"{first.out}.weight"),
+        routers=no_routers(len(layers)),
     )
 
 
