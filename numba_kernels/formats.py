@@ -140,7 +140,7 @@ class RowFormat(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether codes are bytes or nibbles, factors a group's own: nothing takes long to unpack."""
+        """Whether codes are bytes or nibbles, factors a group's own: quick to unpack."""
         return self.codes in (BYTES, NIBBLES, E2M1) and self.block_groups == 1
 
     @property

@@ -52,6 +52,15 @@ class Halves:
         ints = Vec.full(self.builder, 0, I32, _LANES)
         self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
 
+    def can_read(self) -> Vec:
+        """Whether there is a whole chunk, and what is read ends with the row or before."""
+        has_whole = self.index.differs(0)
+        if self.format.factors != EXPONENTS:
+            return has_whole
+        # The second half's last step, where a byte a group stands behind the values.
+        end, row_end = self.groups * 12 + 8 * _LANES, self.groups * 16 + self.all_groups
+        return has_whole & (self.has_second.equals(0) | (row_end >= end))
+
     def count(self) -> None:
         """Read the values: integer sums of all groups."""
         kind, lanes = (I16, LANES) if self.in_pairs else (I32, _LANES)

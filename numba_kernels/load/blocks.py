@@ -139,7 +139,7 @@ def paired_blocks(
 ) -> np.ndarray:
     """Rows of MXFP4 as safetensors files have them, values beside scales, as rows of its blocks.
 
-    Shapes:  values (R, G, 16): byte j of a group holds weights 2 j (low) and 2 j + 1; scales (R, G);
+    Shapes:  values (R, G, 16): byte j of a group has weights 2 j (low) and 2 j + 1; scales (R, G);
              row_ids (N,); result (N, bytes of some groups, or of all)
     Dtypes:  values, scales uint8; row_ids int; result of BLOCK_FORMATS
     Errors:  ValueError for other shapes or dtypes
