@@ -48,10 +48,13 @@ def _candidates(path: Path, config: ModelConfig, weight_dtype: str) -> Iterator[
 
 def _gate_bytes(predictors: Predictors, config: ModelConfig) -> float:
     """Bytes of the gates that predictors select; all of them where that was not measured."""
-    layer = config.ffn_size * RowBytes.of(config).first
+    first = RowBytes.of(config).first
     if predictors.qualities is None:
-        return float(config.num_layers * layer)
-    return sum(quality.computed * layer for quality in predictors.qualities)
+        return float(config.num_neurons * first)
+    return sum(
+        quality.computed * size * first
+        for quality, size in zip(predictors.qualities, config.ffn_sizes, strict=True)
+    )
 
 
 def trial_key(system: SystemConfig) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def profile(
     _remark(config, resumed_at)
     state.start()
     tokens_per_s = run_profile(system, text.ids[: task.num_tokens].tolist(), state, every_s)
-    found = _write(files, state, text)
+    found = _write(files, state, text, config)
     layers = [LayerSummary.of(counts, found.num_tokens) for counts in found.counts]
     click.echo(f"{found.num_tokens} tokens of {text.name}, {tokens_per_s:.1f} tokens/s")
     print_summary(found, layers)
@@ -196,13 +196,16 @@ def _remark(config: ModelConfig, resumed_at: int) -> None:
         click.echo(f"continued at token {resumed_at}", err=True)
 
 
-def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
+def _write(
+    files: ProfileFiles, state: ProfileState, text: TextIds, config: ModelConfig
+) -> ActivationProfile:
     """Write all files; the state goes when all but the figure are there."""
     from hotcold.placement.profile import ActivationProfile, write_profile
     from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
     identity, num_tokens = state.identity, state.task.num_tokens
-    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
+    chosen = state.chosen if config.experts is not None else None
+    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest, chosen)
     write_profile(files.profile, identity, found)
     if files.inputs is not None:
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))

@@ -158,7 +158,7 @@ def _train(
 def _ffn_bytes(config: ModelConfig) -> int:
     from hotcold.model.weights.sizes import ffn_bytes
 
-    return ffn_bytes(config, config.num_layers * config.ffn_size)
+    return ffn_bytes(config, config.num_neurons)
 
 
 def _print_report(predictors: Predictors) -> None:

@@ -63,7 +63,7 @@ OK, FAILED = 0, 1
 
 # With WATCHED set, FFN requests count computed neurons in buckets of neighbours in the checkpoint:
 # up and down rows, or gates; in the last step, or in all watched steps.
-NUM_BUCKETS = 64
+NUM_BUCKETS = 64  # of a model without experts; with them each expert is a bucket
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
