@@ -14,7 +14,7 @@ from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.ffn import UNIT
+from hotcold.model.weights.down_outputs import UNIT
 from hotcold.placement.plan import PlacementPlan, load_plan
 
 Layers = list[np.ndarray]  # int32 ids of each layer

@@ -1,8 +1,6 @@
 """Feed-forward layers: any subset of each layer's neurons, each neuron one row.
 
-`FfnWeights` has down transposed, a row a neuron. `read_down_outputs` keeps a GGUF file's rows, one
-an output, where no predictor chooses neurons: ggml's blocks lie along these rows, so to transpose
-them is to quantize again, in more bits.
+`FfnWeights` has down transposed, a row a neuron; `model/weights/down_outputs.py` a row an output.
 """
 
 from __future__ import annotations
@@ -20,16 +18,8 @@ from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
     Touch,
-    empty_rows,
-    tensor_places,
 )
 from hotcold.numba_kernels.ffn_arrays import starts_of
-from hotcold.numba_kernels.formats import is_blocks
-from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.load.convert import to_float32
-
-UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
-_ROWS_AT_ONCE = 64
 
 
 @dataclass
@@ -267,62 +257,3 @@ def _load_biases(
         weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]
     if weights.down_bias.size:
         weights.down_bias[layer, 0] = reader.vector(f"{names.down}.bias", (config.hidden_size,))
-
-
-def num_units(config: ModelConfig) -> int:
-    """Return the largest number of parts that a layer's neurons can be cut into."""
-    return -(-config.largest_ffn // UNIT)
-
-
-def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether all down projections are ggml's blocks, with a row for each output.
-
-    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
-    """
-    names = [_down_name(config, layer) for layer in range(config.num_layers)]
-    return all(
-        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
-    )
-
-
-def empty_down_outputs(reader: TensorReader, config: ModelConfig, num_neurons: int) -> LayerRows:
-    """Return arrays for all layers' down rows, of `num_neurons` weights each."""
-    tensors = [
-        [(_down_name(config, layer), config.hidden_size)] for layer in range(config.num_layers)
-    ]
-    return empty_rows(reader, tensors, num_neurons, by_layer=True)
-
-
-def read_down_outputs(
-    reader: TensorReader, config: ModelConfig, first: int, last: int
-) -> LayerRows:
-    """Read the weights of neurons first..last-1 of every layer, a row for each output.
-
-    `first` is a multiple of UNIT, `last` too or the number of neurons.
-    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
-    """
-    rows = empty_down_outputs(reader, config, last - first)
-    for layer in range(config.num_layers):
-        (place,) = tensor_places(rows, layer, [config.hidden_size])
-        reader.row_parts(_down_name(config, layer), config.ffn_size, place, first)
-    return rows
-
-
-def down_lengths(rows: LayerRows) -> np.ndarray:
-    """Return the length of each neuron's down vector, layer after layer: (L * N,) float32.
-
-    It converts a few rows at a time to float32.
-    """
-    lengths = []
-    for layer in range(len(rows.first_rows)):
-        (matrix,) = rows.parts(layer)
-        squares = sum(
-            np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
-            for first in range(0, len(matrix), _ROWS_AT_ONCE)
-        )
-        lengths.append(np.sqrt(squares))
-    return np.concatenate(lengths).astype(np.float32)
-
-
-def _down_name(config: ModelConfig, layer: int) -> str:
-    return f"{tensor_names(config).of_layer(layer).down}.weight"
