@@ -22,7 +22,7 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from hotcold.model.weights.ffn import num_units
+from hotcold.model.weights.down_outputs import num_units
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.placement.memory import memory_need

@@ -15,7 +15,7 @@ from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.ffn import UNIT
+from hotcold.model.weights.down_outputs import UNIT
 from hotcold.placement.plan import PlacementPlan, load_plan
 from hotcold.placement.profile import rates_of
 from hotcold.placement.solver.cost import hotness

@@ -34,7 +34,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.ffn import has_down_outputs, num_units
+from hotcold.model.weights.down_outputs import has_down_outputs, num_units
 from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts

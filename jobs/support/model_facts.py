@@ -18,7 +18,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.ffn import has_down_outputs
+from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
