@@ -191,8 +191,23 @@ def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
 
 
 def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """The same `neuron_runs` in every layer."""
-    return [[run] * config.num_layers for run in neuron_runs(config.largest_ffn, threads)]
+    """`neuron_runs` of each block of every layer, one block after another.
+
+    In turn another service has what remains, so that several experts are about equal work for all.
+    """
+    found: list[Layers] = [[] for _ in threads]
+    for layer in config.layers:
+        parts: list[Layers] = [[] for _ in threads]
+        begin = 0
+        for block, size in enumerate(layer.ffn.block_sizes):
+            turned = np.roll(np.arange(len(threads)), -block)
+            runs = neuron_runs(size, [threads[s] for s in turned])
+            for service, run in zip(turned, runs, strict=True):
+                parts[service].append(run + np.int32(begin))
+            begin += size
+        for service, own in enumerate(parts):
+            found[service].append(np.concatenate(own))
+    return found
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
