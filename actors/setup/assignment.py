@@ -231,12 +231,12 @@ def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] |
 def neuron_owners(config: ModelConfig, topology: Topology) -> tuple[list[str], np.ndarray]:
     """The names of the services that hold neurons, and the owner of each neuron.
 
-    Shapes:  owners (L, N), indices into the names; N of the largest layer
+    Shapes:  owners (L, N), indices into the names; N of the largest layer, -1 where others end
     Dtypes:  int16
     """
     parts = topology.parts
     holding = [(part.name, part.neuron_ids) for part in parts if part.neuron_ids is not None]
-    owners = np.zeros(neurons.shape(config), np.int16)
+    owners = np.full(neurons.shape(config), -1, np.int16)
     for index, (_, layers) in enumerate(holding):
         for layer, ids in enumerate(layers):
             owners[layer, ids] = index
