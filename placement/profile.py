@@ -54,6 +54,10 @@ class ActivationProfile:
         """The share of tokens for which each neuron fires: (L, N) float64, from 0 to 1."""
         return self.counts / self.num_tokens
 
+    def layers(self, config: ModelConfig) -> list[np.ndarray]:
+        """The counts of each layer's neurons."""
+        return [row[:size] for row, size in zip(self.counts, config.ffn_sizes, strict=True)]
+
     @property
     def is_stated(self) -> bool:
         """Whether the counts were not measured; `text_name` then says who stated them."""
@@ -81,6 +85,12 @@ def rates_of(config: ModelConfig, profile: ActivationProfile | None) -> Rates:
         of_block = profile.chosen / profile.num_tokens
     chosen = np.where(blocks < 0, 0.0, np.take_along_axis(of_block, np.maximum(blocks, 0), axis=1))
     return Rates(chosen, chosen if profile is None else profile.frequency)
+
+
+def firing_share(config: ModelConfig, profile: ActivationProfile) -> float:
+    """Of the neurons of blocks that a token chooses, the share that fires."""
+    rates = rates_of(config, profile)
+    return float(rates.fired.sum() / max(rates.chosen.sum(), 1e-9))
 
 
 def _equal_shares(config: ModelConfig) -> np.ndarray:

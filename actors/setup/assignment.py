@@ -191,8 +191,23 @@ def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
 
 
 def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """The same `neuron_runs` in every layer."""
-    return [[run] * config.num_layers for run in neuron_runs(config.largest_ffn, threads)]
+    """`neuron_runs` of each block of every layer, one block after another.
+
+    In turn another service has what remains, so that several experts are about equal work for all.
+    """
+    found: list[Layers] = [[] for _ in threads]
+    for layer in config.layers:
+        parts: list[Layers] = [[] for _ in threads]
+        begin = 0
+        for block, size in enumerate(layer.ffn.block_sizes):
+            turned = np.roll(np.arange(len(threads)), -block)
+            runs = neuron_runs(size, [threads[s] for s in turned])
+            for service, run in zip(turned, runs, strict=True):
+                parts[service].append(run + np.int32(begin))
+            begin += size
+        for service, own in enumerate(parts):
+            found[service].append(np.concatenate(own))
+    return found
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
@@ -216,12 +231,12 @@ def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] |
 def neuron_owners(config: ModelConfig, topology: Topology) -> tuple[list[str], np.ndarray]:
     """The names of the services that hold neurons, and the owner of each neuron.
 
-    Shapes:  owners (L, N), indices into the names; N of the largest layer
+    Shapes:  owners (L, N), indices into the names; N of the largest layer, -1 where others end
     Dtypes:  int16
     """
     parts = topology.parts
     holding = [(part.name, part.neuron_ids) for part in parts if part.neuron_ids is not None]
-    owners = np.zeros(neurons.shape(config), np.int16)
+    owners = np.full(neurons.shape(config), -1, np.int16)
     for index, (_, layers) in enumerate(holding):
         for layer, ids in enumerate(layers):
             owners[layer, ids] = index

@@ -33,12 +33,3 @@ def blocks(config: ModelConfig) -> np.ndarray:
         sizes = layer.ffn.block_sizes
         row[: sum(sizes)] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     return found
-
-
-def block_sizes(config: ModelConfig) -> np.ndarray:
-    """Neurons of each block: (L, B) int64, 0 where a layer has fewer blocks."""
-    found = np.zeros((config.num_layers, most_blocks(config)), np.int64)
-    for row, layer in zip(found, config.layers, strict=True):
-        sizes = layer.ffn.block_sizes
-        row[: len(sizes)] = sizes
-    return found

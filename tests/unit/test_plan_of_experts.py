@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.setup.assignment import cold_shards, hottest_neurons, require_partition
+from hotcold.actors.setup.assignment import (
+    cold_shards,
+    hottest_neurons,
+    require_partition,
+    runs_of_layers,
+)
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, ServiceError
@@ -63,8 +68,6 @@ def test_arrays_of_neurons() -> None:
     found = neurons.blocks(SPARSE)
     assert found[0].tolist() == [*np.repeat(range(6), 128), *[6] * 200, *[-1] * 32]
     assert not found[1].any()
-    assert neurons.block_sizes(SPARSE).tolist() == [[128] * 6 + [200], [1000] + [0] * 6,
-                                                    [128] * 6 + [200]]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [SPARSE, SILU], ids=["relu", "silu"])
@@ -233,3 +236,21 @@ def test_hottest_experts_stay_whole() -> None:
     assert max(ids.size for ids in found) - min(ids.size for ids in found) == 128
     for ids in found:
         assert set(np.bincount(ids // 128, minlength=6).tolist()) <= {0, 128}
+
+
+@pytest.mark.parametrize("threads", [[1], [2, 2], [3, 1], [1, 1, 1]])
+def test_runs_of_experts(threads: list[int]) -> None:
+    """Each service has a run of every expert, and of several experts about its share."""
+    config = mixture_config(num_experts=6, size=768, shared_size=1408, dense_layers=(1,))
+    shards = runs_of_layers(threads, config)
+    require_partition(config, shards)
+    for shard in shards:
+        for layer in (0, 2):
+            for ids in blocks_of(config, layer):
+                own = shard[layer][np.isin(shard[layer], ids)]
+                assert own.size and (np.diff(own) == 1).all()
+                assert (own[0] - ids[0]) % 256 == 0
+                assert (own[-1] + 1 - ids[0]) % 256 == 0 or own[-1] == ids[-1]
+    experts = np.array([(shard[0] < 6 * 768).sum() for shard in shards])
+    if len(set(threads)) == 1:
+        assert experts.max() == experts.min()
