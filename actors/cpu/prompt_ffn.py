@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.numba_kernels.checks import DRELU
+from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
@@ -74,7 +74,7 @@ def prompt_ffn(
     up_product = up, part(arrays.up_bias), factors
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
-    scales_at_once = up.shape[0] > 0 and (not waits or function.code == DRELU)
+    scales_at_once = up.shape[0] > 0 and (not waits or function.code in ACTIVATES_UP)
     scales_later = up.shape[0] > 0 and not scales_at_once
     at_once = factors if scales_at_once else factors[:, :0]
     activate = partial(activate_kernel, function, weights, bounds, at_once, h, num_fired)

@@ -111,7 +111,7 @@ def of_float64(arrays: FfnArrays, name: str, x: np.ndarray, weights: np.ndarray)
         h = h * np.repeat(weights, np.diff(arrays.starts[0]), axis=1)
     if arrays.up.size:
         ups = exact @ arrays.up.T.astype(np.float64) + arrays.up_bias
-        h = h * activated_up(name, tensor(ups)).numpy()
+        h = h * activated_up(name, tensor(ups), THRESHOLD).numpy()
     of_blocks = weights if weights.size else np.ones((len(x), 2))
     return h @ arrays.down.astype(np.float64) + of_blocks @ arrays.down_bias[0]
 
@@ -147,7 +147,7 @@ def test_each_token_is_computed_as_alone(
 
     def output(ids: np.ndarray) -> np.ndarray:
         own, out = weights[ids] if has_weights else weights, np.empty((len(ids), WIDE), np.float32)
-        function = activation(name, THRESHOLD if name == "fatrelu" else 0.0)
+        function = activation(name, THRESHOLD if name in ("fatrelu", "clamped_silu") else 0.0)
         del ways[:]
         prompt_ffn(
             matmul, arrays, 0, x[ids], function, out, skip_silent=True, block_weights=own

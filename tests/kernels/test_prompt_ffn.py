@@ -99,7 +99,7 @@ def test_activations(name: str) -> None:
     """Of numbers of all sizes, in any column: the vectors' and the last ones."""
     values = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -100, -0.0, 1e-30, 100, 1e4]])
     values = values.astype(np.float32)
-    threshold = 0.5 if name == "fatrelu" else 0.0
+    threshold = {"fatrelu": 0.5, "clamped_silu": 7.0}.get(name, 0.0)
     function, none = activation(name, threshold), np.empty((2, 0), np.float32)
     h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty(2, np.int64)
     activate_kernel(function, none, np.zeros(1, np.int64), none, h, num_fired, 0, 2)
