@@ -40,9 +40,9 @@ class FiredNeurons(NamedTuple):
 
     runs (R, 5) int64: of each run of at most RUN neurons of a block: the block, its first neuron
     and the one after its last, where its lists begin in `ids`, `values` and in `starts`
-    Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down is
-    multiplied with, in the same way; ids count from the layer's first. ids int32, values float32,
-    starts int32
+    Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down
+    is multiplied with, in the same way; ids count from the layer's first. ids int32, values
+    float32, starts int32
     """
 
     runs: np.ndarray
@@ -111,6 +111,21 @@ def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
             of_up, _ = block_rows(factors, tokens, b)
             for t in range(begin, end):
                 _scale(function, up_bias, bounds[b], of_up[t], own[t])
+
+
+@njit(nogil=True, cache=True)
+def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last):
+    """target[i] = source[from_choices[i]] for choices first..last-1 of `tokens`.
+
+    source, target: `ChoiceRows` of the same blocks; from_choices (P,) int64. Checks nothing.
+    """
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, _ = block_rows(target, tokens, b)
+            given, _ = block_rows(source, source_tokens, b)
+            for t in range(begin, end):
+                own[t] = given[from_choices[tokens.starts[b] + t] - source_tokens.starts[b]]
 
 
 @njit(nogil=True, cache=True)
