@@ -26,7 +26,7 @@ from hotcold.model.weights.sizes import (
     stored_bytes,
 )
 from hotcold.placement.memory import weight_bytes
-from hotcold.placement.profile import PROFILE_FILE, read_profile
+from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
@@ -244,4 +244,4 @@ def _firing_share(path: Path, config: ModelConfig) -> float | None:
         profile = read_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), config)
     except ArtifactError:
         return None
-    return float(profile.frequency.mean())
+    return firing_share(config, profile)
