@@ -26,6 +26,7 @@ from hotcold.model.weights.ffn import (
     load_gate,
     load_up,
 )
+from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
@@ -298,6 +299,22 @@ def test_rows_are_quantized_as_others(variant: str, dtype: str, tmp_path: Path) 
             largest = np.abs(expected).max(axis=1, keepdims=True)
             assert (np.abs(found - expected) <= largest * step).all()
             assert not np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("variant", ["qwen2-moe", "granite-moe", "gpt-oss", "glm4-moe-groups"])
+def test_a_quantized_copy_has_the_rows_of_dtype(variant: str, tmp_path: Path) -> None:
+    original, copy = wide(variant, tmp_path / "original"), tmp_path / "copy"
+    write_quantized(original, copy, "q8")
+    config = read_config(copy)
+    check_tensors(Checkpoint(copy), config)
+    assert stored_config(Checkpoint(copy), config).dtype_of("down") == "q8"
+    ids = everything(config)
+    found = load_ffn(Checkpoint(copy), config, ids, include_down_bias=True)
+    expected = load_ffn(Checkpoint(original), config, ids, include_down_bias=True, dtype="q8")
+    for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "starts"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    routers = [load_attention(Checkpoint(path), config).routers for path in (copy, original)]
+    assert all(np.array_equal(a, b) for a, b in zip(*routers, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
