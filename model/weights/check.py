@@ -15,7 +15,8 @@ from hotcold.model.weights.attention import AttentionWeights, empty_projections,
 from hotcold.model.weights.down_outputs import empty_down_outputs, sizes_of_blocks
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
 from hotcold.model.weights.ffn import FfnWeights, read_ffn
-from hotcold.model.weights.tensor_reader import RowPart, TensorReader
+from hotcold.model.weights.ffn_tensors import ffn_tensors
+from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_width
 
 
@@ -48,12 +49,12 @@ def stored_config(
     Errors:  CheckpointError where the first projection is missing or of an unsupported format;
              UsageError for an unknown dtype
     """
-    layer = tensor_names(config).of_layer(0)
+    layer, ffn = tensor_names(config).of_layer(0), ffn_tensors(checkpoint, config, 0)
     firsts: dict[MatrixKind, str] = {
         "qkv": f"{layer.qkv[0]}.weight",
         "out": f"{layer.out}.weight",
-        "gate": f"{layer.gate}.weight",
-        "down": f"{layer.down}.weight",
+        "gate": ffn.gate[0].name,
+        "down": ffn.down[0].name,
         "head": head_name(checkpoint, config),
     }
     means: dict[MatrixKind, float] = {}
@@ -106,12 +107,27 @@ class _HeaderReader(TensorReader):
         return self.empty(shape, self.checkpoint.dtype(name))
 
     def rows(
-        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+        self,
+        name: str,
+        num_rows: int,
+        dst: np.ndarray,
+        row_ids: np.ndarray | None = None,
+        stack: int = 0,
     ) -> None:
-        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
 
-    def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
-        self.require_matrices(name, shape)
+    def row_parts(
+        self, name: str, width: int, dst: np.ndarray, first: int, stack: int = 0, index: int = 0
+    ) -> None:
+        self.require_rows(name, len(dst), width, stack)
 
-    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)
+    def columns(
+        self,
+        name: str,
+        num_columns: int,
+        dst: np.ndarray,
+        column_ids: np.ndarray,
+        stack: int = 0,
+        index: int = 0,
+    ) -> None:
+        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns, stack)

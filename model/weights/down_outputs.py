@@ -9,30 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.model.config.families import tensor_names
-from hotcold.model.config.families.tensor_names import layout_in
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.tensor_reader import RowPart, TensorReader
+from hotcold.model.weights.ffn_tensors import ffn_tensors
+from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.block_rows import BlockRows, block_places
-from hotcold.numba_kernels.formats import Q8, is_blocks, is_quantized
+from hotcold.numba_kernels.formats import Q8, is_blocks
 from hotcold.numba_kernels.load.convert import to_float32
 
 UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
 _ROWS_AT_ONCE = 64
-
-
-class _Tensor(NamedTuple):
-    """The tensor of a block's down rows, and which of its `count` stacked matrices they are."""
-
-    name: str
-    index: int = 0
-    count: int = 0  # 0: it is not stacked
 
 
 def num_units(config: ModelConfig) -> int:
@@ -55,13 +44,16 @@ def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
     Errors:  CheckpointError for a tensor that is missing or of an unsupported format
     """
-    names = {
-        tensor.name
+    tensors = [
+        tensor
         for layer in range(config.num_layers)
-        for tensor in _tensors(checkpoint, config, layer)
-    }
+        for tensor in ffn_tensors(checkpoint, config, layer).down
+    ]
     return all(
-        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
+        is_blocks(checkpoint.dtype(tensor.name))
+        and tensor.by_columns
+        and not checkpoint.is_by_neurons(tensor.name)
+        for tensor in tensors
     )
 
 
@@ -72,21 +64,24 @@ def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndar
     become 8 bits.
     Shapes:  sizes (L, B) int64
     """
-    held = np.zeros(sizes.shape, object)
+    held = np.full(sizes.shape, None)
     weights: Counter[np.dtype] = Counter()
     for layer in range(config.num_layers):
-        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
-            held[layer, block] = dtype = reader.own_dtype(tensor.name)
-            weights[dtype] += config.layers[layer].ffn.block_sizes[block]
+        for tensor in ffn_tensors(reader.checkpoint, config, layer).down:
+            dtype = reader.own_dtype(tensor.name)
+            held[layer, tensor.block : tensor.block + tensor.num_blocks] = dtype
+            weights[dtype] += tensor.num_blocks * tensor.size
     kinds = [dtype for dtype, _ in weights.most_common()]
-    if not all(map(is_quantized, kinds)) and len(kinds) > 1:
-        kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
     first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
     is_second = np.array([dtype != first for dtype in held.flat]).reshape(sizes.shape)
     is_second &= (first != second) & (sizes > 0)
     places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
-    rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
-    reader.touch([rows.matrix(*index) for index in np.ndindex(*sizes.shape) if sizes[index]])
+    rows = BlockRows(
+        reader.empty(counts[:1], first),
+        reader.empty(counts[1:], second if is_second.any() else first),
+        places,
+    )
+    reader.touch([rows.matrix(*index) for index in zip(*np.nonzero(sizes), strict=True)])
     return rows
 
 
@@ -102,16 +97,15 @@ def read_down_outputs(
     runs = _runs(config, neuron_ids)
     rows = empty_down_outputs(reader, config, runs[:, :, 1] - runs[:, :, 0])
     for layer in range(config.num_layers):
-        sizes = config.layers[layer].ffn.block_sizes
-        parts: dict[tuple[str, int, int], list[RowPart]] = {}
-        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
-            part = RowPart(tensor.index, rows.matrix(layer, block), int(runs[layer, block, 0]))
-            if len(part.rows):
-                key = tensor.name, sizes[block], tensor.count
-                parts.setdefault(key, []).append(part)
-        for (name, width, count), found in parts.items():
-            shape = config.hidden_size, width
-            reader.row_parts(name, (count, *shape) if count else shape, found)
+        with reader.together():
+            for tensor in ffn_tensors(reader.checkpoint, config, layer).down:
+                for index in range(tensor.num_blocks):
+                    block = tensor.block + index
+                    matrix, first = rows.matrix(layer, block), int(runs[layer, block, 0])
+                    if len(matrix):
+                        reader.row_parts(
+                            tensor.name, tensor.size, matrix, first, tensor.stack, index
+                        )
     return rows
 
 
@@ -133,26 +127,6 @@ def down_lengths(rows: BlockRows) -> np.ndarray:
     return np.concatenate(lengths).astype(np.float32)
 
 
-def _tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> list[_Tensor]:
-    """The tensors of a layer's blocks, in their order."""
-    names, spec = tensor_names(config).of_layer(layer), config.layers[layer].ffn
-    if spec.router is None:
-        return [_Tensor(f"{names.down}.weight")]
-    layout = layout_in(names.experts, checkpoint.has)
-    if layout is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: layer {layer} has no tensors of experts; its configuration asks "
-            f"for {spec.router.num_experts}; they belong to different models"
-        )
-    count, name = spec.router.num_experts, layout.down
-    if "{}" in name:
-        tensors = [_Tensor(name.format(expert)) for expert in range(count)]
-    else:
-        tensors = [_Tensor(name, expert, count) for expert in range(count)]
-    has_shared = len(spec.block_sizes) > count
-    return [*tensors, _Tensor(layout.shared_down)] if has_shared else tensors
-
-
 def _runs(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
     """First and end of each block's run of neurons, counted within the block: (L, B, 2)."""
     runs = np.zeros((*sizes_of_blocks(config).shape, 2), np.int64)
@@ -161,13 +135,9 @@ def _runs(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
         for block, size in enumerate(config.layers[layer].ffn.block_sizes):
             own = ids[(ids >= begin) & (ids < begin + size)] - begin
             if own.size:
-                run = int(own[0]), int(own[-1]) + 1
-                if (
-                    own.size != run[1] - run[0]
-                    or run[0] % UNIT
-                    or (run[1] % UNIT and run[1] < size)
-                ):
+                first, end = int(own[0]), int(own[-1]) + 1
+                if own.size != end - first or first % UNIT or (end % UNIT and end < size):
                     raise ValueError(f"neurons of block {block} of layer {layer} are no run")
-                runs[layer, block] = run
+                runs[layer, block] = first, end
             begin += size
     return runs

@@ -24,6 +24,7 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.router_arrays import RouterArrays
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
@@ -61,6 +62,7 @@ class AttentionArrays(NamedTuple):
     vectors: LayerVectors
     qkv: LayerRows
     out: np.ndarray
+    routers: RouterArrays
     final_norm_weight: np.ndarray
     final_norm_bias: np.ndarray
     project_out: np.ndarray
