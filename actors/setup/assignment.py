@@ -176,8 +176,16 @@ def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
 
 
 def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """The same `neuron_runs` in every layer."""
-    return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
+    """`neuron_runs` of every block of every layer: each service has its part of each expert."""
+    services: list[Layers] = [[] for _ in threads]
+    for spec in config.layers:
+        sizes = spec.ffn.block_sizes
+        begins = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
+        blocks = [neuron_runs(size, threads) for size in sizes]
+        for service, runs in zip(services, zip(*blocks, strict=True), strict=True):
+            shifted = [run + begin for run, begin in zip(runs, begins, strict=True)]
+            service.append(np.concatenate(shifted))
+    return services
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
