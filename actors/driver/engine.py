@@ -14,6 +14,7 @@ from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
@@ -77,6 +78,7 @@ class Engine:
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
+        self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
         self.use_services(topology)
         self.times = StepTimes()
         self.num_steps = 0
@@ -100,6 +102,7 @@ class Engine:
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
             residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
+            block_counts=self.block_counts,
         )
 
     def step(
