@@ -67,7 +67,7 @@ class LayerFacts(NamedTuple):
 
     attention_of (L,) int64: the service with a layer's attention
     ffn_of (L, S) int64: the num_ffn[l] services with its FFN, in the order in which they are added
-    num_neurons (L, S) int64: how many of a layer's neurons each service holds
+    num_neurons (L, S, B) int64: how many neurons of each block of a layer each service holds
     cpu_services (C,) int64: those whose neurons predictors choose, in the predictors' order
     output_norm (L, d) or (L, 0) float32: of the FFN's output
     residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
@@ -287,7 +287,20 @@ def _count_ffn(layer_state, buffers, facts):
     for service in requested_services(layer_state, facts):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
         layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
-        num_gates = buffers.requests[service, NUM_IDS]
-        if num_gates == ALL_NEURONS:
-            num_gates = facts.num_neurons[layer_state[AT_LAYER], service]
-        layer_state[SUM_GATES] += num_gates
+        sizes = facts.num_neurons[layer_state[AT_LAYER], service]
+        layer_state[SUM_GATES] += _num_gates(buffers, service, sizes)
+
+
+@njit(nogil=True, cache=True)
+def _num_gates(buffers, service, sizes):
+    """How many gates the service was asked for, of `sizes` (B,) neurons in each block."""
+    request = buffers.requests[service]
+    if request[NUM_IDS] != ALL_NEURONS:
+        return request[NUM_IDS]
+    num_gates = np.int64(0)
+    for block in range(sizes.shape[0]):
+        is_chosen = not request[WEIGHS_BLOCKS]
+        for t in range(0 if is_chosen else request[NUM_TOKENS]):
+            is_chosen = is_chosen or buffers.block_weights[t, block] != 0
+        num_gates += sizes[block] if is_chosen else 0
+    return num_gates

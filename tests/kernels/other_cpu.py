@@ -43,7 +43,7 @@ from tests.kernels.quantized_rows import (
     random_rows,
 )
 
-KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6")
+KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6", "mxfp4")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 WIDTH_IN_BLOCKS = 2304  # eight groups more
