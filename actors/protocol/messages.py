@@ -93,7 +93,6 @@ class SystemConfig:
     def from_json(cls, text: bytes) -> SystemConfig:
         """The system of `as_json`. Errors: ValueError, KeyError, TypeError."""
         from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-    from hotcold.actors.telemetry.experts import ExpertCounts
 
         values: dict[str, Any] = json.loads(text)
         storage = values["storage"]
