@@ -48,6 +48,10 @@ def activate(values: np.ndarray, activation_fn: str, threshold: float = 0.0) -> 
     if activation_fn == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)
         return 0.5 * values * (1 + np.tanh(inner))
+    if activation_fn == "clamped_silu":
+        values = np.minimum(values, threshold)
+        with np.errstate(over="ignore"):
+            return values / (1 + np.exp(-1.702 * values))
     if activation_fn == "silu":
         with np.errstate(over="ignore"):
             return values / (1 + np.exp(-values))
@@ -79,6 +83,8 @@ def sparse_ffn(
         if activation_fn == "drelu":
             factors = np.maximum(factors, 0)
             fires &= factors != 0
+        if activation_fn == "clamped_silu":
+            factors = np.clip(factors, -threshold, threshold) + 1
         h = h * factors
         if thresholds is not None:
             fires &= np.abs(h) * (1 if down_norms is None else down_norms[ids]) > thresholds[1]
