@@ -33,14 +33,14 @@ def layer_numbers(config: ModelConfig) -> np.ndarray:
     for record, layer in zip(found, config.layers, strict=True):
         facts = {**vars(layer), **vars(layer.attention), **layer.order._asdict()}
         facts |= {"norm_kind": norm_kind(layer.norm_kind), "adds_late": layer.adds_late}
-        facts |= _router_numbers(layer.ffn)
+        facts |= router_numbers(layer.ffn)
         for name in LAYER_NUMBERS.names or ():
             record[name] = facts[name]
     return found
 
 
-def _router_numbers(ffn: FfnSpec) -> dict[str, float]:
-    """A router's part of LAYER_NUMBERS."""
+def router_numbers(ffn: FfnSpec) -> dict[str, float]:
+    """The part of LAYER_NUMBERS that a router reads, by name."""
     router = ffn.router or _NO_ROUTER
     return {
         "num_experts": router.num_experts,

@@ -4,7 +4,7 @@ import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
@@ -53,7 +53,7 @@ def load_dense_service(
         down_bias=weights.down_bias,
         down_norms=down_lengths(down) if spec.system.has_down_norms else NO_NORMS,
     )
-    buckets = bucket_of(np.concatenate(ids), config.ffn_size)
+    buckets = buckets_of(config, ids)
     function = activation(config.activation_fn, config.activation_threshold)
     threads = spec.num_threads
     service = DenseCpuService(spec.name, spec.index, threads, arrays, function, buckets)

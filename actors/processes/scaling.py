@@ -200,7 +200,7 @@ def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayo
     need = memory_need(config, 0, system.num_cpu_actors, layout.num_bytes)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
     if (drafting := draft_config(system, config)) is not None:
-        needed += ffn_bytes(drafting, config.num_layers * config.ffn_size)
+        needed += ffn_bytes(drafting, config.num_neurons)
     free = free_bytes()
     if needed > free:
         raise MemoryBudgetError(

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn_tensors import ffn_tensors
-from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.model.weights.tensor_reader import RowPart, TensorReader
 from hotcold.numba_kernels.block_rows import BlockRows, block_places
-from hotcold.numba_kernels.formats import Q8, is_blocks
+from hotcold.numba_kernels.formats import Q8, is_blocks, is_quantized
 from hotcold.numba_kernels.load.convert import to_float32
 
 UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
 _ROWS_AT_ONCE = 64
+
+
+class _Tensor(NamedTuple):
+    """The tensor of a block's down rows, and which of its `count` stacked matrices they are."""
+
+    name: str
+    index: int = 0
+    count: int = 0  # 0: it is not stacked
 
 
 def num_units(config: ModelConfig) -> int:
@@ -44,16 +53,13 @@ def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
     Errors:  CheckpointError for a tensor that is missing or of an unsupported format
     """
-    tensors = [
-        tensor
+    names = {
+        tensor.name
         for layer in range(config.num_layers)
-        for tensor in ffn_tensors(checkpoint, config, layer).down
-    ]
+        for tensor in _tensors(checkpoint, config, layer)
+    }
     return all(
-        is_blocks(checkpoint.dtype(tensor.name))
-        and tensor.by_columns
-        and not checkpoint.is_by_neurons(tensor.name)
-        for tensor in tensors
+        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
     )
 
 
@@ -64,24 +70,21 @@ def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndar
     become 8 bits.
     Shapes:  sizes (L, B) int64
     """
-    held = np.full(sizes.shape, None)
+    held = np.zeros(sizes.shape, object)
     weights: Counter[np.dtype] = Counter()
     for layer in range(config.num_layers):
-        for tensor in ffn_tensors(reader.checkpoint, config, layer).down:
-            dtype = reader.own_dtype(tensor.name)
-            held[layer, tensor.block : tensor.block + tensor.num_blocks] = dtype
-            weights[dtype] += tensor.num_blocks * tensor.size
+        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
+            held[layer, block] = dtype = reader.own_dtype(tensor.name)
+            weights[dtype] += config.layers[layer].ffn.block_sizes[block]
     kinds = [dtype for dtype, _ in weights.most_common()]
+    if not all(map(is_quantized, kinds)) and len(kinds) > 1:
+        kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
     first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
     is_second = np.array([dtype != first for dtype in held.flat]).reshape(sizes.shape)
     is_second &= (first != second) & (sizes > 0)
     places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
-    rows = BlockRows(
-        reader.empty(counts[:1], first),
-        reader.empty(counts[1:], second if is_second.any() else first),
-        places,
-    )
-    reader.touch([rows.matrix(*index) for index in zip(*np.nonzero(sizes), strict=True)])
+    rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
+    reader.touch([rows.matrix(*index) for index in np.ndindex(*sizes.shape) if sizes[index]])
     return rows
 
 
@@ -97,15 +100,17 @@ def read_down_outputs(
     runs = _runs(config, neuron_ids)
     rows = empty_down_outputs(reader, config, runs[:, :, 1] - runs[:, :, 0])
     for layer in range(config.num_layers):
+        sizes = config.layers[layer].ffn.block_sizes
+        parts: dict[tuple[str, int, int], list[RowPart]] = {}
+        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
+            part = RowPart(tensor.index, rows.matrix(layer, block), int(runs[layer, block, 0]))
+            if len(part.rows):
+                key = tensor.name, sizes[block], tensor.count
+                parts.setdefault(key, []).append(part)
         with reader.together():
-            for tensor in ffn_tensors(reader.checkpoint, config, layer).down:
-                for index in range(tensor.num_blocks):
-                    block = tensor.block + index
-                    matrix, first = rows.matrix(layer, block), int(runs[layer, block, 0])
-                    if len(matrix):
-                        reader.row_parts(
-                            tensor.name, tensor.size, matrix, first, tensor.stack, index
-                        )
+            for (name, width, count), found in parts.items():
+                shape = config.hidden_size, width
+                reader.row_parts(name, (count, *shape) if count else shape, found)
     return rows
 
 
@@ -127,6 +132,15 @@ def down_lengths(rows: BlockRows) -> np.ndarray:
     return np.concatenate(lengths).astype(np.float32)
 
 
+def _tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> list[_Tensor]:
+    """The tensors of a layer's blocks, in their order."""
+    return [
+        _Tensor(tensor.name, index, tensor.stack)
+        for tensor in ffn_tensors(checkpoint, config, layer).down
+        for index in range(tensor.num_blocks)
+    ]
+
+
 def _runs(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
     """First and end of each block's run of neurons, counted within the block: (L, B, 2)."""
     runs = np.zeros((*sizes_of_blocks(config).shape, 2), np.int64)
@@ -135,9 +149,13 @@ def _runs(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
         for block, size in enumerate(config.layers[layer].ffn.block_sizes):
             own = ids[(ids >= begin) & (ids < begin + size)] - begin
             if own.size:
-                first, end = int(own[0]), int(own[-1]) + 1
-                if own.size != end - first or first % UNIT or (end % UNIT and end < size):
+                run = int(own[0]), int(own[-1]) + 1
+                if (
+                    own.size != run[1] - run[0]
+                    or run[0] % UNIT
+                    or (run[1] % UNIT and run[1] < size)
+                ):
                     raise ValueError(f"neurons of block {block} of layer {layer} are no run")
-                runs[layer, block] = first, end
+                runs[layer, block] = run
             begin += size
     return runs

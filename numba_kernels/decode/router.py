@@ -19,34 +19,41 @@ _LEAST_SUM = np.float32(1e-20)  # of chosen scores: sigmoids may all be 0
 
 
 @njit(nogil=True, cache=True, inline="always")
-def own_part(vector, first, last):
-    """vector[first:last], or the whole of an empty one."""
-    return vector[first:last] if vector.shape[0] else vector
+def router_rows(routers, layer):
+    """A layer's rows of `RouterArrays`, and their biases or none."""
+    first, last = routers.starts[layer], routers.starts[layer + 1]
+    bias = routers.bias[first:last] if routers.bias.shape[0] else routers.bias
+    return routers.rows[first:last], bias
 
 
 @njit(nogil=True, cache=True)
-def choose_experts(numbers, routers, layer, logits, ffn_input, t, weights):
-    """weights[t, b] = what block b weighs for token t: 0 of experts that are not chosen.
+def choose_experts(numbers, routers, layer, logits, weights):
+    """weights[b] = what block b weighs for a token: 0 of experts that are not chosen.
 
     As `RouterSpec` of the model package says, with a layer's LAYER_NUMBERS. Of equal experts the
-    first is chosen. Where a logit is not finite all weigh NaN, which reaches the output. Checks
-    nothing.
-    Shapes:  logits (T, E), the router's bias included; ffn_input (T, d); weights (T, B), the first
-             `num_blocks` of which are the layer's
+    first is chosen. Where a logit is not finite all weigh NaN, which reaches the output. A shared
+    expert's weight stays as it is. Checks nothing.
+    Shapes:  logits (E,), the router's bias included; weights (B,), the layer's blocks first
     Dtypes:  float32; routers: `RouterArrays`
     Source:  Shazeer et al., arXiv 1701.06538; selection biases and groups: DeepSeek-AI, arXiv
              2412.19437
     """
-    first, num_experts = routers.starts[layer], numbers.num_experts
-    selection_bias = own_part(routers.selection_bias, first, first + num_experts)
-    own, out = logits[t, :num_experts], weights[t]
-    out[:] = 0
-    if _choose(numbers, own, selection_bias, out[:num_experts]):
-        _weigh(numbers, own, out[:num_experts])
-    if numbers.num_blocks > num_experts:
-        out[num_experts] = 1
+    first, last = routers.starts[layer], routers.starts[layer + 1]
+    biases, experts = routers.selection_bias, weights[: last - first]
+    if _choose(numbers, logits, biases[first:last] if biases.shape[0] else biases, experts):
+        _weigh(numbers, logits, experts)
+    weights[numbers.num_blocks :] = 0
+
+
+@njit(nogil=True, cache=True)
+def weigh_shared(numbers, routers, layer, ffn_input, t, weights):
+    """weights[num_experts] = what the shared expert weighs for token t, if there is one: 1, or
+    sigmoid(shared . ffn_input[t]). Shapes: ffn_input (T, d), weights (B,); checks nothing."""
+    if numbers.num_blocks > numbers.num_experts:
+        share = np.float32(1)
         if routers.shared.shape[1]:
-            out[num_experts] = _sigmoid(dot_lone_row(routers.shared, layer, ffn_input, t))
+            share = _sigmoid(dot_lone_row(routers.shared, layer, ffn_input, t))
+        weights[numbers.num_experts] = share
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -153,10 +160,12 @@ def _weigh(numbers, logits, weights):
 
 @njit(nogil=True, cache=True)
 def route_tokens(numbers, routers, layer, x, ffn_input, logits, weights):
-    """`choose_experts` of all tokens of x (T, d), which the router reads; checks nothing."""
-    first = routers.starts[layer]
-    last = first + numbers.num_experts
-    bias = own_part(routers.bias, first, last)
-    rows_kernel(routers.rows[first:last], bias, x, logits, 0, numbers.num_experts)
+    """`choose_experts` and `weigh_shared` of tokens, whose router reads x; checks nothing.
+
+    Shapes:  x, ffn_input (T, d); logits (T, E) is work space; weights (T, B)   Dtypes: float32
+    """
+    rows, bias = router_rows(routers, layer)
+    rows_kernel(rows, bias, x, logits, 0, rows.shape[0])
     for t in range(x.shape[0]):
-        choose_experts(numbers, routers, layer, logits, ffn_input, t, weights)
+        choose_experts(numbers, routers, layer, logits[t], weights[t])
+        weigh_shared(numbers, routers, layer, ffn_input, t, weights[t])

@@ -137,7 +137,7 @@ def _choose_quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
 
     def quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
         for row in range(h.shape[0]):
-            quantize_vector(weights, h, row, vectors)
+            quantize_vector(weights, h, row, vectors, row)
 
     return quantize
 
