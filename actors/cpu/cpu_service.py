@@ -78,7 +78,8 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        dtypes = self.weight_dtypes()
+        predictors = self.predictors
+        dtypes = (*self.weight_dtypes(), *([] if predictors is None else [predictors.inner.dtype]))
         self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         starts = self.arrays.starts
@@ -86,9 +87,9 @@ class CpuService(Service):
         sizes = np.array([np.bincount(layer, minlength=layout.num_buckets) for layer in by_layer])
         num_tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         self.make_scratch(num_tokens, width)
-        if self.predictors is not None:
+        if predictors is not None:
             self._predictor_scratch = new_predictor_scratch(
-                self.predictors, self.num_threads, num_tokens, most_rows(starts), width
+                predictors, self.num_threads, num_tokens, most_rows(starts), width
             )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
@@ -108,7 +109,7 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function)
+        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function, self.predictors)
 
     def release(self) -> None:
         """End the threads of the matmul."""
@@ -156,7 +157,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+        from hotcold.actors.cpu.prompt_ffn import of_predictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
@@ -164,6 +165,7 @@ class CpuService(Service):
         partial = self.buffers.partials[self.index, :num_tokens]
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
+        predictors = self.predictors
         prompt_ffn(
             self._matmul.get(),
             arrays,
@@ -175,6 +177,7 @@ class CpuService(Service):
             counts=counts,
             await_up_down=self.await_up_down,
             block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
+            predictors=None if predictors is None else of_predictors(predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
