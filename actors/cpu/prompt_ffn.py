@@ -15,18 +15,18 @@ import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
+from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
-from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.block_tokens import (
     BlockTokens,
     ChoiceRows,
     WeightBlocks,
-    choice_rows,
     choices,
     every_token,
     layer_blocks,
@@ -34,16 +34,19 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     one_block,
     row_starts,
     rows_of_block,
+    token_rows,
     weight_blocks,
 )
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
     copy_kernel,
     empty_fired,
+    keep_kernel,
     list_fired,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
+    relu_kernel,
     run_shares,
     scale_kernel,
 )
@@ -66,6 +69,7 @@ def prompt_ffn(
     counts: np.ndarray | None = None,
     await_up_down: Callable[[], None] = lambda: None,
     block_weights: np.ndarray = NO_WEIGHTS,
+    predictors: tuple[WeightBlocks, WeightBlocks] | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
@@ -74,7 +78,8 @@ def prompt_ffn(
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
-    multiplied with the tokens for which its weight is not zero.
+    multiplied with the tokens for which its weight is not zero. `predictors`: the layer's networks
+    that say which neurons count, `of_predictors`.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     matmul.begin_layer()
@@ -95,8 +100,12 @@ def prompt_ffn(
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
+        scores = _NO_ROWS if predictors is None else _scores(matmul, predictors, tokens, x)
         matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
         matmul.then_rows(tokens.ids.size, activate)
+        if predictors is not None:
+            keep = partial(keep_kernel, tokens, scores, h, num_fired)
+            matmul.then_rows(tokens.ids.size, keep)
         if waits:
             matmul.run()
             if not scales_at_once:
@@ -114,8 +123,41 @@ def prompt_ffn(
             matmul.then_rows(len(out), partial(_add_bias, out, block_weights, biases))
 
 
+def of_predictors(predictors: ExpertPredictors, layer: int) -> tuple[WeightBlocks, WeightBlocks]:
+    """A layer's inner and outer networks, by block."""
+    starts = predictors.inner_starts[layer]
+    inner = predictors.inner[starts[0] : starts[-1]]
+    places = predictors.outer.places[layer]
+    return weight_blocks(inner, starts - starts[0]), WeightBlocks(predictors.outer.first, places)
+
+
+def _scores(
+    matmul: Matmul,
+    predictors: tuple[WeightBlocks, WeightBlocks],
+    tokens: BlockTokens,
+    x: np.ndarray,
+) -> ChoiceRows:
+    """outer . relu(inner . x) of each choice, once it has been run."""
+
+    def empty(blocks: WeightBlocks) -> ChoiceRows:
+        places = blocks.places
+        heights = (places[:, END] - places[:, BEGIN]) // np.maximum(places[:, ROW_ITEMS], 1)
+        starts = row_starts(tokens, heights)
+        return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
+
+    inner, outer = predictors
+    hidden, scores = empty(inner), empty(outer)
+    matmul.block_linears(x, tokens, [(inner, hidden)])
+    matmul.then_rows(tokens.ids.size, partial(relu_kernel, tokens, hidden))
+    matmul.block_linears(hidden, tokens, [(outer, scores)])
+    return scores
+
+
 def compile_prompt_ffn(
-    matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation
+    matmul: Matmul,
+    arrays: FfnArrays | TransposedArrays,
+    function: Activation,
+    predictors: ExpertPredictors | None = None,
 ) -> None:
     """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it."""
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
@@ -124,6 +166,12 @@ def compile_prompt_ffn(
     num_fired = np.empty(0, np.int64)
     activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, num_fired, 0, 0)
     scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
+    if predictors is not None:
+        keep_kernel(tokens, rows, rows, num_fired, 0, 0)
+        with matmul.at_once():
+            row = np.zeros((1, row_items(predictors.inner.dtype, CHUNK)), predictors.inner.dtype)
+            one, x = every_token(1), np.zeros((1, CHUNK), np.float32)
+            _scores(matmul, (weight_blocks(row), weight_blocks(row[:, :0])), one, x)
     outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
     if arrays.starts.shape[1] > 2:
         outs.append(np.empty((1, CHUNK), np.float32))
@@ -236,7 +284,7 @@ class _Rest(NamedTuple):
         """out = the sum of all choices; for those of which `is_few` is set neuron by neuron."""
         num_few = np.count_nonzero(is_few)
         if num_few == 0 and not has_weights and tokens.ids.size == len(out):  # one block
-            self._add_all(tokens, h, choice_rows(out, tokens))
+            self._add_all(tokens, h, token_rows(tokens, out))
             return
         self.matmul.then_rows(len(out), partial(_set_zero, out))
         if num_few == is_few.size:

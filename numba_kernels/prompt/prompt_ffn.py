@@ -102,6 +102,39 @@ def _activate_row(function, bias, first, h, t):
 
 
 @njit(nogil=True, cache=True)
+def relu_kernel(tokens, rows, first, last):
+    """rows[i] = relu(rows[i]) for choices first..last-1, `ChoiceRows`; checks nothing."""
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, _ = block_rows(rows, tokens, b)
+            for t in range(begin, end):
+                for n in range(own.shape[1]):
+                    if own[t, n] <= 0:
+                        own[t, n] = 0
+
+
+@njit(nogil=True, cache=True)
+def keep_kernel(tokens, scores, h, num_fired, first, last):
+    """h[i, n] = 0 unless scores[i, n] > 0, for choices first..last-1; then num_fired[i] anew.
+
+    `scores` and h are `ChoiceRows`; in blocks without scores all stays. Checks nothing.
+    """
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end and scores.starts[b] < scores.starts[b + 1]:
+            own, _ = block_rows(h, tokens, b)
+            of_own, _ = block_rows(scores, tokens, b)
+            for t in range(begin, end):
+                found = 0
+                for n in range(own.shape[1]):
+                    if of_own[t, n] <= 0:  # a NaN reaches the output
+                        own[t, n] = 0
+                    found += own[t, n] != 0
+                num_fired[tokens.starts[b] + t] = found
+
+
+@njit(nogil=True, cache=True)
 def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
     """h[i] *= factors[i] + up_bias, activated as up is, for choices first..last-1; as above."""
     for b in range(tokens.starts.shape[0] - 1):
