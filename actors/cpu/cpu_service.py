@@ -156,7 +156,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+        from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
@@ -175,6 +175,7 @@ class CpuService(Service):
             counts=counts,
             await_up_down=self.await_up_down,
             block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
+            predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 

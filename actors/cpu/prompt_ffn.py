@@ -234,6 +234,7 @@ def _add_bias(
     """out += biases (B, d), of each block by its weight."""
     if not weights.size:
         out[first:last] += biases.sum(axis=0)
+        return
     for block in range(weights.shape[1]):
         out[first:last] += weights[first:last, block, None] * biases[block]
 
