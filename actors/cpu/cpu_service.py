@@ -78,7 +78,8 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        dtypes = self.weight_dtypes()
+        predictors = self.predictors
+        dtypes = (*self.weight_dtypes(), *([] if predictors is None else [predictors.inner.dtype]))
         self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         starts = self.arrays.starts
@@ -86,9 +87,9 @@ class CpuService(Service):
         sizes = np.array([np.bincount(layer, minlength=layout.num_buckets) for layer in by_layer])
         num_tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         self.make_scratch(num_tokens, width)
-        if self.predictors is not None:
+        if predictors is not None:
             self._predictor_scratch = new_predictor_scratch(
-                self.predictors, self.num_threads, num_tokens, most_rows(starts), width
+                predictors, self.num_threads, num_tokens, most_rows(starts), width
             )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
