@@ -14,6 +14,7 @@ from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
@@ -78,6 +79,7 @@ class Engine:
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
+        self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
         self.use_services(topology)
         self._is_routed = np.array([layer.ffn.router is not None for layer in config.layers])
         self.times = StepTimes()
@@ -102,6 +104,7 @@ class Engine:
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
             residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
+            block_counts=self.block_counts,
         )
 
     def step(

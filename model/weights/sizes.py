@@ -8,17 +8,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes, numpy_dtype, row_bytes
-from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.checkpoint import PREFIXES, Checkpoint
 from hotcold.numba_kernels.formats import Q8, QUANT_GROUP, is_quantized, row_items, row_width
 
 _HEAD, _PREDICTOR = "lm_head", ".predictor."
 
 
 def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
-    """Return the number of weights; a tied head counts once."""
+    """Return the number of weights; a tied head counts once, layers for drafts do not."""
+    layers = tensor_names(config).layers
+    extra = tuple(
+        prefix + layers.format(config.num_layers + index)
+        for index in range(config.num_extra_layers)
+        for prefix in PREFIXES
+    )
     names = [name for name in checkpoint.names() if _PREDICTOR not in name]
+    names = [name for name in names if not name.startswith(extra)]
     if config.tied_embeddings:
         names = [name for name in names if _HEAD not in name]
     shapes = {name: checkpoint.shape(name) for name in names}
@@ -26,6 +34,18 @@ def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
         math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
         for name, shape in shapes.items()
     )
+
+
+def num_unchosen_parameters(config: ModelConfig) -> int:
+    """Return the number of weights of experts that a token does not choose, in all layers."""
+    if config.experts is None:
+        return 0
+    router, experts = config.experts.router, config.experts
+    matrices = 3 if config.has_gate else 2
+    of_one = matrices * experts.size * config.hidden_size
+    of_one += config.ffn_bias * ((matrices - 1) * experts.size + config.hidden_size)
+    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    return num_layers * (router.num_experts - router.num_chosen) * of_one
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
