@@ -21,7 +21,7 @@ from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation, activation
-from hotcold.numba_kernels.ffn_arrays import FfnArrays
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
@@ -38,9 +38,11 @@ class OffloadedCpuService(CpuService):
         store: NeuronStore,
         function: Activation,
         buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
     ) -> None:
         """Serve the neurons of `store`; the rest as `CpuService`."""
-        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        arrays = store.arrays
+        super().__init__(name, index, num_threads, arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
 
     def prepare(self, layout: ArenaLayout) -> None:
@@ -112,6 +114,8 @@ def load_offloaded_service(
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
     buckets = buckets_of(config, neuron_ids)
     function = activation(config.activation_fn, config.activation_threshold)
-    service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
+    service = OffloadedCpuService(
+        spec.name, spec.index, threads, store, function, buckets, weights.predictors
+    )
     add_draft(service, spec, config, on_bytes)
     return service
