@@ -43,7 +43,7 @@ class LayerVectors(NamedTuple):
 
     size is 0 where there is none. norm is before attention and ffn_norm before the FFN, or after
     their sums; attention_norm is of attention's output, q_norm and k_norm are of one head or of all
-    together.
+    together; sinks are a logit a head.
     """
 
     norm_weight: Any
@@ -55,6 +55,7 @@ class LayerVectors(NamedTuple):
     k_norm_weight: Any
     qkv_bias: Any
     out_bias: Any
+    sinks: Any
 
     @property
     def nbytes(self) -> int:

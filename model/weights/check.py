@@ -14,6 +14,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
 from hotcold.model.weights.ffn import FfnWeights, empty_down_outputs, read_ffn
+from hotcold.model.weights.ffn_tensors import ffn_tensors
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_width
 
@@ -47,12 +48,12 @@ def stored_config(
     Errors:  CheckpointError where the first projection is missing or of an unsupported format;
              UsageError for an unknown dtype
     """
-    layer = tensor_names(config).of_layer(0)
+    layer, ffn = tensor_names(config).of_layer(0), ffn_tensors(checkpoint, config, 0)
     firsts: dict[MatrixKind, str] = {
         "qkv": f"{layer.qkv[0]}.weight",
         "out": f"{layer.out}.weight",
-        "gate": f"{layer.gate}.weight",
-        "down": f"{layer.down}.weight",
+        "gate": ffn.gate[0].name,
+        "down": ffn.down[0].name,
         "head": head_name(checkpoint, config),
     }
     means: dict[MatrixKind, float] = {}
@@ -104,12 +105,25 @@ class _HeaderReader(TensorReader):
         return self.empty(shape, self.checkpoint.dtype(name))
 
     def rows(
-        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+        self,
+        name: str,
+        num_rows: int,
+        dst: np.ndarray,
+        row_ids: np.ndarray | None = None,
+        stack: int = 0,
     ) -> None:
-        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
 
     def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
         self.require_rows(name, len(dst), width)
 
-    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)
+    def columns(
+        self,
+        name: str,
+        num_columns: int,
+        dst: np.ndarray,
+        column_ids: np.ndarray,
+        stack: int = 0,
+        index: int = 0,
+    ) -> None:
+        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns, stack)

@@ -6,8 +6,10 @@ formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -42,6 +44,16 @@ _RELEASED_BYTES = 64 << 20  # of a tensor at a time, without `keeps_pages`
 _TRANSPOSED_BYTES = 2 << 20  # of columns that a thread transposes, then quantizes
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """A matrix that threads copy: in each span of rows, of `row_bytes` each."""
+
+    name: str
+    futures: list[Future[int]]
+    spans: list[tuple[int, int]]
+    row_bytes: int
+
+
 class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
@@ -66,6 +78,7 @@ class TensorReader:
         self._most_rows = max_rows
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(num_cpus(), "load")
+        self._waiting: list[_Copying] | None = None  # of `together`
 
     def __enter__(self) -> TensorReader:
         return self
@@ -150,17 +163,17 @@ class TensorReader:
                 "belong to different models"
             )
 
-    def require_rows(self, name: str, num_rows: int, width: int) -> None:
-        """Raise unless the tensor is a matrix of so many rows of `width` weights."""
+    def require_rows(self, name: str, num_rows: int, width: int, stack: int = 0) -> None:
+        """Raise unless the tensor is a matrix of so many rows of `width` weights, or a stack."""
         items = self._row_items(self.checkpoint.dtype(name), width)
-        self.require(name, (num_rows, items))
+        self.require(name, (stack, num_rows, items) if stack else (num_rows, items))
 
-    def require_columns(self, name: str, height: int, num_columns: int) -> None:
+    def require_columns(self, name: str, height: int, num_columns: int, stack: int = 0) -> None:
         """Raise unless the tensor has so many columns of `height` weights, or its transpose has."""
         if self.checkpoint.is_by_neurons(name):
-            self.require_rows(name, num_columns, height)
+            self.require_rows(name, num_columns, height, stack)
         else:
-            self.require_rows(name, height, num_columns)
+            self.require_rows(name, height, num_columns, stack)
 
     def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise unless the tensor has this shape and is not in quantized rows."""
@@ -201,15 +214,36 @@ class TensorReader:
         self._run(name, check, *_rows_of(matrix))
         return bits
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Copy the matrices that are asked for within side by side; all are copied at its end."""
+        self._waiting = []
+        try:
+            yield
+            for copying in self._waiting:
+                self._finish(copying)
+        finally:
+            self._waiting = None
+
     def rows(
-        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+        self,
+        name: str,
+        num_rows: int,
+        dst: np.ndarray,
+        row_ids: np.ndarray | None = None,
+        stack: int = 0,
     ) -> None:
         """Copy all rows of a matrix, or `row_ids` of them, into `dst`, in dst's format.
 
-        Shapes:  in weights: the tensor (num_rows, C), dst (N, C)
+        With `stack` the tensor is that many matrices, whose rows follow each other.
+
+        Shapes:  in weights: the tensor (num_rows, C) or (stack, num_rows, C), dst (N, C)
         """
-        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
+        if not len(dst):
+            return
         src = self.checkpoint.array(name)
+        src = src.reshape(-1, src.shape[-1])
         if not is_quantized(dst.dtype):
             self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
             return
@@ -228,14 +262,27 @@ class TensorReader:
         ids = np.arange(len(dst), dtype=np.int32)
         self._run(name, quantized_rows(src[:, begin:end], dst, ids), *_rows_of(dst))
 
-    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
+    def columns(
+        self,
+        name: str,
+        num_columns: int,
+        dst: np.ndarray,
+        column_ids: np.ndarray,
+        stack: int = 0,
+        index: int = 0,
+    ) -> None:
         """Copy columns of a matrix into rows of `dst`; the tensor may be stored transposed.
 
-        Shapes:  in weights: the tensor (R, num_columns), dst (N, R)
+        With `stack` the matrix is the `index`-th of the tensor's.
+
+        Shapes:  in weights: the tensor (R, num_columns) or (stack, R, num_columns), dst (N, R)
         """
         height = row_width(dst.dtype, dst.shape[1])
-        self.require_columns(name, height, num_columns)
+        self.require_columns(name, height, num_columns, stack)
+        if not len(dst):
+            return
         src = self.checkpoint.array(name)
+        src = src[index] if stack else src
         if self.checkpoint.is_by_neurons(name):
             copy = quantized_rows if is_quantized(dst.dtype) else float_rows
             self._run(name, copy(src, dst, column_ids), *_rows_of(dst))
@@ -273,10 +320,17 @@ class TensorReader:
         block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
         futures = [self._pool.submit(copy, start, end) for start, end in spans]
-        num_read = 0
-        for future, (start, end) in zip(futures, spans, strict=True):
+        copying = _Copying(name, futures, spans, row_bytes)
+        if self._waiting is None:
+            self._finish(copying)
+        else:
+            self._waiting.append(copying)
+
+    def _finish(self, copying: _Copying) -> None:
+        name, num_read = copying.name, 0
+        for future, (start, end) in zip(copying.futures, copying.spans, strict=True):
             self._require_good(name, future.result())
-            num_bytes = (end - start) * row_bytes
+            num_bytes = (end - start) * copying.row_bytes
             self._on_bytes(num_bytes)
             num_read += num_bytes
             if num_read >= _RELEASED_BYTES and not self.checkpoint.keeps_pages:
