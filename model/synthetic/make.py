@@ -7,6 +7,7 @@ experts are chosen with a skew, and some are kept from token to token; see topic
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _DENSE_TEXT = SampleText(num_sequences=16, sequence_tokens=12)
 _BISECTIONS = 12
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
+# Times sqrt(2 ln n), above which few of n normal logits have most of the probability.
+_PEAKED = 1.5
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
 
 
@@ -190,14 +193,16 @@ def _write_head(
         return
     writer.write(f"{names.final_norm}.weight", torch.ones(hidden))
     outputs = functional.rms_norm(hidden_states, (hidden,))
-    head = _plain_head(config, outputs, source)
+    head = _plain_head(config, outputs, _LOGITS_RMS, source)
     writer.write(f"{names.head}.weight", head)
 
 
-def _plain_head(config: ModelConfig, outputs: torch.Tensor, source: NormalSource) -> torch.Tensor:
+def _plain_head(
+    config: ModelConfig, outputs: torch.Tensor, logits_rms: float, source: NormalSource
+) -> torch.Tensor:
     """Return a random head (V, D), orthogonal to the mean of its inputs."""
     direction = functional.normalize(outputs.mean(dim=0), dim=0)
-    scale = _LOGITS_RMS * config.hidden_size**-0.5
+    scale = logits_rms * config.hidden_size**-0.5
     head = source.normal((config.vocab_size, config.hidden_size), scale)
     return head.addr_(head @ direction, direction, alpha=-1)
 
@@ -211,11 +216,16 @@ def _write_topic_head(
     source: NormalSource,
     writer: SafetensorsWriter,
 ) -> None:
-    """Write final norm and head of a mixture: STAYING of the likeliest tokens keep the topic."""
+    """Write final norm and head of a mixture: STAYING of the likeliest tokens keep the topic.
+
+    Logits spread more than a dense model's, so that a few tokens have most of the probability, as
+    in a trained model: what is drawn then keeps to a topic nearly as the likeliest tokens do.
+    """
     writer.write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
     outputs = functional.rms_norm(hidden_states, (config.hidden_size,))
-    head = _plain_head(config, outputs, source)
-    head.addmm_(head @ topics.directions.T, topics.directions, alpha=-1)
+    members = config.vocab_size / topics.count
+    head = _plain_head(config, outputs, _PEAKED * (2 * math.log(members)) ** 0.5, source)
+    topics.take_out_of(head)
     along = outputs @ topics.directions.T  # (T, M)
     logits = outputs @ head.T
     rest = [logits[:, topic :: topics.count].amax(dim=1) for topic in range(topics.count)]

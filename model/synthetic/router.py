@@ -120,8 +120,7 @@ def _parts(
     popular = torch.outer(source.normal((num_experts,)), topics.common / along)
     by_topic = source.normal((num_experts, topics.count)) @ topics.directions
     noise = source.normal((num_experts, inputs.shape[1]))
-    structure = torch.cat([topics.common[None], topics.directions])
-    noise.addmm_(noise @ structure.T, structure, alpha=-1)
+    topics.take_out_of(noise)
     return popular, by_topic, noise
 
 

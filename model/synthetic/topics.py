@@ -65,10 +65,16 @@ class Topics:
         """M, the number of topics."""
         return len(self.directions)
 
+    def take_out_of(self, rows: torch.Tensor) -> None:
+        """Make `rows` (N, D) orthogonal to all directions, in place."""
+        structure = torch.cat([self.common[None], self.directions])
+        rows.addmm_(rows @ structure.T, structure, alpha=-1)
+
     def embedding(self, vocab: int, source: NormalSource) -> torch.Tensor:
         """Return embeddings (V, D) whose numbers have deviation 1 before what is common."""
         hidden = len(self.common)
         rows = source.normal((vocab, hidden), (1 - _COMMON_SHARE - _TOPIC_SHARE) ** 0.5)
+        self.take_out_of(rows)
         parts = self.directions * (_TOPIC_SHARE * hidden) ** 0.5
         parts += self.common * (_COMMON_SHARE * hidden) ** 0.5
         for topic, part in enumerate(parts):
