@@ -7,7 +7,6 @@ experts are chosen with a skew, and some are kept from token to token; see topic
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,15 +26,12 @@ from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
-from hotcold.model.synthetic.topics import STAYING, SampleText, Topics
+from hotcold.model.synthetic.topics import SampleText, Topics
 from hotcold.numba_kernels.formats import WeightDtype
 
 _DENSE_TEXT = SampleText(num_sequences=16, sequence_tokens=12)
-_BISECTIONS = 12
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
-# Times sqrt(2 ln n), above which few of n normal logits have most of the probability.
-_PEAKED = 1.5
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
 
 
@@ -143,7 +139,10 @@ def _write_tensors(
     if topics is None:
         _write_head(config, names, hidden_states, source, writer)
     else:
-        _write_topic_head(config, names, hidden_states, topics, text, source, writer)
+        writer.write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
+        outputs = functional.rms_norm(hidden_states, (config.hidden_size,))
+        head = topics.head(config.vocab_size, outputs, text, source)
+        writer.write(f"{names.head}.weight", head)
     return layers
 
 
@@ -193,52 +192,9 @@ def _write_head(
         return
     writer.write(f"{names.final_norm}.weight", torch.ones(hidden))
     outputs = functional.rms_norm(hidden_states, (hidden,))
-    head = _plain_head(config, outputs, _LOGITS_RMS, source)
-    writer.write(f"{names.head}.weight", head)
-
-
-def _plain_head(
-    config: ModelConfig, outputs: torch.Tensor, logits_rms: float, source: NormalSource
-) -> torch.Tensor:
-    """Return a random head (V, D), orthogonal to the mean of its inputs."""
     direction = functional.normalize(outputs.mean(dim=0), dim=0)
-    scale = logits_rms * config.hidden_size**-0.5
-    head = source.normal((config.vocab_size, config.hidden_size), scale)
-    return head.addr_(head @ direction, direction, alpha=-1)
-
-
-def _write_topic_head(
-    config: ModelConfig,
-    names: TensorNames,
-    hidden_states: torch.Tensor,
-    topics: Topics,
-    text: SampleText,
-    source: NormalSource,
-    writer: SafetensorsWriter,
-) -> None:
-    """Write final norm and head of a mixture: STAYING of the likeliest tokens keep the topic.
-
-    Logits spread more than a dense model's, so that a few tokens have most of the probability, as
-    in a trained model: what is drawn then keeps to a topic nearly as the likeliest tokens do.
-    """
-    writer.write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
-    outputs = functional.rms_norm(hidden_states, (config.hidden_size,))
-    members = config.vocab_size / topics.count
-    head = _plain_head(config, outputs, _PEAKED * (2 * math.log(members)) ** 0.5, source)
-    topics.take_out_of(head)
-    along = outputs @ topics.directions.T  # (T, M)
-    logits = outputs @ head.T
-    rest = [logits[:, topic :: topics.count].amax(dim=1) for topic in range(topics.count)]
-    best = torch.stack(rest, dim=1)  # (T, M), of each topic's tokens
-    low, high = 0.0, 4 * float(logits.abs().max()) / float(along.amax(dim=1).mean())
-    for _ in range(_BISECTIONS):
-        strength = (low + high) / 2
-        stays = (best + strength * along).argmax(dim=1) == text.topics
-        is_low = float(stays.float().mean()) < STAYING
-        low, high = (strength, high) if is_low else (low, strength)
-    for topic, direction in enumerate(topics.directions):
-        head[topic :: topics.count] += strength * direction
-    writer.write(f"{names.head}.weight", head)
+    head = source.normal((config.vocab_size, hidden), scale)
+    writer.write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))
 
 
 def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:

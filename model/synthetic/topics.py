@@ -10,6 +10,7 @@ measured 0.45, 0.80 and 0.90 to 0.95 of Qwen3-30B-A3B.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,9 @@ STAYING = 0.95  # share of tokens with the topic of the one before, of greedy te
 _COMMON_SHARE = 0.5  # of an embedding's energy
 _TOPIC_SHARE = 0.15
 _RUN_TOKENS = 16
+# Deviation of logits, times sqrt(2 ln n), above which few of n have most of the probability.
+_PEAKED = 1.5
+_BISECTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,31 @@ class Topics:
         members = source.token_ids((len(topics),), vocab // self.count)
         text = SampleText(NUM_TOPICS // 2, 2 * _RUN_TOKENS, topics)
         return topics + members * self.count, text
+
+    def head(
+        self, vocab: int, outputs: torch.Tensor, text: SampleText, source: NormalSource
+    ) -> torch.Tensor:
+        """Return a head (V, D): STAYING of the likeliest tokens after `outputs` keep the topic.
+
+        Logits spread more than a dense model's, so that a few tokens have most of the probability,
+        as in a trained model: what is drawn then keeps to a topic nearly as the likeliest do.
+        Shapes:  outputs (T, D), the normed last hidden states of `text`
+        """
+        hidden, members = outputs.shape[1], vocab / self.count
+        deviation = _PEAKED * (2 * math.log(members)) ** 0.5
+        head = source.normal((vocab, hidden), deviation * hidden**-0.5)
+        self.take_out_of(head)
+        direction = torch.nn.functional.normalize(outputs.mean(dim=0), dim=0)
+        head.addr_(head @ direction, direction, alpha=-1)
+        along, logits = outputs @ self.directions.T, outputs @ head.T
+        best = [logits[:, topic :: self.count].amax(dim=1) for topic in range(self.count)]
+        of_topics = torch.stack(best, dim=1)  # (T, M)
+        low, high = 0.0, 4 * float(logits.abs().max()) / float(along.amax(dim=1).mean())
+        for _ in range(_BISECTIONS):
+            strength = (low + high) / 2
+            stays = (of_topics + strength * along).argmax(dim=1) == text.topics
+            is_low = float(stays.float().mean()) < STAYING
+            low, high = (strength, high) if is_low else (low, strength)
+        for topic, part in enumerate(high * self.directions):
+            head[topic :: self.count] += part
+        return head
