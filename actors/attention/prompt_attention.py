@@ -10,6 +10,7 @@ from hotcold.actors.cpu.matmul import Matmul
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.attention import softcap_kernel
 from hotcold.numba_kernels.decode.norm import norm_rows_kernel
+from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_attention_kernel,
@@ -91,7 +92,7 @@ def _attend(
     """
     num_threads, numbers = matmul.num_threads, arrays.numbers[layer]
     head_dim, first = int(numbers.head_dim), int(buffers.positions[0])
-    keys, values, pages = _cache_of(buffers, layer, arrays)
+    cache, sinks = _cache_of(buffers, layer, arrays), arrays.vectors.sinks[layer]
     out = matmul.scratch((len(qkv), int(numbers.num_heads) * head_dim))
     shapes = prompt_scratch_shapes(head_dim)
     scratch = [matmul.scratch((num_threads, *shape)) for shape in shapes]
@@ -105,7 +106,7 @@ def _attend(
 
     def attend(thread: int) -> None:
         own = [array[thread] for array in scratch]
-        prompt_attention_kernel(numbers, qkv, first, keys, values, pages, *own, counters, out)
+        prompt_attention_kernel(numbers, sinks, qkv, first, *cache, *own, counters, out)
 
     if arrays.vectors.q_norm_weight.shape[1] > head_dim:
         matmul.then(norm)
@@ -124,11 +125,15 @@ def _cache_of(
 
 def compile_prompt_attention(buffers: SharedBuffers, arrays: AttentionArrays) -> None:
     """Compile the kernels of a layer, by a prompt of no tokens, so that none waits for it."""
-    numbers, (keys, values, pages) = arrays.numbers[0], _cache_of(buffers, 0, arrays)
+    numbers, sinks, cache = (
+        arrays.numbers[0],
+        arrays.vectors.sinks[0],
+        _cache_of(buffers, 0, arrays),
+    )
     scratch = [np.empty(shape, np.float32) for shape in prompt_scratch_shapes(numbers.head_dim)]
     nothing, counters = np.empty((0, 0), np.float32), np.zeros(INTS_A_CELL, np.int32)
     rotate_and_store(0, 1, 0, buffers, arrays, nothing)
-    prompt_attention_kernel(numbers, nothing, 0, keys, values, pages, *scratch, counters, nothing)
+    prompt_attention_kernel(numbers, sinks, nothing, 0, *cache, *scratch, counters, nothing)
 
 
 def prompt_attention(
@@ -164,9 +169,10 @@ def prompt_attention(
         return rows.add(layer, residual, out)
 
     with matmul.at_once():
+        layer_input = rows.layer_input(layer, buffers.hidden[:num_tokens])
         mixed, ffn_input = mixed_and_ffn_input(
             arrays.numbers[layer],
-            rows.layer_input(layer, buffers.hidden[:num_tokens]),
+            layer_input,
             norm=norm,
             ffn_norm=lambda x: rows.ffn_norm(layer, x),
             add_attention=add_attention,
@@ -177,6 +183,36 @@ def prompt_attention(
             buffers.ffn_input[first:last] = ffn_input[first:last]
 
         matmul.then_rows(num_tokens, answer)
+        if arrays.numbers[layer].num_experts:
+            _route(matmul, buffers, layer, arrays, layer_input, ffn_input)
+
+
+def _route(
+    matmul: Matmul,
+    buffers: SharedBuffers,
+    layer: int,
+    arrays: AttentionArrays,
+    layer_input: np.ndarray,
+    ffn_input: np.ndarray,
+) -> None:
+    """Write `block_weights` of a layer with experts."""
+    numbers = arrays.numbers[layer]
+    x = layer_input if numbers.routes_layer_input else ffn_input
+    logits = matmul.scratch((len(x), int(numbers.num_experts)))
+
+    def route(first: int, last: int) -> None:
+        own = slice(first, last)
+        route_tokens(
+            numbers,
+            arrays.routers,
+            layer,
+            x[own],
+            ffn_input[own],
+            logits[own],
+            buffers.block_weights[own],
+        )
+
+    matmul.then_rows(len(x), route)
 
 
 def prompt_head(

@@ -56,7 +56,7 @@ def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) 
     neuron_bytes = ffn_bytes(config, 1) - ffn_bytes(config, 0)
     return replace(
         system,
-        num_hot_neurons=min(left // neuron_bytes, layers * config.ffn_size),
+        num_hot_neurons=min(left // neuron_bytes, config.num_neurons),
         num_host_layers=layers - num_layers,
         head_on_host=not has_head,
     )
@@ -79,7 +79,7 @@ def beside_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) ->
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
     """How many neurons of all layers the CPU services hold."""
     num_hot = max(0, system.num_hot_neurons) if system.device == "cuda" else 0
-    return config.num_layers * config.ffn_size - num_hot
+    return config.num_neurons - num_hot
 
 
 def choose_device(device: str, gpu_memory_bytes: int | None, has_experts: bool = False) -> str:

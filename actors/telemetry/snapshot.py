@@ -5,13 +5,15 @@ Nothing here is computed in the engine's thread; services count neurons only whi
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
@@ -30,7 +32,7 @@ _RECENT_S = 2.0  # over which speeds are averaged
 
 @dataclass(frozen=True, eq=False)
 class NeuronMap:
-    """Neurons of each layer in buckets of neighbours in the checkpoint.
+    """Neurons of each layer in buckets of neighbours in the checkpoint, or by experts.
 
     A step is a token of a lone request; of several requests, one token of each. A neuron is
     computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
@@ -46,6 +48,7 @@ class NeuronMap:
     mean_computed: np.ndarray
     mean_gates: np.ndarray
     num_steps: int
+    experts: ExpertCounts | None = None  # of a mixture, of steps and prompts since the watch began
 
 
 @dataclass(frozen=True)
@@ -93,23 +96,52 @@ class Telemetry:
     host_memory_used_bytes: int = 0
 
 
-def bucket_of(neuron_ids: np.ndarray, ffn_size: int) -> np.ndarray:
-    """The bucket that each neuron is counted in: NUM_BUCKETS runs of neighbours. Dtypes: uint8."""
-    return (neuron_ids.astype(np.int64) * NUM_BUCKETS // ffn_size).astype(np.uint8)
+def num_buckets(config: ModelConfig) -> int:
+    """Buckets of each layer: NUM_BUCKETS, or in a mixture one for each block."""
+    num_blocks = neurons.most_blocks(config)
+    return num_blocks if num_blocks > 1 else NUM_BUCKETS
+
+
+def bucket_of(config: ModelConfig, layer: int, neuron_ids: np.ndarray) -> np.ndarray:
+    """The bucket that each neuron of a layer is counted in: its block, the same in all layers.
+
+    Where a layer has one block, buckets are equal runs of neighbours.
+    Dtypes:  uint16
+    """
+    sizes, count = config.layers[layer].ffn.block_sizes, num_buckets(config)
+    if len(sizes) > 1:
+        return np.searchsorted(np.cumsum(sizes), neuron_ids, side="right").astype(np.uint16)
+    return (neuron_ids.astype(np.int64) * count // sizes[0]).astype(np.uint16)
+
+
+def buckets_of(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarray:
+    """`bucket_of` the neurons `layers`, ids of one layer each, one layer after another."""
+    found = [bucket_of(config, layer, ids) for layer, ids in enumerate(layers)]
+    return np.concatenate([np.zeros(0, np.uint16), *found])
 
 
 def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarray:
     """How many of the neurons in `layers`, ids of one layer each, are in each bucket: (L, B)."""
-    found = [np.bincount(bucket_of(ids, config.ffn_size), minlength=NUM_BUCKETS) for ids in layers]
+    count = num_buckets(config)
+    found = [
+        np.bincount(bucket_of(config, layer, ids), minlength=count)
+        for layer, ids in enumerate(layers)
+    ]
     return np.array(found)
 
 
 class NeuronWatch:
     """Lets services count neurons while the system is watched, and reads their counts."""
 
-    def __init__(self, config: ModelConfig, buffers: SharedBuffers, topology: Topology) -> None:
-        """`buffers` are those of the services of `topology`."""
-        every = [np.arange(config.ffn_size)] * config.num_layers
+    def __init__(
+        self,
+        config: ModelConfig,
+        buffers: SharedBuffers,
+        topology: Topology,
+        experts: Callable[[], ExpertCounts | None] = lambda: None,
+    ) -> None:
+        """`buffers` are those of the services of `topology`; `experts`: the counts so far."""
+        every = [np.arange(size) for size in config.ffn_sizes]
         self._num_neurons = bucket_sizes(config, every)
         self._num_hot = self._num_neurons.copy()
         for shard in topology.shards:
@@ -121,6 +153,7 @@ class NeuronWatch:
         self._ender: threading.Thread | None = None
         self._first_counts = buffers.neuron_counts.copy()
         self._first_steps = buffers.counted_steps.copy()
+        self._experts, self._first_experts = experts, experts()
 
     @property
     def is_watching(self) -> bool:
@@ -135,6 +168,7 @@ class NeuronWatch:
             if self._ender is None and seconds > 0:
                 self._first_counts = self._buffers.neuron_counts.copy()
                 self._first_steps = self._buffers.counted_steps.copy()
+                self._first_experts = self._experts()
                 self._buffers.requests[self._cpus, WATCHED] = 1
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
@@ -156,6 +190,9 @@ class NeuronWatch:
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
         has_counted = (steps > 0)[:, :, None, None]
         last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)
+        experts = self._experts()
+        if experts is not None and self._first_experts is not None:
+            experts = experts.since(self._first_experts)
         return NeuronMap(
             self._num_neurons,
             self._num_hot,
@@ -164,6 +201,7 @@ class NeuronWatch:
             means[:, :, ALL_FIRED],
             means[:, :, ALL_GATES],
             int(steps.min(initial=0 if steps.size == 0 else steps.max())),
+            experts,
         )
 
     def write(self, service: int, counts: np.ndarray, steps: np.ndarray) -> None:

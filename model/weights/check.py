@@ -12,10 +12,12 @@ from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
+from hotcold.model.weights.down_outputs import empty_down_outputs, sizes_of_blocks
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
-from hotcold.model.weights.ffn import FfnWeights, empty_down_outputs, read_ffn
+from hotcold.model.weights.expert_predictors import predictor_ranks
+from hotcold.model.weights.ffn import FfnWeights, read_ffn
 from hotcold.model.weights.ffn_tensors import ffn_tensors
-from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.model.weights.tensor_reader import RowPart, TensorReader
 from hotcold.numba_kernels.formats import row_width
 
 
@@ -62,13 +64,18 @@ def stored_config(
         projections = empty_projections(reader, config, range(config.num_layers), by_layer)
         loaded["qkv"] = projections.first.dtype
         if down_transposed:
-            down = empty_down_outputs(reader, config, config.largest_ffn)
-            means["down"] = down.nbytes / (config.num_layers * config.largest_ffn)
+            sizes = sizes_of_blocks(config)
+            down = empty_down_outputs(reader, config, sizes)
+            means["down"] = down.nbytes / int(sizes.sum())
             loaded["down"] = down.first.dtype
     if checkpoint.quantized_dtype is None:
         widths = config.hidden_size, config.attention_size, config.embed_size
         for found in set(loaded.values()):
             require_whole_groups(found, *widths)
+    if config.experts is not None and config.experts.has_predictors:
+        ranks = predictor_ranks(checkpoint, config)
+        mean = float(ranks[ranks > 0].mean())
+        config = replace(config, experts=replace(config.experts, mean_predictor_rank=mean))
     own = dtype_name(loaded["qkv"])
     names = {kind: dtype_name(found) for kind, found in loaded.items()}
     others = tuple((kind, name) for kind, name in names.items() if name != own)
@@ -114,8 +121,8 @@ class _HeaderReader(TensorReader):
     ) -> None:
         self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
 
-    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
-        self.require_rows(name, len(dst), width)
+    def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
+        self.require_matrices(name, shape)
 
     def columns(
         self,

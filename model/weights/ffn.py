@@ -1,8 +1,6 @@
 """Feed-forward layers: any subset of each layer's neurons, each neuron one row.
 
-`FfnWeights` has down transposed, a row a neuron. `read_down_outputs` keeps a GGUF file's rows, one
-an output, where no predictor chooses neurons: ggml's blocks lie along these rows, so to transpose
-them is to quantize again, in more bits.
+`FfnWeights` has down transposed, a row a neuron; `model/weights/down_outputs.py` a row an output.
 """
 
 from __future__ import annotations
@@ -12,25 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.expert_predictors import read_predictors
 from hotcold.model.weights.ffn_tensors import NeuronRows, ffn_tensors
 from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
     Touch,
-    empty_rows,
-    tensor_places,
 )
-from hotcold.numba_kernels.ffn_arrays import starts_of
-from hotcold.numba_kernels.formats import is_blocks
-from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.load.convert import to_float32
-
-UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
-_ROWS_AT_ONCE = 64
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, starts_of
 
 
 @dataclass
@@ -50,6 +40,7 @@ class FfnWeights:
     gate_bias: np.ndarray  # (N,) float32, or (0,)
     up_bias: np.ndarray  # (N,) float32, or (0,)
     down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
+    predictors: ExpertPredictors  # of experts that have some
 
     def part(self, layer: int) -> slice:
         """The rows of a layer."""
@@ -226,6 +217,7 @@ def _empty_ffn(
     has_rows: bool = True,
     has_down: bool = True,
 ) -> FfnWeights:
+    """Arrays for the neurons `ids`; predictors, which are few, have been read."""
     first = ffn_tensors(reader.checkpoint, config, 0)
     starts = _starts(config, ids)
     total, hidden, num_blocks = int(starts[-1, -1]), config.hidden_size, starts.shape[1] - 1
@@ -248,6 +240,7 @@ def _empty_ffn(
         down_bias=np.zeros(
             (config.num_layers, num_blocks, hidden if has_down_bias else 0), np.float32
         ),
+        predictors=read_predictors(reader, config, ids, starts),
     )
 
 
@@ -321,64 +314,3 @@ def _load_biases(
         last = block + max(1, stack)
         values = reader.vector(name, (stack, hidden) if stack else (hidden,))
         weights.down_bias[layer, block:last] = values
-
-
-def num_units(config: ModelConfig) -> int:
-    """Return the largest number of parts that a layer's neurons can be cut into."""
-    return -(-config.largest_ffn // UNIT)
-
-
-def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether all down projections are ggml's blocks, with a row for each output.
-
-    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
-    """
-    if config.experts is not None:
-        return False
-    names = [_down_name(config, layer) for layer in range(config.num_layers)]
-    return all(
-        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
-    )
-
-
-def empty_down_outputs(reader: TensorReader, config: ModelConfig, num_neurons: int) -> LayerRows:
-    """Return arrays for all layers' down rows, of `num_neurons` weights each."""
-    tensors = [
-        [(_down_name(config, layer), config.hidden_size)] for layer in range(config.num_layers)
-    ]
-    return empty_rows(reader, tensors, num_neurons, by_layer=True)
-
-
-def read_down_outputs(
-    reader: TensorReader, config: ModelConfig, first: int, last: int
-) -> LayerRows:
-    """Read the weights of neurons first..last-1 of every layer, a row for each output.
-
-    `first` is a multiple of UNIT, `last` too or the number of neurons.
-    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
-    """
-    rows = empty_down_outputs(reader, config, last - first)
-    for layer in range(config.num_layers):
-        (place,) = tensor_places(rows, layer, [config.hidden_size])
-        reader.row_parts(_down_name(config, layer), config.ffn_size, place, first)
-    return rows
-
-
-def down_lengths(rows: LayerRows) -> np.ndarray:
-    """Return the length of each neuron's down vector, layer after layer: (L * N,) float32.
-
-    It converts a few rows at a time to float32.
-    """
-    lengths = []
-    for layer in range(len(rows.first_rows)):
-        (matrix,) = rows.parts(layer)
-        squares = sum(
-            np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
-            for first in range(0, len(matrix), _ROWS_AT_ONCE)
-        )
-        lengths.append(np.sqrt(squares))
-    return np.concatenate(lengths).astype(np.float32)
-
-
-def _down_name(config: ModelConfig, layer: int) -> str:
-    return f"{tensor_names(config).of_layer(layer).down}.weight"

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,14 @@ class _Copying:
     futures: list[Future[int]]
     spans: list[tuple[int, int]]
     row_bytes: int
+
+
+class RowPart(NamedTuple):
+    """Columns from `first` on of a stack's matrix `index`, which are copied into `rows`."""
+
+    index: int
+    rows: np.ndarray
+    first: int  # begins a block of the tensor's format
 
 
 class TensorReader:
@@ -135,10 +144,15 @@ class TensorReader:
         """
         dtype = self.loaded_dtype(name) if dtype is None else dtype
         array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
-        if self._touch is not None and array.size:
+        if array.size:
             stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
-            self._touch(list(array) if array.ndim == 3 else stacked)
+            self.touch(list(array) if array.ndim == 3 else stacked)
         return array
+
+    def touch(self, matrices: Sequence[np.ndarray]) -> None:
+        """Say that these new matrices will be filled."""
+        if self._touch is not None:
+            self._touch(matrices)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a new array of `shape` items."""
@@ -165,8 +179,12 @@ class TensorReader:
 
     def require_rows(self, name: str, num_rows: int, width: int, stack: int = 0) -> None:
         """Raise unless the tensor is a matrix of so many rows of `width` weights, or a stack."""
-        items = self._row_items(self.checkpoint.dtype(name), width)
-        self.require(name, (stack, num_rows, items) if stack else (num_rows, items))
+        self.require_matrices(name, (stack, num_rows, width) if stack else (num_rows, width))
+
+    def require_matrices(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor has `shape` in weights: a matrix, or stacked ones."""
+        items = self._row_items(self.checkpoint.dtype(name), shape[-1])
+        self.require(name, (*shape[:-1], items))
 
     def require_columns(self, name: str, height: int, num_columns: int, stack: int = 0) -> None:
         """Raise unless the tensor has so many columns of `height` weights, or its transpose has."""
@@ -250,17 +268,34 @@ class TensorReader:
         ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
-    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
-        """Copy columns first..first+C-1 of a matrix of blocks; `first` begins a block.
+    def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
+        """Copy parts of the rows of a matrix of blocks, or of stacked ones.
 
-        Shapes:  in weights: the tensor (N, width), dst (N, C)
+        Shapes:  in weights: the tensor `shape`, (N, width) or (E, N, width)
         """
-        self.require_rows(name, len(dst), width)
-        src = self.checkpoint.array(name)
-        begin = row_items(src.dtype, first)
-        end = begin + row_items(src.dtype, row_width(dst.dtype, dst.shape[1]))
-        ids = np.arange(len(dst), dtype=np.int32)
-        self._run(name, quantized_rows(src[:, begin:end], dst, ids), *_rows_of(dst))
+        self.require_matrices(name, shape)
+        stored = self.checkpoint.array(name)
+        matrices = stored.reshape(-1, *stored.shape[-2:])
+        height = shape[-2]
+        ids = np.arange(height, dtype=np.int32)
+
+        def copy_part(part: RowPart, start: int, end: int) -> int:
+            begin = row_items(matrices.dtype, part.first)
+            width = row_width(part.rows.dtype, part.rows.shape[1])
+            columns = slice(begin, begin + row_items(matrices.dtype, width))
+            return quantized_rows(matrices[part.index][:, columns], part.rows, ids)(start, end)
+
+        def copy(start: int, end: int) -> int:
+            for index in range(start // height, -(-end // height)):
+                first, last = max(start - index * height, 0), min(end - index * height, height)
+                status = copy_part(parts[index], first, last)
+                if status != quantize.DONE:
+                    return status
+            return quantize.DONE
+
+        num_bytes = sum(part.rows.nbytes for part in parts)
+        num_rows = len(parts) * height
+        self._run(name, copy, num_rows, num_bytes // max(1, num_rows))
 
     def columns(
         self,

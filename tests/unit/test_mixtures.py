@@ -132,9 +132,12 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 }
 
 
-def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
+def write_gguf(
+    path: Path, case: str, layout: str = "stacked", kinds: dict[str, str] | None = None
+) -> None:
     """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
 
+    kinds: as of `LlamaFile`.
     layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
     """
     _, arch, pairs_rows, keys = FILES[case]
@@ -171,6 +174,7 @@ def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
     LlamaFile(
         values | sizes,
         plain,
+        kinds=kinds or {},
         keys={f"{arch}.{key}": value for key, value in (theta | keys).items()},
         extra=extra,
         arch=arch,
