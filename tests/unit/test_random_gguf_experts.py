@@ -89,10 +89,11 @@ def test_it_says_the_shape(make: Make, family: str) -> None:
     router = config.experts.router
     assert (router.num_experts, router.num_chosen) == (shape.experts, shape.chosen)
     assert (config.experts.size, config.num_layers) == (shape.ffn, shape.layers)
-    assert router.score == ("sigmoid" if family == "smallthinker" else "softmax")
+    scores = {"smallthinker": "sigmoid", "gpt_oss": "softmax_of_chosen"}
+    assert router.score == scores.get(family, "softmax")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "smallthinker"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "smallthinker", "gpt_oss"])
 def test_experts_repeat_and_neurons_fire_as_asked(
     make: Make, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
