@@ -94,7 +94,8 @@ def _least(
     """
     geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
     file = bundle_path(system.model_path, geometry)  # absolute: the same on other hosts
-    least = NeuronStorage(str(file), geometry.num_neurons, geometry.num_neurons)
+    most = max(geometry.layer_bundles)
+    least = NeuronStorage(str(file), most, most)
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
     return least, rest + -(-offloaded_ffn_bytes(system, config, least) // num_hosts)
 
@@ -152,12 +153,14 @@ def pack_model(
     return write_bundles(path, config, order, name, weight_dtype, on_bytes, accept_existing)
 
 
-def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:
-    shape = config.num_layers, config.ffn_size
-    if profile is None:
-        return np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), "checkpoint"
+def _file_order(
+    config: ModelConfig, profile: ActivationProfile | None
+) -> tuple[list[np.ndarray], str]:
+    geometry = BundleGeometry.of(config)
+    if profile is None or geometry.bundle_neurons > 1:
+        return [np.arange(size, dtype=np.int32) for size in geometry.layer_bundles], "checkpoint"
     order = np.argsort(-profile.counts, axis=1, kind="stable")
-    return order.astype(np.int32), profile.digest
+    return list(order.astype(np.int32)), profile.digest
 
 
 def has_bundles(path: Path, config: ModelConfig) -> bool:

@@ -128,7 +128,7 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool
     if row_format is not None and row_format.bits <= 4:
         return False
     if not fired.size:
-        fired = np.full(geometry.num_layers * geometry.num_neurons, _UNKNOWN_RATE)
+        fired = np.full(geometry.num_bundles, _UNKNOWN_RATE)
     disk = Disk()
     return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
 
@@ -152,7 +152,7 @@ def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
 def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
     geometry = BundleGeometry.of(config)
-    tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
+    tables = geometry.num_bundles * _ROW_BYTES
     buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors
