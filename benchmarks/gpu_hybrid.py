@@ -199,9 +199,7 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
     if not gguf.exists():
         write_gguf(path, gguf)
     config = read_config(path)
-    layer = (attention_bytes(config) + ffn_bytes(config, config.num_layers * config.ffn_size)) // (
-        config.num_layers
-    )
+    layer = (attention_bytes(config) + ffn_bytes(config, config.num_neurons)) // (config.num_layers)
     room = budget - _LLAMA_RESERVE_BYTES
     ways = {"ngl": ["-ngl", str(max(0, min(config.num_layers, room // layer)))]}
     said = subprocess.run([program, "--help"], capture_output=True, text=True)

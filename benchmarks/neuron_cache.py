@@ -221,7 +221,7 @@ def main(model: Path | None, tokens: int) -> None:
     trace = fired_neurons(path, tokens_to_read(path, config, model is None, tokens))
     warm, counted = trace[: tokens // 2], trace[tokens // 2 :]
     often = [neuron for neuron, _ in Counter(_all(warm)).most_common()]
-    num_neurons = config.num_layers * config.ffn_size
+    num_neurons = config.num_neurons
     density = sum(1 for _ in _all(counted)) / len(counted) / num_neurons
     click.echo(f"{path}: {tokens} tokens, {density:.1%} of {num_neurons} neurons fire")
     click.echo("| share held | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")

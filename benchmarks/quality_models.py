@@ -91,6 +91,6 @@ def bytes_shares(engine: Engine, ids: list[int]) -> tuple[float, float, float]:
     for at, token in enumerate(ids):
         engine.step([token], [at], [0], num_logits=0)
     after = engine.times.num_gates, engine.times.num_ups, engine.times.num_neurons
-    all_rows = engine.config.num_layers * engine.config.ffn_size * len(ids)
+    all_rows = engine.config.num_neurons * len(ids)
     gates, ups, downs = ((b - a) / all_rows for a, b in zip(before, after, strict=True))
     return gates, ups, downs

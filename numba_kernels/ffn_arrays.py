@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS, BlockRows
 
 NO_NORMS = np.empty(0, np.float32)
 
@@ -34,19 +34,46 @@ def most_rows(starts: np.ndarray) -> int:
 
 
 class TransposedArrays(NamedTuple):
-    """`FfnArrays` with N neurons in each layer; down: d rows a layer, of N weights each.
+    """`FfnArrays` whose down is transposed: d rows for each block, of its neurons' weights.
 
+    Block b's neurons are a whole number of groups of each format, so that its rows are, too.
     down_norms: norms of down's columns
     """
 
     starts: np.ndarray
     gate: np.ndarray
     up: np.ndarray
-    down: LayerRows
+    down: BlockRows
     gate_bias: np.ndarray
     up_bias: np.ndarray
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
+
+
+class ExpertPredictors(NamedTuple):
+    """Networks that say which neurons of a block count for a token (TurboSparse).
+
+    Neuron n of block b counts where outer[n] . relu(inner_b . x) > 0; the others' activations are
+    zero. A block without rows of `inner` has no network: all of its neurons count.
+
+    inner (R, d): fc1; inner_starts (L, B + 1) int64: block b of layer l has rows
+    inner_starts[l, b]:inner_starts[l, b + 1], all of them in every shard
+    outer: fc2; a row of as many weights for each of the shard's neurons, in the blocks' order
+    """
+
+    inner: np.ndarray
+    inner_starts: np.ndarray
+    outer: BlockRows
+
+
+def no_predictors(num_layers: int) -> ExpertPredictors:
+    """Return the predictors of a model without any."""
+    nothing = np.empty(0, np.float32)
+    return ExpertPredictors(
+        inner=np.empty((0, 0), np.float32),
+        inner_starts=np.zeros((num_layers, 2), np.int64),
+        outer=BlockRows(nothing, nothing, np.zeros((num_layers, 1, NUM_PLACE_NUMBERS), np.int64)),
+    )
 
 
 def starts_of(sizes: np.ndarray) -> np.ndarray:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Fields of a LayerSpec, of its AttentionSpec, and of its LayerOrder. In Numba an array of it gives
-# records, in Python objects with these attributes.
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = range(3)  # `score` of a RouterSpec
+
+# Fields of a LayerSpec, of its AttentionSpec and RouterSpec, and of its LayerOrder. In Numba an
+# array of it gives records, in Python objects with these attributes.
 LAYER_NUMBERS = np.dtype(
     (
         np.record,
@@ -25,6 +27,16 @@ LAYER_NUMBERS = np.dtype(
                 ("scale", np.float32),  # of scores
                 ("softcap", np.float32),  # of scores; 0: none
                 ("residual_scale", np.float32),  # of what attention and FFN add
+                # of the router (`numba_kernels.decode.router`)
+                ("num_experts", np.int32),  # 0 in a dense layer
+                ("num_blocks", np.int32),  # of neurons: the last may be a shared expert
+                ("num_chosen", np.int32),
+                ("num_groups", np.int32),
+                ("num_chosen_groups", np.int32),
+                ("router_score", np.int32),  # SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN
+                ("router_scale", np.float32),
+                ("norms_chosen", np.bool_),
+                ("routes_layer_input", np.bool_),  # the router reads it, not the FFN's input
                 ("adds_late", np.bool_),  # attention's output is normed or scaled, then added
                 ("norms_input", np.bool_),
                 ("norms_sum", np.bool_),
@@ -43,7 +55,7 @@ class LayerVectors(NamedTuple):
 
     size is 0 where there is none. norm is before attention and ffn_norm before the FFN, or after
     their sums; attention_norm is of attention's output, q_norm and k_norm are of one head or of all
-    together.
+    together; sinks are a logit a head.
     """
 
     norm_weight: Any
@@ -55,6 +67,7 @@ class LayerVectors(NamedTuple):
     k_norm_weight: Any
     qkv_bias: Any
     out_bias: Any
+    sinks: Any
 
     @property
     def nbytes(self) -> int:

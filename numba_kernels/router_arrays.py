@@ -19,6 +19,12 @@ class RouterArrays(NamedTuple):
     selection_bias: np.ndarray
     shared: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        weights = self.rows, self.bias, self.selection_bias, self.shared
+        return sum(array.nbytes for array in weights)
+
 
 def no_routers(num_layers: int) -> RouterArrays:
     """Return the routers of a model without experts."""

@@ -34,7 +34,7 @@ class MemoryNeed:
 def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
     """Bytes of weights that all services load; `kept_ffn_bytes` of neurons, by default all."""
     if kept_ffn_bytes is None:
-        kept_ffn_bytes = ffn_bytes(config, config.num_layers * config.ffn_size)
+        kept_ffn_bytes = ffn_bytes(config, config.num_neurons)
     return attention_bytes(config) + head_bytes(config) + kept_ffn_bytes
 
 
@@ -54,7 +54,7 @@ def memory_need(
     return MemoryNeed(
         attention_bytes=attention_bytes(config),
         head_bytes=head_bytes(config),
-        ffn_bytes=ffn_bytes(config, config.num_layers * config.ffn_size),
+        ffn_bytes=ffn_bytes(config, config.num_neurons),
         kv_cache_bytes=kv_bytes,
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import (
@@ -60,9 +61,10 @@ class PlacementPlan:
     """The device of each part of a model.
 
     `report` holds figures for people (`placement/report.py`).
-    Shapes:  neuron_device (L, N), attention_device (L,)
+    Shapes:  neuron_device (L, N), N of the largest layer; attention_device (L,)
     Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host,
-             for attention and head only. Predictors are always there: the driver runs them
+             for attention and head only, and what a smaller layer lacks. Predictors are always on
+             the host: the driver runs them
     """
 
     request: PlanRequest
@@ -132,12 +134,12 @@ def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> Place
     plan = PlacementPlan(
         request=made_for,
         device_names=tuple(map(str, artifact.fact("device_names", list))),
-        neuron_device=artifact.tensor("neuron_device", np.int16, (*layers, config.ffn_size)),
+        neuron_device=artifact.tensor("neuron_device", np.int16, neurons.shape(config)),
         attention_device=artifact.tensor("attention_device", np.int16, layers),
         head_device=artifact.fact("head_device", int),
         report=artifact.fact("report", dict),
     )
-    _check_devices(path, plan)
+    _check_devices(path, plan, neurons.exists(config))
     return plan
 
 
@@ -155,9 +157,9 @@ def _request(artifact: Artifact) -> PlanRequest:
     return PlanRequest(**values)
 
 
-def _check_devices(path: Path, plan: PlacementPlan) -> None:
+def _check_devices(path: Path, plan: PlacementPlan, exists: np.ndarray) -> None:
     num_devices = len(plan.device_names)
-    outside = (plan.neuron_device < 0) | (plan.neuron_device >= num_devices)
+    outside = exists & ((plan.neuron_device < 0) | (plan.neuron_device >= num_devices))
     if outside.any():
         layer, neuron = np.argwhere(outside)[0]
         raise ArtifactError(

@@ -6,24 +6,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.plan import PlacementPlan, PlanRequest
-from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.profile import ActivationProfile, Rates, rates_of
 from hotcold.placement.report import Expected, assumptions, make_report
 from hotcold.placement.solver.cost import (
+    Groups,
     PlanDevice,
     PredictorCost,
     RowBytes,
     gpu_read_bytes,
-    group_order,
+    hotness,
+    make_groups,
     make_problem,
     part_costs,
     read_bytes,
 )
+from hotcold.placement.solver.divide import solve_divided
 from hotcold.placement.solver.plan_devices import make_plan_devices
-from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
+from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment
 from hotcold.placement.solver.solver import solve
 
 
@@ -39,8 +43,9 @@ def make_plan(
 ) -> PlacementPlan:
     """Place the model `config` (of the checkpoint's dtype) on `machine` as `request` asks.
 
-    Without a profile every neuron counts as always firing. `host_reserve_bytes` is the memory of
-    processes and arena on the host.
+    Without a profile every neuron counts as always firing, or in experts, which are then chosen
+    equally often, whenever its expert is chosen. `host_reserve_bytes` is the memory of processes
+    and arena on the host.
     Errors:  MemoryBudgetError where it does not fit
     """
     devices = make_plan_devices(
@@ -50,19 +55,20 @@ def make_plan(
         cpu_memory_bytes=request.cpu_memory_bytes,
         host_reserve_bytes=host_reserve_bytes,
     )
-    if profile is None:
-        frequency = np.ones((config.num_layers, config.ffn_size))
-    else:
-        frequency = profile.frequency
+    rates = rates_of(config, profile)
+    groups = make_groups(config, hotness(config, rates))
     factor = None if predictor is None else predictor.selected_factor
     parts = part_costs(config, request.context_length, request.kv_dtype, predictor)
     problem = make_problem(
-        config, devices, frequency, request.mode, parts, machine.exchange_us, factor
+        config, devices, rates, groups, request.mode, parts, machine.exchange_us, factor
     )
-    solution = solve(problem, time_limit_s=time_limit_s)
-    neuron_device = neuron_places(problem, solution.assignment, frequency)
+    if config.experts is None:
+        solution = solve(problem, time_limit_s=time_limit_s)
+    else:
+        problem, groups, solution = solve_divided(problem, groups, time_limit_s=time_limit_s)
+    neuron_device = neuron_places(config, groups, solution.assignment)
     kv = kv_cache_bytes(config, request.context_length, request.kv_dtype)
-    expected = _expected(config, devices, frequency, request.mode, factor, neuron_device)
+    expected = _expected(config, devices, rates, request.mode, factor, neuron_device)
     part_device = solution.assignment.part_device
     kinds = np.array(problem.part_kinds)
     return PlacementPlan(
@@ -78,28 +84,29 @@ def make_plan(
     )
 
 
-def neuron_places(problem: Problem, assignment: Assignment, frequency: np.ndarray) -> np.ndarray:
-    """The device of each neuron, by that of its group: (L, N) int16. frequency (L, N)."""
-    by_rank = np.repeat(assignment.group_device, problem.group_sizes, axis=1)
-    places = np.empty_like(by_rank)
-    np.put_along_axis(places, group_order(frequency), by_rank, axis=1)
+def neuron_places(config: ModelConfig, groups: Groups, assignment: Assignment) -> np.ndarray:
+    """The device of each neuron, by that of its group: (L, N) int16, -1 where there is none."""
+    places = np.full(neurons.shape(config), -1, np.int16)
+    for layer, size in enumerate(config.ffn_sizes):
+        by_rank = np.repeat(assignment.group_device[layer], groups.sizes[layer])
+        places[layer, groups.order[layer, :size]] = by_rank
     return places
 
 
 def _expected(
     config: ModelConfig,
     devices: Sequence[PlanDevice],
-    frequency: np.ndarray,
+    rates: Rates,
     mode: str,
     selected_factor: np.ndarray | None,
     neuron_device: np.ndarray,
 ) -> Expected:
     rows = RowBytes.of(config)
-    on_gpu = gpu_read_bytes(rows, frequency, mode)
-    first, rest = read_bytes(rows, frequency, mode, selected_factor)
+    on_gpu = gpu_read_bytes(rows, rates, mode)
+    first, rest = read_bytes(rows, rates, mode, selected_factor)
     held = [neuron_device == index for index in range(len(devices))]
     read = [
         (on_gpu if device.is_gpu else first + rest)[mask].sum()
         for device, mask in zip(devices, held, strict=True)
     ]
-    return Expected(np.array(read), np.array([frequency[mask].sum() for mask in held]))
+    return Expected(np.array(read), np.array([rates.fired[mask].sum() for mask in held]))

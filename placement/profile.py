@@ -1,4 +1,7 @@
-"""The activation profile: how often each neuron fires. Plans and predictors are made from it."""
+"""The activation profile: how often each neuron fires, and each expert is chosen.
+
+Plans and predictors are made from it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
@@ -20,22 +24,39 @@ _REMEDY = "make it again with `hotcold profile`"
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationProfile:
-    """For how many of a text's tokens each neuron's gate fired.
+class Rates:
+    """The shares of tokens that need rows of each neuron, from 0 to 1.
 
-    Shapes:  counts (L, N)
-    Dtypes:  counts int64, each from 0 to num_tokens
+    chosen: its block is chosen, so its gate is computed; fired: it fires, never more often
+    Shapes:  both (L, N) float64, N of the largest layer; 0 where a layer has no such neuron
+    """
+
+    chosen: np.ndarray
+    fired: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationProfile:
+    """For how many of a text's tokens each neuron's gate fired, and each block was chosen.
+
+    Shapes:  counts (L, N), N of the largest layer; chosen (L, B), None where no layer has experts
+    Dtypes:  int64, each from 0 to num_tokens
     """
 
     counts: np.ndarray
     num_tokens: int
     text_name: str
     text_digest: str
+    chosen: np.ndarray | None = None
 
     @property
     def frequency(self) -> np.ndarray:
         """The share of tokens for which each neuron fires: (L, N) float64, from 0 to 1."""
         return self.counts / self.num_tokens
+
+    def layers(self, config: ModelConfig) -> list[np.ndarray]:
+        """The counts of each layer's neurons."""
+        return [row[:size] for row, size in zip(self.counts, config.ffn_sizes, strict=True)]
 
     @property
     def is_stated(self) -> bool:
@@ -47,7 +68,38 @@ class ActivationProfile:
         """12 hexadecimal digits over the counts, by which plans and predictors name a profile."""
         content = hashlib.sha256(f"{self.num_tokens} {self.counts.shape}".encode())
         content.update(np.ascontiguousarray(self.counts).data)
+        if self.chosen is not None:
+            content.update(np.ascontiguousarray(self.chosen).data)
         return content.hexdigest()[:12]
+
+
+def rates_of(config: ModelConfig, profile: ActivationProfile | None) -> Rates:
+    """How often rows of each neuron are needed.
+
+    Without a profile all neurons fire, and all experts are chosen equally often.
+    """
+    blocks = neurons.blocks(config)
+    if profile is None or profile.chosen is None:
+        of_block = _equal_shares(config)
+    else:
+        of_block = profile.chosen / profile.num_tokens
+    chosen = np.where(blocks < 0, 0.0, np.take_along_axis(of_block, np.maximum(blocks, 0), axis=1))
+    return Rates(chosen, chosen if profile is None else profile.frequency)
+
+
+def firing_share(config: ModelConfig, profile: ActivationProfile) -> float:
+    """Of the neurons of blocks that a token chooses, the share that fires."""
+    rates = rates_of(config, profile)
+    return float(rates.fired.sum() / max(rates.chosen.sum(), 1e-9))
+
+
+def _equal_shares(config: ModelConfig) -> np.ndarray:
+    """The share of tokens that choose each block, if all experts are alike: (L, B) float64."""
+    found = np.ones((config.num_layers, neurons.most_blocks(config)))
+    for row, layer in zip(found, config.layers, strict=True):
+        if (router := layer.ffn.router) is not None:
+            row[: router.num_experts] = router.num_chosen / router.num_experts
+    return found
 
 
 def write_profile(path: Path, identity: ModelIdentity, profile: ActivationProfile) -> None:
@@ -61,7 +113,10 @@ def write_profile(path: Path, identity: ModelIdentity, profile: ActivationProfil
         "text_name": profile.text_name,
         "text_digest": profile.text_digest,
     }
-    write_artifact(path, _KIND, identity, {"counts": profile.counts}, facts)
+    tensors = {"counts": profile.counts}
+    if profile.chosen is not None:
+        tensors["chosen"] = profile.chosen
+    write_artifact(path, _KIND, identity, tensors, facts)
 
 
 def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> ActivationProfile:
@@ -71,11 +126,16 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
              impossible counts
     """
     artifact = read_artifact(path, _KIND, identity)
+    chosen = None
+    if config.experts is not None:
+        blocks = config.num_layers, neurons.most_blocks(config)
+        chosen = artifact.tensor("chosen", np.int64, blocks)
     profile = ActivationProfile(
-        counts=artifact.tensor("counts", np.int64, (config.num_layers, config.ffn_size)),
+        counts=artifact.tensor("counts", np.int64, neurons.shape(config)),
         num_tokens=artifact.fact("num_tokens", int),
         text_name=artifact.fact("text_name", str),
         text_digest=artifact.fact("text_digest", str),
+        chosen=chosen,
     )
     _check(path, profile)
     return profile
@@ -84,6 +144,7 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
 def stated_profile(config: ModelConfig, density: float, why: str) -> ActivationProfile:
     """A profile by a power law, with mean firing rate `density`, for a model that is not here.
 
+    Inside experts the rates are those while an expert is chosen; all are chosen equally often.
     `why` says where the number comes from.
     Errors:  UsageError for a density out of range
     """
@@ -91,24 +152,35 @@ def stated_profile(config: ModelConfig, density: float, why: str) -> ActivationP
         raise UsageError(
             f"--density is {density}; give a share from {MIN_DENSITY} to {MAX_DENSITY}, or 1"
         )
-    rates = np.ones(config.ffn_size) if density == 1 else power_law_rates(config.ffn_size, density)
-    counts = np.rint(rates * _STATED_TOKENS).astype(np.int64)
+    chosen = _equal_shares(config)
+    rates = np.zeros(neurons.shape(config))
+    for row, shares, layer in zip(rates, chosen, config.layers, strict=True):
+        end = 0
+        for share, size in zip(shares, layer.ffn.block_sizes, strict=False):
+            row[end : end + size] = share * _stated_rates(size, density)
+            end += size
     return ActivationProfile(
-        np.repeat(counts[None], config.num_layers, axis=0),
+        np.rint(rates * _STATED_TOKENS).astype(np.int64),
         _STATED_TOKENS,
         f"{density:.3g} of the neurons fire at a token, at rates of a power law ({why})",
         "",
+        None if config.experts is None else np.rint(chosen * _STATED_TOKENS).astype(np.int64),
     )
 
 
+def _stated_rates(num_neurons: int, density: float) -> np.ndarray:
+    return np.ones(num_neurons) if density == 1 else power_law_rates(num_neurons, density)
+
+
 def _check(path: Path, profile: ActivationProfile) -> None:
-    counts, num_tokens = profile.counts, profile.num_tokens
+    num_tokens = profile.num_tokens
     if num_tokens <= 0:
         raise ArtifactError(f"{path}: a profile of {num_tokens} tokens; {_REMEDY}")
-    if counts.ndim != 2 or counts.dtype != np.int64 or counts.size == 0:
-        raise ArtifactError(f"{path}: counts are {counts.dtype} {counts.shape}; {_REMEDY}")
-    if counts.min() < 0 or counts.max() > num_tokens:
-        raise ArtifactError(
-            f"{path}: counts are from {counts.min()} to {counts.max()}, not from 0 to the "
-            f"{num_tokens} tokens; {_REMEDY}"
-        )
+    for counts in (profile.counts, *([] if profile.chosen is None else [profile.chosen])):
+        if counts.ndim != 2 or counts.dtype != np.int64 or counts.size == 0:
+            raise ArtifactError(f"{path}: counts are {counts.dtype} {counts.shape}; {_REMEDY}")
+        if counts.min() < 0 or counts.max() > num_tokens:
+            raise ArtifactError(
+                f"{path}: counts are from {counts.min()} to {counts.max()}, not from 0 to the "
+                f"{num_tokens} tokens; {_REMEDY}"
+            )

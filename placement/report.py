@@ -148,7 +148,7 @@ def _parts(
         {
             "name": "neurons",
             "where": "all",
-            "count": layers * problem.num_neurons,
+            "count": int(problem.group_sizes.sum()),
             **_speed(expected.neuron_bytes.sum(), slowest_s),
             "why": "the slowest device of each layer",
         }

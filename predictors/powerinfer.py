@@ -27,8 +27,8 @@ _THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 
 def has_predictors(path: Path, config: ModelConfig) -> bool:
-    """Whether the model's checkpoint has predictors."""
-    return Checkpoint(path).has(_tensor_names(config, 0)[0])
+    """Whether the model's checkpoint has predictors; those of experts are part of the model."""
+    return config.experts is None and Checkpoint(path).has(_tensor_names(config, 0)[0])
 
 
 def checkpoint_predictors(path: Path, config: ModelConfig) -> Predictors:

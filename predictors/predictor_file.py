@@ -196,7 +196,7 @@ def _kind(layer: AnyLayer | None) -> str:
 
 
 def _read_layer(artifact: Artifact, config: ModelConfig, layer: int, kind: Any) -> AnyLayer | None:
-    count, width = config.ffn_size, config.hidden_size
+    count, width = config.ffn_sizes[layer], config.hidden_size
 
     def take(name: str, dtype: Any, *shape: int) -> np.ndarray:
         array = artifact.tensor(f"{layer}.{name}", dtype, shape)

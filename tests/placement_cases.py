@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hotcold.model.config.build import build_config
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.layer_spec import RouterSpec
+from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.solver.problem import ATTENTION, HEAD, Problem
 
@@ -32,6 +34,24 @@ def llama_config(**changes: Any) -> ModelConfig:
         "eos_token_id": 2,
     }
     return build_config(values | changes)
+
+
+def mixture_config(
+    num_experts: int = 8,
+    num_chosen: int = 2,
+    size: int = 128,
+    shared_size: int = 0,
+    dense_layers: tuple[int, ...] = (),
+    **changes: Any,
+) -> ModelConfig:
+    """`llama_config` with experts in the other layers."""
+    router = RouterSpec(
+        num_experts=num_experts, num_chosen=num_chosen, score="softmax", norms_chosen=True
+    )
+    experts = ExpertsConfig(
+        router=router, size=size, shared_size=shared_size, dense_layers=dense_layers
+    )
+    return replace(llama_config(**changes), experts=experts)
 
 
 def make_machine(
@@ -64,23 +84,29 @@ def random_problem(
     *,
     num_parts: int = 3,
     tightness: float = 1.2,
+    is_ragged: bool = False,
 ) -> Problem:
     """A problem whose devices together hold `tightness` times what there is, about.
 
     Frequencies fall in each layer; GPUs are 2 to 6 times as fast as a column; some layers' least
-    number of neurons is more than one group, some can use no GPU.
+    number of neurons is more than one group, some can use no GPU. With `is_ragged` layers end after
+    some of the groups.
     """
     groups, devices = len(group_sizes), num_gpus + num_columns
-    sizes = np.array(group_sizes, np.int64)
+    sizes = np.tile(np.array(group_sizes, np.int64), (num_layers, 1))
+    if is_ragged:
+        for row in sizes:
+            row[rng.integers(1, groups + 1) :] = 0
     frequency = -np.sort(-rng.random((num_layers, groups)), axis=1)
     speed = np.concatenate([rng.uniform(2, 6, num_gpus), rng.uniform(0.7, 1.3, num_columns)])
+    frequency *= sizes > 0
     seconds = (sizes * (0.2 + frequency))[:, :, None] / speed * 1e-5
     neuron_bytes = int(rng.integers(3, 50))
     part_bytes = rng.integers(1, 4 * 64 * neuron_bytes, num_parts)
-    total = num_layers * int(sizes.sum()) * neuron_bytes + int(part_bytes.sum())
+    total = int(sizes.sum()) * neuron_bytes + int(part_bytes.sum())
     cut = rng.dirichlet(np.full(devices, 4.0))
     part_speed = np.append(speed[:num_gpus], speed[num_gpus:].sum())
-    most = int(sizes.sum())
+    most = int(sizes.sum(axis=1).max())
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=(cut * total * tightness).astype(np.int64),

@@ -257,7 +257,7 @@ def _about(backend: Backend) -> dict[str, Any]:
     config = backend.prompts.config
     return {
         "system": asdict(system),
-        "num_neurons": config.ffn_size * config.num_layers,
+        "num_neurons": config.num_neurons,
         "has_text": backend.prompts.tokenizer is not None,
     }
 

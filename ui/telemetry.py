@@ -17,7 +17,7 @@ def map_json(neurons: NeuronMap) -> dict[str, Any]:
     """Counts by layer and bucket, as lists of numbers."""
     return {
         "steps": neurons.num_steps,
-        "neurons": neurons.num_neurons[0].tolist(),
+        "neurons": neurons.num_neurons.tolist(),
         "hot": neurons.num_hot.tolist() if neurons.num_hot.any() else None,
         "last": {
             "computed": neurons.last_computed.tolist(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.embedding import HeadWeights
@@ -13,9 +14,16 @@ from hotcold.model.weights.rope_frequencies import inv_freq
 from hotcold.model.weights.sizes import kv_row_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
 from hotcold.numba_kernels.decode.norm import norm_kind
-from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
+from hotcold.numba_kernels.layer_record import (
+    LAYER_NUMBERS,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
+)
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
+_SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_of_chosen": SOFTMAX_OF_CHOSEN}
+_NO_ROUTER = RouterSpec(num_experts=0, num_chosen=0, score="softmax", norms_chosen=False)
 _CACHE_DTYPES = {"float32": np.float32, "float16": np.uint16, "q8": np.int8}
 
 
@@ -25,9 +33,26 @@ def layer_numbers(config: ModelConfig) -> np.ndarray:
     for record, layer in zip(found, config.layers, strict=True):
         facts = {**vars(layer), **vars(layer.attention), **layer.order._asdict()}
         facts |= {"norm_kind": norm_kind(layer.norm_kind), "adds_late": layer.adds_late}
+        facts |= router_numbers(layer.ffn)
         for name in LAYER_NUMBERS.names or ():
             record[name] = facts[name]
     return found
+
+
+def router_numbers(ffn: FfnSpec) -> dict[str, float]:
+    """The part of LAYER_NUMBERS that a router reads, by name."""
+    router = ffn.router or _NO_ROUTER
+    return {
+        "num_experts": router.num_experts,
+        "num_blocks": len(ffn.block_sizes),
+        "num_chosen": router.num_chosen,
+        "num_groups": router.num_groups,
+        "num_chosen_groups": router.num_chosen_groups,
+        "router_score": _SCORES[router.score],
+        "router_scale": router.scale,
+        "norms_chosen": router.norms_chosen,
+        "routes_layer_input": router.reads == "layer_input",
+    }
 
 
 def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:

@@ -113,6 +113,7 @@ class AttentionService(Service):
             part_sums=part_sums,
             part_totals=part_totals,
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
+            router_logits=np.zeros((tokens, int(numbers["num_experts"].max())), np.float32),
             inputs=empty_vectors(
                 self.num_threads,
                 tokens,

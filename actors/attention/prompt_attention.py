@@ -10,6 +10,7 @@ from hotcold.actors.cpu.matmul import Matmul
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.attention import softcap_kernel
 from hotcold.numba_kernels.decode.norm import norm_rows_kernel
+from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_attention_kernel,
@@ -164,9 +165,10 @@ def prompt_attention(
         return rows.add(layer, residual, out)
 
     with matmul.at_once():
+        layer_input = rows.layer_input(layer, buffers.hidden[:num_tokens])
         mixed, ffn_input = mixed_and_ffn_input(
             arrays.numbers[layer],
-            rows.layer_input(layer, buffers.hidden[:num_tokens]),
+            layer_input,
             norm=norm,
             ffn_norm=lambda x: rows.ffn_norm(layer, x),
             add_attention=add_attention,
@@ -177,6 +179,36 @@ def prompt_attention(
             buffers.ffn_input[first:last] = ffn_input[first:last]
 
         matmul.then_rows(num_tokens, answer)
+        if arrays.numbers[layer].num_experts:
+            _route(matmul, buffers, layer, arrays, layer_input, ffn_input)
+
+
+def _route(
+    matmul: Matmul,
+    buffers: SharedBuffers,
+    layer: int,
+    arrays: AttentionArrays,
+    layer_input: np.ndarray,
+    ffn_input: np.ndarray,
+) -> None:
+    """Write `block_weights` of a layer with experts."""
+    numbers = arrays.numbers[layer]
+    x = layer_input if numbers.routes_layer_input else ffn_input
+    logits = matmul.scratch((len(x), int(numbers.num_experts)))
+
+    def route(first: int, last: int) -> None:
+        own = slice(first, last)
+        route_tokens(
+            numbers,
+            arrays.routers,
+            layer,
+            x[own],
+            ffn_input[own],
+            logits[own],
+            buffers.block_weights[own],
+        )
+
+    matmul.then_rows(len(x), route)
 
 
 def prompt_head(

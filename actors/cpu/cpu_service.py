@@ -10,7 +10,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
@@ -25,7 +25,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
-    NUM_BUCKETS,
     NUM_COMPUTED,
     NUM_TOKENS,
     NUM_UP,
@@ -53,7 +52,7 @@ class CpuService(Service):
     ) -> None:
         """Serve the shard `arrays`; `load_cpu_service` reads one from a checkpoint.
 
-        `buckets` (uint8, one for each row) says in which bucket a neuron is counted; without it
+        `buckets` (uint16, one for each row) says in which bucket a neuron is counted; without it
         all are in the first.
         """
         super().__init__(name, index, num_threads)
@@ -62,7 +61,7 @@ class CpuService(Service):
         num_rows = int(arrays.starts[-1, -1])
         self.fired_counts = np.zeros(num_rows, np.int64)  # by COUNT_FFN requests
         self.function = function
-        self.buckets = np.zeros(num_rows, np.uint8) if buckets is None else buckets
+        self.buckets = np.zeros(num_rows, np.uint16) if buckets is None else buckets
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
@@ -71,7 +70,7 @@ class CpuService(Service):
         self._places = layout.bundles(self._arena)[self.index]
         starts = self.arrays.starts
         by_layer = np.split(self.buckets, starts[1:, 0])
-        sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
+        sizes = np.array([np.bincount(layer, minlength=layout.num_buckets) for layer in by_layer])
         self.make_scratch(min(KERNEL_TOKENS, layout.max_tokens), layout.width)
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
@@ -232,8 +231,7 @@ def load_cpu_service(
         down_bias=weights.down_bias,
         down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
     )
-    ids = np.concatenate([np.zeros(0, np.int32), *(spec.neuron_ids or [])])
-    buckets = bucket_of(ids, config.ffn_size)
+    buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)
     service = CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
     add_draft(service, spec, config, on_bytes, touch)

@@ -4,18 +4,19 @@ import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.ffn import down_lengths, read_down_outputs, read_ffn
+from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
+from hotcold.model.weights.ffn import read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays, most_rows
 
 
 class DenseCpuService(CpuService):
-    """`CpuService` over `TransposedArrays`: a run of neurons, the same of every layer."""
+    """`CpuService` over `TransposedArrays`: a run of each block's neurons."""
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of its matrices; down may be in two."""
@@ -25,25 +26,23 @@ class DenseCpuService(CpuService):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        num_neurons, num_blocks = self._rows(0)[1], self.arrays.starts.shape[1] - 1
+        num_blocks = self.arrays.starts.shape[1] - 1
         self._scratch = new_transposed_scratch(
-            self.num_threads, num_tokens, num_neurons, width, num_blocks
+            self.num_threads, num_tokens, most_rows(self.arrays.starts), width, num_blocks
         )
 
 
 def load_dense_service(
     spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
 ) -> DenseCpuService:
-    """Read a run of neurons, the same of every layer; as `actors.cpu.cpu_service.load_cpu_service`.
+    """Read a run of each block's neurons; as `actors.cpu.cpu_service.load_cpu_service`.
 
     Errors:  CheckpointError
     """
     ids = spec.neuron_ids or []
-    neurons = ids[0]
-    first, last = int(neurons[0]), int(neurons[-1]) + 1
     with TensorReader(Checkpoint(spec.path), on_bytes, touch=touch) as reader:
         weights = read_ffn(reader, config, ids, spec.has_down_bias, has_down=False)
-        down = read_down_outputs(reader, config, first, last)
+        down = read_down_outputs(reader, config, ids)
     arrays = TransposedArrays(
         starts=weights.starts,
         gate=weights.gate,
@@ -54,7 +53,7 @@ def load_dense_service(
         down_bias=weights.down_bias,
         down_norms=down_lengths(down) if spec.system.has_down_norms else NO_NORMS,
     )
-    buckets = bucket_of(np.concatenate(ids), config.ffn_size)
+    buckets = buckets_of(config, ids)
     function = activation(config.activation_fn, config.activation_threshold)
     threads = spec.num_threads
     service = DenseCpuService(spec.name, spec.index, threads, arrays, function, buckets)

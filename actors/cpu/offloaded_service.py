@@ -10,7 +10,7 @@ from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
-from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -110,7 +110,7 @@ def load_offloaded_service(
         ahead = shard_predictors(found, neuron_ids, spec.among)
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    buckets = buckets_of(config, neuron_ids)
     function = activation(config.activation_fn, config.activation_threshold)
     service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
     add_draft(service, spec, config, on_bytes)

@@ -101,7 +101,7 @@ def prompt_ffn(
         if isinstance(arrays, TransposedArrays):
             if scales_later:
                 _scale_all(matmul, function, own_up, part(arrays.up_bias), x, h, factors)
-            matmul.layer_linear(h, arrays.down, layer, out[:0, 0], out)
+            _add_blocks(matmul, arrays, layer, bounds, h, out)
         else:
             later = _UpAndDown(function, own_up, part(arrays.up_bias), part(arrays.down), factors)
             if skip_silent:
@@ -110,6 +110,40 @@ def prompt_ffn(
                 _add_all(matmul, later, x, h, out)
         if arrays.down_bias.shape[2]:
             matmul.then_rows(num_tokens, add_bias)
+
+
+def _add_blocks(
+    matmul: Matmul,
+    arrays: TransposedArrays,
+    layer: int,
+    bounds: np.ndarray,
+    h: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """out = the sum over blocks, in order, of their transposed down rows . h, once it is run."""
+    no_bias = np.empty(0, np.float32)
+    blocks = [block for block in range(len(bounds) - 1) if bounds[block] < bounds[block + 1]]
+    if len(blocks) == 1:
+        matmul.linear(h, arrays.down.matrix(layer, blocks[0]), no_bias, out)
+        return
+
+    def add(product: np.ndarray, begin: int, end: int) -> None:
+        out[begin:end] += product[begin:end]
+
+    def clear(begin: int, end: int) -> None:
+        out[begin:end] = 0
+
+    matmul.then_rows(len(out), clear)
+
+    def copy(own: np.ndarray, first: int, begin: int, end: int) -> None:
+        own[begin:end] = h[begin:end, first : first + own.shape[1]]
+
+    for block in blocks:
+        first, last = int(bounds[block]), int(bounds[block + 1])
+        own = matmul.scratch((len(h), last - first))
+        matmul.then_rows(len(h), partial(copy, own, first))
+        product = matmul.linear(own, arrays.down.matrix(layer, block), no_bias)
+        matmul.then_rows(len(out), partial(add, product))
 
 
 def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activation) -> None:

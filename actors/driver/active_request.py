@@ -320,7 +320,7 @@ class ActiveRequest:
     def _result(self, finish_reason: str) -> Generation:
         now, config = time.monotonic(), self._generator.config
         submitted, admitted, first_token = (*self._moments, now, now)[:3]
-        total = config.num_layers * config.ffn_size * max(self.times.num_steps, 1)
+        total = config.num_neurons * max(self.times.num_steps, 1)
         num_later = max(self._num_new - 1, 1)  # tokens that the steps of `times` gave
         return Generation(
             text=self._stop.text,

@@ -313,6 +313,10 @@ class Driver:
             profiling.num_bos + len(ids), lambda: profiling.profile_window(ids, recorded, check)
         )
 
+    def chosen_counts(self) -> np.ndarray:
+        """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
+        return self._profiling.chosen_counts.copy()
+
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).
 
@@ -393,7 +397,7 @@ class Driver:
             kv_pages=num_pages,
             speed=speed_of(
                 self._scheduler.recent.copy(),
-                config.num_layers * config.ffn_size,
+                config.num_neurons,
                 now_s,
                 is_running=num_running > 0,
             ),

@@ -230,11 +230,12 @@ class Engine:
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
         """Let the partial outputs of `_requested` be the FFN's; the request words are written."""
-        if self.topology.num_hot[layer] == self.config.ffn_size:
-            self._request_ffn(self.config.ffn_size)
+        num_neurons = self.config.ffn_sizes[layer]
+        if self.topology.num_hot[layer] == num_neurons:
+            self._request_ffn(num_neurons)
             return
         self._upload_ffn(layer, num_tokens)
-        self.times.count_neurons(*[self.config.ffn_size] * 3)
+        self.times.count_neurons(*[num_neurons] * 3)
         self._layer_state[layer_loop.REQUESTED] = ATTENTION  # whose partial output is the sum
 
     def _request_ffn(self, num_gates: int) -> tuple[int, int]:

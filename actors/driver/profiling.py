@@ -9,9 +9,10 @@ from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.topology import Topology
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
-from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
+from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION, WEIGHS_BLOCKS
 
 
 class ProfilingEngine(Engine):
@@ -32,6 +33,8 @@ class ProfilingEngine(Engine):
         super().__init__(config, embedding, exchange, topology, step_mode(config, "dense"))
         self._bos_id = bos_id
         self.num_bos = 0 if bos_id is None else 1
+        # Of all counted tokens those that have chosen a block of neurons; one block has all.
+        self.chosen_counts = np.zeros((config.num_layers, neurons.most_blocks(config)), np.int64)
         self._counts = False
         self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
         self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
@@ -82,8 +85,14 @@ class ProfilingEngine(Engine):
             first = self._num_recorded
             inputs = buffers.ffn_input[self._rows]
             self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        buffers.requests[self._requested(), OPERATION] = COUNT_FFN
-        self._request_ffn(self.config.ffn_size)
+        services = self._requested()
+        buffers.requests[services, OPERATION] = COUNT_FFN
+        self._request_ffn(self.config.ffn_sizes[layer])
+        chosen = self.chosen_counts[layer]
+        if buffers.requests[services[0], WEIGHS_BLOCKS]:
+            chosen += np.count_nonzero(buffers.block_weights[:num_tokens], axis=0)
+        else:
+            chosen[: len(self.config.layers[layer].ffn.block_sizes)] += num_tokens
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:
@@ -101,10 +110,10 @@ def counts_by_neuron(
     """Services' counts in the checkpoint's order of neurons.
 
     counts[s] follows specs[s].neuron_ids layer by layer.
-    Shapes:  result (L, N)
+    Shapes:  result (L, N), N of the largest layer
     Dtypes:  int64
     """
-    result = np.zeros((config.num_layers, config.ffn_size), np.int64)
+    result = np.zeros(neurons.shape(config), np.int64)
     for spec, found in zip(specs, counts, strict=True):
         first = 0
         for layer, ids in enumerate(spec.neuron_ids or []):

@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
-from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS
+from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
 
 _Score = TypeVar("_Score")
 
@@ -86,7 +86,7 @@ class AuditedEngine(Engine):
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
         buffers, cpus = self.exchange.buffers, self.topology.cpu_services
-        num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self.config.ffn_size
+        num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self._num_chosen(layer)
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
             num_listed = int(num_ids.sum() + self.topology.num_hot[layer])
@@ -96,10 +96,18 @@ class AuditedEngine(Engine):
             partials = buffers.partials[:, :num_tokens]
             chosen = partials.copy()
             buffers.requests[cpus, NUM_IDS] = ALL_NEURONS
-            num_fired, _ = self._request_ffn(self.config.ffn_size)
+            num_fired, _ = self._request_ffn(self.config.ffn_sizes[layer])
             partials[:] = chosen
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0
+
+    def _num_chosen(self, layer: int) -> int:
+        """Neurons of the blocks that the step's token uses: all where none were chosen."""
+        ffn, buffers = self.config.layers[layer].ffn, self.exchange.buffers
+        if not buffers.requests[self._requested()[0], WEIGHS_BLOCKS]:
+            return ffn.num_neurons
+        chosen = buffers.block_weights[0, : len(ffn.block_sizes)] != 0
+        return int(chosen @ np.array(ffn.block_sizes))
 
 
 class ThresholdTrials:

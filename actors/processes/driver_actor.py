@@ -120,6 +120,10 @@ class DriverActor:
         """The number of profiled tokens for which each neuron has fired: (L, N) int64."""
         return self._counts.gather()
 
+    def chosen_counts(self) -> np.ndarray:
+        """The number of profiled tokens that have chosen each block of neurons: (L, B) int64."""
+        return self.services.driver.chosen_counts()
+
     def ping(self) -> int:
         """The process id. Errors: ServiceError where the engine's thread has ended."""
         self.services.require_alive()

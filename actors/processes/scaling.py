@@ -22,7 +22,7 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from hotcold.model.weights.ffn import num_units
+from hotcold.model.weights.down_outputs import num_units
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.placement.memory import memory_need
@@ -200,7 +200,7 @@ def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayo
     need = memory_need(config, 0, system.num_cpu_actors, layout.num_bytes)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
     if (drafting := draft_config(system, config)) is not None:
-        needed += ffn_bytes(drafting, config.num_layers * config.ffn_size)
+        needed += ffn_bytes(drafting, config.num_neurons)
     free = free_bytes()
     if needed > free:
         raise MemoryBudgetError(

@@ -11,11 +11,14 @@ import numpy as np
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.ffn import UNIT
+from hotcold.model.weights.down_outputs import UNIT
 from hotcold.placement.plan import PlacementPlan, load_plan
+from hotcold.placement.profile import rates_of
+from hotcold.placement.solver.cost import hotness
 
 Layers = list[np.ndarray]  # int32 ids of each layer
 
@@ -36,20 +39,18 @@ def hot_neurons(
     by the model's profile.
     Errors:  ArtifactError
     """
-    candidates = None
+    candidates = neurons.exists(config)
     if plan is not None:
-        candidates = np.zeros((config.num_layers, config.ffn_size), bool)
-        if plan.num_gpus:
-            candidates = plan.neuron_device == 0
+        candidates = (plan.neuron_device == 0) & (plan.num_gpus > 0)
     num_hot = system.num_hot_neurons
     if num_hot < 0:
-        num_hot = 0 if candidates is None else int(candidates.sum())
+        num_hot = 0 if plan is None else int(candidates.sum())
     if num_hot == 0:
         return None
     path = Path(system.model_path)
     profile = own_profile(path, ModelIdentity.of(path), config)
-    frequency = None if profile is None else profile.frequency
-    return hottest_neurons((config.num_layers, config.ffn_size), num_hot, frequency, candidates)
+    hot = hotness(config, rates_of(config, profile))
+    return hottest_neurons(hot.shape, num_hot, hot, candidates, _ranks(config))
 
 
 def cold_neurons(
@@ -63,7 +64,7 @@ def cold_neurons(
     `hot`: the neurons of each attention service. A plan for another number of CPU services has no
     shards. Neurons that it puts on a GPU and that are not in `hot` are in no shard.
     """
-    owned = np.zeros((config.num_layers, config.ffn_size), bool)
+    owned = ~neurons.exists(config)
     for layers in hot:
         for layer, ids in enumerate(layers or []):
             owned[layer, ids] = True
@@ -75,29 +76,43 @@ def cold_neurons(
 
 
 def hottest_neurons(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     num_neurons: int,
     frequency: np.ndarray | None = None,
     candidates: np.ndarray | None = None,
+    ranks: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """The `num_neurons` most frequent candidates: sorted ids of each layer.
 
-    Ties (all neurons without `frequency`) are broken evenly over the layers, and within a layer by
-    ids far apart: neighbours in a checkpoint may fire alike.
-    Shapes:  shape (L, N); frequency (L, N) float64; candidates (L, N) bool, all without it
+    Ties (all neurons without `frequency`) are broken by `ranks`, or without them evenly over the
+    layers, and within a layer by ids far apart: neighbours in a checkpoint may fire alike.
+    Shapes:  shape (L, N); frequency, ranks (L, N); candidates (L, N) bool, all without it
     Dtypes:  ids int32
     """
     scores = np.zeros(shape) if frequency is None else frequency.astype(np.float64)
     if candidates is not None:
         scores = np.where(candidates, scores, -1.0)
     most = scores.size if candidates is None else int(candidates.sum())
-    order = np.lexsort((_spread_ranks(shape).ravel(), -scores.ravel()))
+    ranks = _spread_ranks(shape) if ranks is None else ranks
+    order = np.lexsort((ranks.ravel(), -scores.ravel()))
     chosen = np.zeros(scores.size, bool)
     chosen[order[: min(num_neurons, most)]] = True
     return [np.flatnonzero(layer).astype(np.int32) for layer in chosen.reshape(shape)]
 
 
-def _spread_ranks(shape: tuple[int, int]) -> np.ndarray:
+def _ranks(config: ModelConfig) -> np.ndarray:
+    """`_spread_ranks`; experts that have no silent neurons stay whole: theirs are equal."""
+    ranks = _spread_ranks(neurons.shape(config))
+    if config.is_sparse or config.experts is None:
+        return ranks
+    of_blocks = _spread_ranks((config.num_layers, neurons.most_blocks(config)))
+    blocks = np.maximum(neurons.blocks(config), 0)
+    has_experts = np.array([len(layer.ffn.block_sizes) > 1 for layer in config.layers])
+    of_neurons = np.take_along_axis(of_blocks, blocks, axis=1)
+    return np.where(has_experts[:, None], of_neurons, ranks)
+
+
+def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:
     """Ranks (L, N): low ones are spread over all layers, and far apart within each."""
     num_layers, num_neurons = shape
     golden = 0.6180339887498949
@@ -176,8 +191,23 @@ def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
 
 
 def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """The same `neuron_runs` in every layer."""
-    return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
+    """`neuron_runs` of each block of every layer, one block after another.
+
+    In turn another service has what remains, so that several experts are about equal work for all.
+    """
+    found: list[Layers] = [[] for _ in threads]
+    for layer in config.layers:
+        parts: list[Layers] = [[] for _ in threads]
+        begin = 0
+        for block, size in enumerate(layer.ffn.block_sizes):
+            turned = np.roll(np.arange(len(threads)), -block)
+            runs = neuron_runs(size, [threads[s] for s in turned])
+            for service, run in zip(turned, runs, strict=True):
+                parts[service].append(run + np.int32(begin))
+            begin += size
+        for service, own in enumerate(parts):
+            found[service].append(np.concatenate(own))
+    return found
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:
@@ -187,8 +217,8 @@ def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] |
     Errors:  ServiceError
     """
     shards = [layers for layers in held if layers is not None]
-    every = np.arange(config.ffn_size)
-    for layer in range(config.num_layers):
+    for layer, size in enumerate(config.ffn_sizes):
+        every = np.arange(size)
         ids = np.sort(np.concatenate([every[:0], *(layers[layer] for layers in shards)]))
         if not np.array_equal(ids, every):
             num_held = np.intersect1d(ids, every).size
@@ -201,12 +231,12 @@ def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] |
 def neuron_owners(config: ModelConfig, topology: Topology) -> tuple[list[str], np.ndarray]:
     """The names of the services that hold neurons, and the owner of each neuron.
 
-    Shapes:  owners (L, N), indices into the names
+    Shapes:  owners (L, N), indices into the names; N of the largest layer, -1 where others end
     Dtypes:  int16
     """
     parts = topology.parts
     holding = [(part.name, part.neuron_ids) for part in parts if part.neuron_ids is not None]
-    owners = np.zeros((config.num_layers, config.ffn_size), np.int16)
+    owners = np.full(neurons.shape(config), -1, np.int16)
     for index, (_, layers) in enumerate(holding):
         for layer, ids in enumerate(layers):
             owners[layer, ids] = index

@@ -56,7 +56,7 @@ def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) 
     neuron_bytes = ffn_bytes(config, 1) - ffn_bytes(config, 0)
     return replace(
         system,
-        num_hot_neurons=min(left // neuron_bytes, layers * config.ffn_size),
+        num_hot_neurons=min(left // neuron_bytes, config.num_neurons),
         num_host_layers=layers - num_layers,
         head_on_host=not has_head,
     )
@@ -79,12 +79,13 @@ def beside_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) ->
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
     """How many neurons of all layers the CPU services hold."""
     num_hot = max(0, system.num_hot_neurons) if system.device == "cuda" else 0
-    return config.num_layers * config.ffn_size - num_hot
+    return config.num_neurons - num_hot
 
 
-def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
+def choose_device(device: str, gpu_memory_bytes: int | None, has_experts: bool = False) -> str:
     """Resolve --device: "auto" is "cuda" where there is a GPU, else "cpu".
 
+    A mixture of experts has no kernels for a GPU yet.
     Errors:  UsageError where `device` or a budget demands a GPU and none can be used
     """
     if device not in DEVICES:
@@ -94,6 +95,13 @@ def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
     if device == "cuda" and gpu_memory_bytes == 0:
         raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
     if device == "cpu" or gpu_memory_bytes == 0:
+        return "cpu"
+    if has_experts:
+        if device == "cuda" or gpu_memory_bytes:
+            option = "--device cuda" if device == "cuda" else "--gpu-memory"
+            raise UsageError(
+                f"{option} was given, but mixtures of experts run on the CPU only; leave it out"
+            )
         return "cpu"
     found = first_gpu()
     if not isinstance(found, str):

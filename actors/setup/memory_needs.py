@@ -74,7 +74,7 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
     num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
     num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
     if system.device == "cuda":
-        num_neurons = min(config.ffn_size, max(0, system.num_hot_neurons))
+        num_neurons = min(config.largest_ffn, max(0, system.num_hot_neurons))
         layer = -(-attention_bytes(config) // config.num_layers)
         parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
         num_bytes += CUDA_BYTES + max(parts)

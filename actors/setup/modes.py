@@ -27,9 +27,11 @@ _FILES = ("predictors_path", "plan_path")
 def auto_mode(path: Path, config: ModelConfig, weight_dtype: str) -> str | None:
     """The predicted mode to try: of those with enough recall the one that reads fewest bytes.
 
-    None where there is none.
+    None where there is none, as for mixtures.
     Errors:  ArtifactError for predictors that are damaged or another model's
     """
+    if config.experts is not None:
+        return None
     found = dict(_candidates(path, config, weight_dtype))
     return min(found, key=lambda mode: found[mode]) if found else None
 
@@ -48,10 +50,13 @@ def _candidates(path: Path, config: ModelConfig, weight_dtype: str) -> Iterator[
 
 def _gate_bytes(predictors: Predictors, config: ModelConfig) -> float:
     """Bytes of the gates that predictors select; all of them where that was not measured."""
-    layer = config.ffn_size * RowBytes.of(config).first
+    first = RowBytes.of(config).first
     if predictors.qualities is None:
-        return float(config.num_layers * layer)
-    return sum(quality.computed * layer for quality in predictors.qualities)
+        return float(config.num_neurons * first)
+    return sum(
+        quality.computed * size * first
+        for quality, size in zip(predictors.qualities, config.ffn_sizes, strict=True)
+    )
 
 
 def trial_key(system: SystemConfig) -> dict[str, Any]:
@@ -74,8 +79,20 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
 
 
 def has_thresholds(config: ModelConfig) -> bool:
-    """Whether the model can use threshold mode: gated, and its activation never exactly zero."""
-    return config.has_gate and not config.is_sparse
+    """Whether the model can use threshold mode: gated, and its activation never exactly zero.
+
+    Thresholds of experts are not calibrated.
+    """
+    return config.has_gate and not config.is_sparse and config.experts is None
+
+
+def require_no_experts(config: ModelConfig, what: str) -> None:
+    """Raise UsageError for what makes or needs predictors, which mixtures cannot have."""
+    if config.experts is not None:
+        raise UsageError(
+            f"{what} is for models without experts: predictors choose among all neurons, and in "
+            "this one a router does; leave it out"
+        )
 
 
 def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | None) -> str:
@@ -89,6 +106,11 @@ def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | No
             raise UsageError(f"--thresholds go with --mode {THRESHOLD}, not with {mode}")
         return ""
     if not has_thresholds(config):
+        if config.experts is not None:
+            raise UsageError(
+                f"--mode {THRESHOLD} is for models without experts: thresholds of experts are not "
+                "calibrated; leave it out"
+            )
         gate = " of a gate" if config.has_gate else ", without a gate"
         raise UsageError(
             f"--mode {THRESHOLD} is for gated models whose activation is never exactly zero; this "

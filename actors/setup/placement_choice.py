@@ -113,7 +113,8 @@ def find_plan(
         return str(found.resolve())
     if file is None:
         return ""
-    num_on_gpus = int((plan.neuron_device < plan.num_gpus).sum())
+    places = plan.neuron_device
+    num_on_gpus = int(((places >= 0) & (places < plan.num_gpus)).sum())
     if system.device == "cuda":
         raise UsageError(
             f"{found}: is for {plan.num_gpus} GPUs, and a system uses one; make it again with "

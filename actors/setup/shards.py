@@ -27,12 +27,14 @@ from hotcold.actors.setup.assignment import (
     runs_of_layers,
     system_plan,
 )
+from hotcold.actors.telemetry.snapshot import num_buckets
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.ffn import has_down_outputs, num_units
+from hotcold.model.weights.down_outputs import has_down_outputs, num_units
 from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
@@ -275,12 +277,14 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_services=1 + system.num_cpu_actors,
         max_tokens=_max_tokens(system),
         width=config.hidden_size,
-        max_neurons=config.ffn_size,
+        max_neurons=config.largest_ffn,
         vocab_size=config.vocab_size,
         max_logits=_max_logits(system),
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
+        num_blocks=num_blocks if (num_blocks := neurons.most_blocks(config)) > 1 else 0,
+        num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )

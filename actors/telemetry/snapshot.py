@@ -12,6 +12,7 @@ import numpy as np
 
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
@@ -30,7 +31,7 @@ _RECENT_S = 2.0  # over which speeds are averaged
 
 @dataclass(frozen=True, eq=False)
 class NeuronMap:
-    """Neurons of each layer in buckets of neighbours in the checkpoint.
+    """Neurons of each layer in buckets of neighbours in the checkpoint, or by experts.
 
     A step is a token of a lone request; of several requests, one token of each. A neuron is
     computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
@@ -93,14 +94,37 @@ class Telemetry:
     host_memory_used_bytes: int = 0
 
 
-def bucket_of(neuron_ids: np.ndarray, ffn_size: int) -> np.ndarray:
-    """The bucket that each neuron is counted in: NUM_BUCKETS runs of neighbours. Dtypes: uint8."""
-    return (neuron_ids.astype(np.int64) * NUM_BUCKETS // ffn_size).astype(np.uint8)
+def num_buckets(config: ModelConfig) -> int:
+    """Buckets of each layer: NUM_BUCKETS, or in a mixture one for each block."""
+    num_blocks = neurons.most_blocks(config)
+    return num_blocks if num_blocks > 1 else NUM_BUCKETS
+
+
+def bucket_of(config: ModelConfig, layer: int, neuron_ids: np.ndarray) -> np.ndarray:
+    """The bucket that each neuron of a layer is counted in: its block, the same in all layers.
+
+    Where a layer has one block, buckets are equal runs of neighbours.
+    Dtypes:  uint16
+    """
+    sizes, count = config.layers[layer].ffn.block_sizes, num_buckets(config)
+    if len(sizes) > 1:
+        return np.searchsorted(np.cumsum(sizes), neuron_ids, side="right").astype(np.uint16)
+    return (neuron_ids.astype(np.int64) * count // sizes[0]).astype(np.uint16)
+
+
+def buckets_of(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarray:
+    """`bucket_of` the neurons `layers`, ids of one layer each, one layer after another."""
+    found = [bucket_of(config, layer, ids) for layer, ids in enumerate(layers)]
+    return np.concatenate([np.zeros(0, np.uint16), *found])
 
 
 def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarray:
     """How many of the neurons in `layers`, ids of one layer each, are in each bucket: (L, B)."""
-    found = [np.bincount(bucket_of(ids, config.ffn_size), minlength=NUM_BUCKETS) for ids in layers]
+    count = num_buckets(config)
+    found = [
+        np.bincount(bucket_of(config, layer, ids), minlength=count)
+        for layer, ids in enumerate(layers)
+    ]
     return np.array(found)
 
 
@@ -109,7 +133,7 @@ class NeuronWatch:
 
     def __init__(self, config: ModelConfig, buffers: SharedBuffers, topology: Topology) -> None:
         """`buffers` are those of the services of `topology`."""
-        every = [np.arange(config.ffn_size)] * config.num_layers
+        every = [np.arange(size) for size in config.ffn_sizes]
         self._num_neurons = bucket_sizes(config, every)
         self._num_hot = self._num_neurons.copy()
         for shard in topology.shards:

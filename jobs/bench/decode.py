@@ -223,7 +223,7 @@ def _run(
 def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig) -> int:
     """What one step reads: attention, head, predictors, and the FFN's rows that were computed."""
     rows = RowBytes.of(config)
-    neurons = config.num_layers * config.ffn_size
+    neurons = config.num_neurons
     ffn = neurons * rows.read(result.gates_computed, result.ups_computed, result.neurons_computed)
     predictors = Path(system.predictors_path).stat().st_size if system.predictors_path else 0
     return int(attention_bytes(config) + head_bytes(config) + predictors + ffn)

@@ -89,7 +89,7 @@ def _answer_here(
     connection = start_prepared(system)
     about = {
         "system": asdict(connection.config),  # with --mode auto, the mode that was chosen
-        "num_neurons": config.ffn_size * config.num_layers,
+        "num_neurons": config.num_neurons,
         "has_text": prompts.tokenizer is not None,
     }
     return _answer(connection, request), about

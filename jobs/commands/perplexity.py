@@ -86,7 +86,7 @@ def perplexity(
         scores = _score(running, windows, recall and system.mode != "dense")
         tokens_per_s = len(windows) * size / (time.monotonic() - started)
     report = {
-        **summary(scores, config.ffn_size, system.mode),
+        **summary(scores, config.num_neurons, system.mode),
         "mode": system.mode,
         "context_window": size,
         "windows": len(windows),
@@ -167,6 +167,7 @@ def _score(running: System, windows: list[list[int]], audit: bool) -> list[Windo
 def summary(scores: list[WindowScores], num_neurons: int, mode: str) -> dict[str, Any]:
     """Figures over all windows' scored tokens; None where there is nothing to say.
 
+    num_neurons: of all layers
     ppl = exp(mean nll), ppl_stderr = ppl * standard error of mean nll. Shares are 0..1.
     neurons_computed: listed by the predictor, or those that fire where none predicts, per token;
     ups_computed: those whose up row was read;
@@ -218,7 +219,7 @@ def _neurons(scores: list[WindowScores], num_neurons: int) -> dict[str, Any]:
         return {}
     for score in scores[1:]:
         counts += score.counts  # type: ignore[operator]  # all were audited or none was
-    num_all = counts.num_tokens * counts.num_fired.size * num_neurons
+    num_all = counts.num_tokens * num_neurons
     ups_computed = int(counts.num_up.sum()) / num_all
     if not scores[0].predicts:
         neurons_computed = int(counts.num_fired.sum()) / num_all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +87,16 @@ def profile(
     Plans and predictors are made from what this writes. A run that was stopped goes on where it
     was when the same command is given again.
 
+    Of a mixture of experts it also counts how often each is chosen.
+
     Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
     calibrated first, for --mode threshold; neurons that pass them are counted.
     """
     from hotcold.actors.driver.prompts import Prompts
-    from hotcold.actors.setup.modes import has_thresholds
+    from hotcold.actors.setup.modes import has_thresholds, require_no_experts
     from hotcold.actors.setup.preflight import prepare_system, read_model
     from hotcold.jobs.profile.calibrate import calibrate
-    from hotcold.jobs.profile.report import LayerSummary, print_summary
+    from hotcold.jobs.profile.report import print_summary, summaries
     from hotcold.jobs.profile.run import run_profile
     from hotcold.jobs.profile.state import ProfileState
     from hotcold.jobs.support.text_file import read_text
@@ -113,10 +115,15 @@ def profile(
         calibrate(path, options, files, reading.text_path, reading.max_tokens, kld, as_json)
         return
     if target_kld is not None or thresholds_out is not None:
+        what = "has experts" if config.experts is not None else f"has {config.activation_fn}"
         raise UsageError(
-            "--target-kl and --thresholds-out are for gated models whose activation is never "
-            f"exactly zero, and this one's is {config.activation_fn}; leave them out"
+            "--target-kl and --thresholds-out are for gated models without experts, whose "
+            f"activation is never exactly zero, and this one {what}; leave them out"
         )
+    if config.experts is not None:
+        if reading.num_inputs or inputs_out is not None:
+            require_no_experts(config, "--inputs")
+        reading = replace(reading, num_inputs=0)
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
     window = _window(config, reading.window)
@@ -133,10 +140,10 @@ def profile(
     _remark(config, resumed_at)
     state.start()
     tokens_per_s = run_profile(system, text.ids[: task.num_tokens].tolist(), state, every_s)
-    found = _write(files, state, text)
-    layers = [LayerSummary.of(counts, found.num_tokens) for counts in found.counts]
+    found = _write(files, state, text, config)
+    layers, whole = summaries(config, found)
     click.echo(f"{found.num_tokens} tokens of {text.name}, {tokens_per_s:.1f} tokens/s")
-    print_summary(found, layers)
+    print_summary(layers, whole)
     for file in files.all:
         click.echo(f"wrote {file}")
     if as_json:
@@ -147,6 +154,8 @@ def profile(
                 "sparsity": [layer.sparsity for layer in layers],
                 "hot_share": [layer.hot_share for layer in layers],
                 "never_fired": [layer.num_silent for layer in layers],
+                "hot_experts": [layer.hot_experts for layer in layers],
+                "never_chosen": [layer.num_unchosen for layer in layers],
                 "path": str(files.profile),
                 "inputs_path": str(files.inputs) if files.inputs else None,
                 "resumed_at": resumed_at,
@@ -186,7 +195,7 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
 
 
 def _remark(config: ModelConfig, resumed_at: int) -> None:
-    if not config.is_sparse:
+    if not config.is_sparse and config.experts is None:
         click.echo(
             f"warning: this model's activation is {config.activation_fn}, which is never exactly "
             "zero: every neuron counts as firing for nearly every token",
@@ -196,13 +205,16 @@ def _remark(config: ModelConfig, resumed_at: int) -> None:
         click.echo(f"continued at token {resumed_at}", err=True)
 
 
-def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
+def _write(
+    files: ProfileFiles, state: ProfileState, text: TextIds, config: ModelConfig
+) -> ActivationProfile:
     """Write all files; the state goes when all but the figure are there."""
     from hotcold.placement.profile import ActivationProfile, write_profile
     from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
     identity, num_tokens = state.identity, state.task.num_tokens
-    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
+    chosen = state.chosen if config.experts is not None else None
+    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest, chosen)
     write_profile(files.profile, identity, found)
     if files.inputs is not None:
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))
@@ -210,5 +222,5 @@ def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> Activatio
     if files.plot is not None:
         from hotcold.jobs.profile.plot import plot_profile
 
-        plot_profile(files.plot, found, identity.name)
+        plot_profile(files.plot, found, found.layers(config), identity.name)
     return found

@@ -73,6 +73,7 @@ def train_predictors(
     as_json: bool,
 ) -> None:
     """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
+    from hotcold.actors.setup.modes import require_no_experts
     from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.files import require_writable
     from hotcold.model.files.artifact import ModelIdentity
@@ -81,6 +82,7 @@ def train_predictors(
 
     path = locate_model(model)
     config = read_model(path, weight_dtype)
+    require_no_experts(config, "`hotcold train-predictors`")
     identity = ModelIdentity.of(path)
     started = time.monotonic()
     target = out or predictors_path(
@@ -158,7 +160,7 @@ def _train(
 def _ffn_bytes(config: ModelConfig) -> int:
     from hotcold.model.weights.sizes import ffn_bytes
 
-    return ffn_bytes(config, config.num_layers * config.ffn_size)
+    return ffn_bytes(config, config.num_neurons)
 
 
 def _print_report(predictors: Predictors) -> None:

@@ -28,18 +28,22 @@ def cumulative_share(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return points / counts.size, cumulative[points] / cumulative[-1]
 
 
-def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> None:
+def plot_profile(
+    path: Path, profile: ActivationProfile, layers: list[np.ndarray], model_name: str
+) -> None:
     """Draw the share of activations against the share of neurons, as PowerInfer's figure 5.
 
     A thin line a layer, coloured by depth, and a thick one over all neurons of the model.
+    `layers`: the counts of each layer's neurons
     Errors:  UsageError where the file cannot be written
     """
     figure, axes = _figure(4.6)
-    _draw_layers(figure, axes, profile.counts)
-    if profile.counts.any():
-        x, y = cumulative_share(profile.counts.reshape(-1))
+    _draw_layers(figure, axes, layers)
+    counts = np.concatenate(layers)
+    if counts.any():
+        x, y = cumulative_share(counts)
         axes.plot(x, y, color="black", linewidth=2.4, label="whole model")
-        _mark(axes, hot_share(profile.counts.reshape(-1)))
+        _mark(axes, hot_share(counts))
         axes.legend(loc="lower right", frameon=False)
     axes.set(xlim=(0, 1), ylim=(0, 1.01))
     axes.set_xlabel("share of neurons, hottest first")
@@ -95,14 +99,14 @@ def _save(path: Path, figure: Any) -> None:
         ) from None
 
 
-def _draw_layers(figure: Any, axes: Any, counts: np.ndarray) -> None:
+def _draw_layers(figure: Any, axes: Any, layers: list[np.ndarray]) -> None:
     from matplotlib import cm, colormaps, colors
 
     # Without the map's light end, which is hard to see on white.
     shades = colors.ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
-    scale = colors.Normalize(0, max(counts.shape[0] - 1, 1))
-    has_legend = counts.shape[0] <= _MAX_IN_LEGEND
-    for layer, fired in enumerate(counts):
+    scale = colors.Normalize(0, max(len(layers) - 1, 1))
+    has_legend = len(layers) <= _MAX_IN_LEGEND
+    for layer, fired in enumerate(layers):
         if fired.any():
             x, y = cumulative_share(fired)
             name = f"layer {layer}" if has_legend else None

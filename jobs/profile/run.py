@@ -33,7 +33,8 @@ def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every
 
 
 def _count(running: System, ids: list[int], state: ProfileState, every_s: float) -> None:
-    task, before, saved_s = state.task, state.counts, time.monotonic()
+    task, saved_s = state.task, time.monotonic()
+    before, chosen_before = state.counts, state.chosen
     with _bar(len(ids), state.num_done) as show, _interrupts_noted() as interrupted:
         for first, last in windows(len(ids), task.window_ids):
             if last <= state.num_done:
@@ -43,7 +44,8 @@ def _count(running: System, ids: list[int], state: ProfileState, every_s: float)
             show(last)
             is_end = last == len(ids) or interrupted
             if is_end or time.monotonic() - saved_s >= every_s:
-                state.save(before + running.call("fired_counts"), last)
+                fired, chosen = running.call("fired_counts"), running.call("chosen_counts")
+                state.save(before + fired, chosen_before + chosen, last)
                 saved_s = time.monotonic()
             if interrupted and last < len(ids):
                 click.echo(

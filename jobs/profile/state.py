@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
@@ -40,14 +41,15 @@ class ProfileTask:
 
 
 class ProfileState:
-    """Counts and recorded inputs of the first `num_done` tokens."""
+    """Counts, as in `ActivationProfile`, and recorded inputs of the first `num_done` tokens."""
 
     def __init__(
         self, out: Path, identity: ModelIdentity, config: ModelConfig, task: ProfileTask
     ) -> None:
         """The state of the run that will write `out`; starts with nothing done."""
         self.task = task
-        self.counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
+        self.counts = np.zeros(neurons.shape(config), np.int64)
+        self.chosen = np.zeros((config.num_layers, neurons.most_blocks(config)), np.int64)
         self.num_done = 0
         self.identity = identity
         self._row_shape = (config.num_layers, config.hidden_size)
@@ -59,20 +61,21 @@ class ProfileState:
         try:
             artifact = read_artifact(self._path, _KIND, self.identity)
             counts = artifact.tensor("counts", np.int64, self.counts.shape)
+            chosen = artifact.tensor("chosen", np.int64, self.chosen.shape)
             num_done = artifact.fact("num_done", int)
         except ArtifactError:
             return
         num_bytes = self._inputs_path.stat().st_size if self._inputs_path.is_file() else 0
         wanted = self.task.recorded_before(num_done) * self._row_bytes
         if artifact.facts.get("task") == asdict(self.task) and num_bytes >= wanted:
-            self.counts, self.num_done = counts, num_done
+            self.counts, self.chosen, self.num_done = counts, chosen, num_done
 
     def start(self) -> None:
         """Create the files. Errors: ArtifactError."""
         if self.num_done == 0:
             with suppress(OSError):
                 self.remove()
-            self.save(self.counts, 0)
+            self.save(self.counts, self.chosen, 0)
         if self.task.num_inputs:
             try:
                 self._inputs_path.touch()
@@ -94,11 +97,12 @@ class ProfileState:
         except OSError as problem:
             raise self._unwritable(problem) from None
 
-    def save(self, counts: np.ndarray, num_done: int) -> None:
+    def save(self, counts: np.ndarray, chosen: np.ndarray, num_done: int) -> None:
         """The first `num_done` tokens are done. Errors: ArtifactError."""
-        self.counts, self.num_done = counts, num_done
+        self.counts, self.chosen, self.num_done = counts, chosen, num_done
         facts = {"task": asdict(self.task), "num_done": num_done}
-        write_artifact(self._path, _KIND, self.identity, {"counts": counts}, facts)
+        tensors = {"counts": counts, "chosen": chosen}
+        write_artifact(self._path, _KIND, self.identity, tensors, facts)
 
     def _unwritable(self, problem: OSError) -> ArtifactError:
         return ArtifactError(

@@ -18,10 +18,10 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.ffn import has_down_outputs
+from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from hotcold.placement.memory import weight_bytes
-from hotcold.placement.profile import PROFILE_FILE, read_profile
+from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
@@ -177,4 +177,4 @@ def _firing_share(path: Path, config: ModelConfig) -> float | None:
         profile = read_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), config)
     except ArtifactError:
         return None
-    return float(profile.frequency.mean())
+    return firing_share(config, profile)

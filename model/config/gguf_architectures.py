@@ -227,6 +227,7 @@ def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
 
 
 _MIXTURE = {"experts": GGUF_EXPERTS}
+_POST_NORM = {"ffn_norm": "post_attention_norm"}
 _SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 
 
@@ -445,12 +446,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         _nemotron,
         adds_one_to_norms=True,
     ),
-}
-
-# Of mixtures of experts, which no kernels compute yet: refused, as their families are
-# (`families.WITHOUT_KERNELS`). One is supported once it stands in ARCHITECTURES.
-_POST_NORM = {"ffn_norm": "post_attention_norm"}
-WITHOUT_KERNELS: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _named(**_MIXTURE), _qwen2_moe),
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", _named(**_MIXTURE, **_QK_NORMS), _qwen3_moe

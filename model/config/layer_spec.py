@@ -179,4 +179,5 @@ def _vector_sizes(config: ModelConfig) -> dict[str, int]:
         "k_norm_weight": k_norm,
         "qkv_bias": config.qkv_rows * config.attention_bias,
         "out_bias": hidden * config.out_bias,
+        "sinks": config.num_heads * config.has_sinks,
     }

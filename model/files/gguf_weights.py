@@ -33,7 +33,7 @@ from hotcold.numba_kernels.formats import (
 )
 
 # In memory these roles have one format: their matrices are multiplied with the same vectors.
-_TOGETHER = {"up": "gate"}
+_TOGETHER = {"up": "gate", "shared_gate": "gate", "shared_up": "gate", "shared_down": "down"}
 _DOWN_T = "ffn_down_t"
 # They are read into the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -168,10 +168,10 @@ class GgufWeights(WeightFile):
             for module, role in modules.items():
                 count = config.experts.router.num_experts if "{}" in module else 1
                 for name in (module.format(expert) for expert in range(count)):
-                    theirs = names.layers.format(layer) + name
+                    theirs, ours = names.layers.format(layer) + name, prefix.format(layer) + name
+                    self._own_names[ours] = theirs
                     if theirs in self._model.names:
-                        found = _Place(theirs, name.rpartition(".")[0], role)
-                        places[prefix.format(layer) + name] = found
+                        places[ours] = _Place(theirs, name.rpartition(".")[0], role)
         return places
 
     def _entry(self, place: _Place) -> TensorEntry:
@@ -184,7 +184,7 @@ class GgufWeights(WeightFile):
         kinds: dict[str, set[TensorType]] = {}
         for place in self._places.values():
             info = self._info(place)
-            if len(info.shape) == 2:
+            if len(info.shape) in (2, 3):  # of one matrix, or of all experts
                 kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
         transposed = {place.role for place in self._places.values() if place.module != _DOWN_T}
         common = {

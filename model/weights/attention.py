@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from hotcold.model.config.families.tensor_names import LayerNames
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.routers import read_routers
 from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
@@ -21,6 +22,7 @@ from hotcold.model.weights.tensor_reader import (
 )
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.router_arrays import RouterArrays, no_routers
 
 
 @dataclass
@@ -30,6 +32,7 @@ class AttentionWeights:
     vectors: LayerVectors  # (L, size) float32, of the sizes of LayerSpec.vectors
     qkv: LayerRows  # of (H + 2 KV) hd rows a layer, of d bits
     out: np.ndarray  # (L, d, H hd) bits
+    routers: RouterArrays
 
 
 def load_attention(
@@ -57,6 +60,7 @@ def read_attention(
     weights = _empty_attention(reader, config, range(config.num_layers), by_layer)
     for layer in range(config.num_layers):
         _load_layer(reader, config, weights, layer)
+    weights.routers = read_routers(reader, config, range(config.num_layers))
     return weights
 
 
@@ -74,10 +78,11 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
         vectors=LayerVectors(*(_repeated(array, times) for array in one.vectors)),
         qkv=LayerRows(first, second, *(_repeated(span, times) for span in spans)),
         out=_repeated(one.out, times),
+        routers=one.routers,
     )
     for layer in range(config.num_layers):
         _load_layer(reader, config, every, layer)
-        yield one
+        yield replace(one, routers=read_routers(reader, config, range(layer, layer + 1)))
 
 
 def _repeated(array: np.ndarray, times: int) -> np.ndarray:
@@ -99,6 +104,7 @@ def _empty_attention(
         ),
         qkv=empty_projections(reader, config, layers, by_layer),
         out=reader.matrix((len(layers), hidden, config.attention_size), f"{first.out}.weight"),
+        routers=no_routers(len(layers)),
     )
 
 
@@ -135,7 +141,12 @@ def _load_vectors(
     """Load all vectors but the projections' biases, which come with their rows."""
     for name, stack in weights.vectors._asdict().items():
         role, _, part = name.rpartition("_")
-        module, size = getattr(names, role), stack.shape[1]
+        size = stack.shape[1]
+        if name == "sinks":
+            if size:
+                stack[layer] = reader.vector(_sinks(reader, names), (size,))
+            continue
+        module = getattr(names, role)
         if role in ("qkv", "out"):
             continue
         if size and part == "weight":
@@ -144,6 +155,12 @@ def _load_vectors(
             stack[layer] = reader.vector(f"{module}.{part}", (size,))
     if not config.qk_norm:
         reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
+
+
+def _sinks(reader: TensorReader, names: LayerNames) -> str:
+    """The tensor of attention's sinks: a GGUF file's name has a suffix."""
+    with_suffix = f"{names.sinks}.weight"
+    return with_suffix if reader.checkpoint.has(with_suffix) else names.sinks
 
 
 def norm_weight(reader: TensorReader, config: ModelConfig, name: str, size: int) -> np.ndarray:

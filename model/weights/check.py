@@ -12,9 +12,11 @@ from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
+from hotcold.model.weights.down_outputs import empty_down_outputs, sizes_of_blocks
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
-from hotcold.model.weights.ffn import FfnWeights, empty_down_outputs, read_ffn
-from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.model.weights.ffn import FfnWeights, read_ffn
+from hotcold.model.weights.ffn_tensors import ffn_tensors
+from hotcold.model.weights.tensor_reader import RowPart, TensorReader
 from hotcold.numba_kernels.formats import row_width
 
 
@@ -47,12 +49,12 @@ def stored_config(
     Errors:  CheckpointError where the first projection is missing or of an unsupported format;
              UsageError for an unknown dtype
     """
-    layer = tensor_names(config).of_layer(0)
+    layer, ffn = tensor_names(config).of_layer(0), ffn_tensors(checkpoint, config, 0)
     firsts: dict[MatrixKind, str] = {
         "qkv": f"{layer.qkv[0]}.weight",
         "out": f"{layer.out}.weight",
-        "gate": f"{layer.gate}.weight",
-        "down": f"{layer.down}.weight",
+        "gate": ffn.gate[0].name,
+        "down": ffn.down[0].name,
         "head": head_name(checkpoint, config),
     }
     means: dict[MatrixKind, float] = {}
@@ -61,8 +63,9 @@ def stored_config(
         projections = empty_projections(reader, config, range(config.num_layers), by_layer)
         loaded["qkv"] = projections.first.dtype
         if down_transposed:
-            down = empty_down_outputs(reader, config, config.largest_ffn)
-            means["down"] = down.nbytes / (config.num_layers * config.largest_ffn)
+            sizes = sizes_of_blocks(config)
+            down = empty_down_outputs(reader, config, sizes)
+            means["down"] = down.nbytes / int(sizes.sum())
             loaded["down"] = down.first.dtype
     if checkpoint.quantized_dtype is None:
         widths = config.hidden_size, config.attention_size, config.embed_size
@@ -104,12 +107,25 @@ class _HeaderReader(TensorReader):
         return self.empty(shape, self.checkpoint.dtype(name))
 
     def rows(
-        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+        self,
+        name: str,
+        num_rows: int,
+        dst: np.ndarray,
+        row_ids: np.ndarray | None = None,
+        stack: int = 0,
     ) -> None:
-        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
 
-    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
-        self.require_rows(name, len(dst), width)
+    def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
+        self.require_matrices(name, shape)
 
-    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)
+    def columns(
+        self,
+        name: str,
+        num_columns: int,
+        dst: np.ndarray,
+        column_ids: np.ndarray,
+        stack: int = 0,
+        index: int = 0,
+    ) -> None:
+        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns, stack)

@@ -1,8 +1,6 @@
 """Feed-forward layers: any subset of each layer's neurons, each neuron one row.
 
-`FfnWeights` has down transposed, a row a neuron. `read_down_outputs` keeps a GGUF file's rows, one
-an output, where no predictor chooses neurons: ggml's blocks lie along these rows, so to transpose
-them is to quantize again, in more bits.
+`FfnWeights` has down transposed, a row a neuron; `model/weights/down_outputs.py` a row an output.
 """
 
 from __future__ import annotations
@@ -12,24 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.ffn_tensors import NeuronRows, ffn_tensors
 from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
     Touch,
-    empty_rows,
-    tensor_places,
 )
 from hotcold.numba_kernels.ffn_arrays import starts_of
-from hotcold.numba_kernels.formats import is_blocks
-from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.load.convert import to_float32
-
-UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
-_ROWS_AT_ONCE = 64
 
 
 @dataclass
@@ -100,28 +90,35 @@ def load_gate(
     Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
     """
-    return _load_rows(checkpoint, config, tensor_names(config).of_layer(layer).gate, 0)
+    tensors = ffn_tensors(checkpoint, config, layer)
+    return _load_rows(checkpoint, config, layer, tensors.gate, tensors.gate_bias)
 
 
 def load_up(
     checkpoint: Checkpoint, config: ModelConfig, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Load up rows and their biases, which decide too with drelu; as `load_gate`."""
-    name = tensor_names(config).of_layer(layer).up
-    return _load_rows(checkpoint, config, name, _first_up_row(config))
+    tensors = ffn_tensors(checkpoint, config, layer)
+    return _load_rows(checkpoint, config, layer, tensors.up, tensors.up_bias)
 
 
 def _load_rows(
-    checkpoint: Checkpoint, config: ModelConfig, name: str, first: int
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layer: int,
+    tensors: list[NeuronRows],
+    biases: list[NeuronRows],
 ) -> tuple[np.ndarray, np.ndarray]:
-    size = config.ffn_size  # of a layer without experts
-    ids = np.arange(first, first + size, dtype=np.int32)
+    size = config.ffn_sizes[layer]
+    ids = np.arange(size, dtype=np.int32)
+    blocks = _blocks(config, layer, ids)
     with TensorReader(checkpoint, None) as reader:
-        rows = reader.matrix((size, config.hidden_size), f"{name}.weight")
-        reader.rows(f"{name}.weight", _stored_rows(config), rows, ids)
-        if not config.ffn_bias:
-            return rows, np.empty(0, np.float32)
-        return rows, reader.vector(f"{name}.bias", (size,))
+        rows = reader.matrix((size, config.hidden_size), tensors[0].name)
+        with reader.together():
+            _copy_rows(reader, tensors, rows, ids, blocks)
+        bias = np.empty(size if biases else 0, np.float32)
+        _copy_biases(reader, biases, bias, ids, blocks)
+        return rows, bias
 
 
 def read_ffn(
@@ -180,6 +177,26 @@ def _blocks_of(config: ModelConfig, layer: int, ids: np.ndarray) -> np.ndarray:
     return np.searchsorted(ends, ids, side="right")
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """Where blocks begin, and the end: among a layer's neurons, and among those that are read."""
+
+    neurons: np.ndarray
+    rows: np.ndarray
+
+    def part(self, tensor: NeuronRows, ids: np.ndarray) -> tuple[slice, np.ndarray]:
+        """The rows that a tensor fills, and their neurons, counted from its first block's first."""
+        first, last = tensor.block, tensor.block + tensor.num_blocks
+        part = slice(int(self.rows[first]), int(self.rows[last]))
+        return part, ids[part] - np.int32(self.neurons[first])
+
+
+def _blocks(config: ModelConfig, layer: int, ids: np.ndarray) -> _Blocks:
+    sizes = config.layers[layer].ffn.block_sizes
+    counts = np.bincount(_blocks_of(config, layer, ids), minlength=len(sizes))
+    return _Blocks(np.append(0, np.cumsum(sizes)), np.append(0, np.cumsum(counts)))
+
+
 def _starts(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
     """`FfnWeights.starts`; where a layer has fewer blocks than others, empty ones follow."""
     num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
@@ -198,39 +215,29 @@ def _empty_ffn(
     has_rows: bool = True,
     has_down: bool = True,
 ) -> FfnWeights:
-    names = tensor_names(config).of_layer(0)
+    first = ffn_tensors(reader.checkpoint, config, 0)
     starts = _starts(config, ids)
     total, hidden, num_blocks = int(starts[-1, -1]), config.hidden_size, starts.shape[1] - 1
     num_rows = total if has_rows else 0
 
-    def matrix(name: str, num_rows: int) -> np.ndarray:
-        first = f"{name or names.gate}.weight"
+    def matrix(tensors: list[NeuronRows], num_rows: int) -> np.ndarray:
         offsets = np.append(starts[:, 0], total) if num_rows else None
-        return reader.matrix((num_rows, hidden), first, offsets)
+        return reader.matrix((num_rows, hidden), (tensors or first.gate)[0].name, offsets)
 
     num_biases = total if config.ffn_bias else 0
     has_down_bias = include_down_bias and config.ffn_bias
     return FfnWeights(
         starts=starts,
         neuron_ids=np.concatenate(ids).astype(np.int32),
-        gate=matrix(names.gate, num_rows),
-        up=matrix(names.up, num_rows if config.has_gate else 0),
-        down=matrix(names.down, num_rows if has_down else 0),
+        gate=matrix(first.gate, num_rows),
+        up=matrix(first.up, num_rows if config.has_gate else 0),
+        down=matrix(first.down, num_rows if has_down else 0),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
         down_bias=np.zeros(
             (config.num_layers, num_blocks, hidden if has_down_bias else 0), np.float32
         ),
     )
-
-
-def _stored_rows(config: ModelConfig) -> int:
-    """Rows of the tensor that holds gate, or gate and up."""
-    return config.ffn_size * (2 if config.fused_gate_up else 1)
-
-
-def _first_up_row(config: ModelConfig) -> int:
-    return config.ffn_size if config.fused_gate_up else 0
 
 
 def _load_layer(
@@ -240,89 +247,66 @@ def _load_layer(
     layer: int,
     has_down: bool = True,
 ) -> None:
-    names = tensor_names(config).of_layer(layer)
-    part = weights.part(layer)
+    tensors, part = ffn_tensors(reader.checkpoint, config, layer), weights.part(layer)
     ids = weights.neuron_ids[part]
-    size = config.ffn_size
-    reader.rows(f"{names.gate}.weight", _stored_rows(config), weights.gate[part], ids)
-    if has_down:
-        reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
-    if config.has_gate:
-        rows = ids + np.int32(_first_up_row(config))
-        reader.rows(f"{names.up}.weight", _stored_rows(config), weights.up[part], rows)
-    if not config.ffn_bias:
-        reader.refuse(f"{names.gate}.bias")
-        return
-    _load_biases(reader, config, weights, layer)
+    blocks = _blocks(config, layer, ids)
+    for name in tensors.absent:
+        reader.refuse(name)
+    with reader.together():
+        _copy_rows(reader, tensors.gate, weights.gate[part], ids, blocks)
+        if has_down:
+            _copy_rows(reader, tensors.down, weights.down[part], ids, blocks)
+        if config.has_gate:
+            _copy_rows(reader, tensors.up, weights.up[part], ids, blocks)
+    if config.ffn_bias:
+        _load_biases(reader, config, weights, layer)
+
+
+def _copy_rows(
+    reader: TensorReader,
+    tensors: list[NeuronRows],
+    dst: np.ndarray,
+    ids: np.ndarray,
+    blocks: _Blocks,
+) -> None:
+    """Copy the rows of a layer's neurons `ids` from one role's tensors into `dst`."""
+    for tensor in tensors:
+        part, neurons = blocks.part(tensor, ids)
+        rows = tensor.rows_of(neurons)
+        if not tensor.by_columns:
+            reader.rows(tensor.name, tensor.num_rows, dst[part], rows, tensor.stack)
+            continue
+        for index in range(tensor.num_blocks):
+            block = tensor.block + index
+            own = slice(int(blocks.rows[block]), int(blocks.rows[block + 1]))
+            columns = rows[own.start - part.start : own.stop - part.start]
+            columns = columns - np.int32(index * tensor.num_rows)
+            reader.columns(tensor.name, tensor.num_rows, dst[own], columns, tensor.stack, index)
+
+
+def _copy_biases(
+    reader: TensorReader,
+    tensors: list[NeuronRows],
+    dst: np.ndarray,
+    ids: np.ndarray,
+    blocks: _Blocks,
+) -> None:
+    for tensor in tensors:
+        part, neurons = blocks.part(tensor, ids)
+        shape = (tensor.stack, tensor.num_rows) if tensor.stack else (tensor.num_rows,)
+        values = reader.vector(tensor.name, shape)
+        dst[part] = values.reshape(-1)[tensor.rows_of(neurons)]
 
 
 def _load_biases(
     reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int
 ) -> None:
-    names, size = tensor_names(config).of_layer(layer), config.ffn_size
-    part = weights.part(layer)
-    ids = weights.neuron_ids[part]
-    weights.gate_bias[part] = reader.vector(f"{names.gate}.bias", (size,))[ids]
-    if config.has_gate:
-        weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]
-    if weights.down_bias.size:
-        weights.down_bias[layer, 0] = reader.vector(f"{names.down}.bias", (config.hidden_size,))
-
-
-def num_units(config: ModelConfig) -> int:
-    """Return the largest number of parts that a layer's neurons can be cut into."""
-    return -(-config.largest_ffn // UNIT)
-
-
-def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether all down projections are ggml's blocks, with a row for each output.
-
-    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
-    """
-    names = [_down_name(config, layer) for layer in range(config.num_layers)]
-    return all(
-        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
-    )
-
-
-def empty_down_outputs(reader: TensorReader, config: ModelConfig, num_neurons: int) -> LayerRows:
-    """Return arrays for all layers' down rows, of `num_neurons` weights each."""
-    tensors = [
-        [(_down_name(config, layer), config.hidden_size)] for layer in range(config.num_layers)
-    ]
-    return empty_rows(reader, tensors, num_neurons, by_layer=True)
-
-
-def read_down_outputs(
-    reader: TensorReader, config: ModelConfig, first: int, last: int
-) -> LayerRows:
-    """Read the weights of neurons first..last-1 of every layer, a row for each output.
-
-    `first` is a multiple of UNIT, `last` too or the number of neurons.
-    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
-    """
-    rows = empty_down_outputs(reader, config, last - first)
-    for layer in range(config.num_layers):
-        (place,) = tensor_places(rows, layer, [config.hidden_size])
-        reader.row_parts(_down_name(config, layer), config.ffn_size, place, first)
-    return rows
-
-
-def down_lengths(rows: LayerRows) -> np.ndarray:
-    """Return the length of each neuron's down vector, layer after layer: (L * N,) float32.
-
-    It converts a few rows at a time to float32.
-    """
-    lengths = []
-    for layer in range(len(rows.first_rows)):
-        (matrix,) = rows.parts(layer)
-        squares = sum(
-            np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
-            for first in range(0, len(matrix), _ROWS_AT_ONCE)
-        )
-        lengths.append(np.sqrt(squares))
-    return np.concatenate(lengths).astype(np.float32)
-
-
-def _down_name(config: ModelConfig, layer: int) -> str:
-    return f"{tensor_names(config).of_layer(layer).down}.weight"
+    tensors, part = ffn_tensors(reader.checkpoint, config, layer), weights.part(layer)
+    ids, hidden = weights.neuron_ids[part], config.hidden_size
+    blocks = _blocks(config, layer, ids)
+    _copy_biases(reader, tensors.gate_bias, weights.gate_bias[part], ids, blocks)
+    _copy_biases(reader, tensors.up_bias, weights.up_bias[part], ids, blocks)
+    for name, block, stack in tensors.down_biases if weights.down_bias.size else ():
+        last = block + max(1, stack)
+        values = reader.vector(name, (stack, hidden) if stack else (hidden,))
+        weights.down_bias[layer, block:last] = values

@@ -37,12 +37,22 @@ def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def attention_bytes(config: ModelConfig) -> int:
-    """Return the bytes of `AttentionWeights` of all layers, norms and biases included."""
+    """Return the bytes of `AttentionWeights` of all layers: norms, biases, routers, too."""
     hidden = config.hidden_size
     matrices = config.qkv_rows * mean_row_bytes(config, hidden, "qkv")
     matrices += hidden * row_bytes(config, config.attention_size, "out")
     vectors = sum(sum(layer.vectors.values()) for layer in config.layers)
-    return round(config.num_layers * matrices + 4 * vectors)
+    return round(config.num_layers * matrices + 4 * (vectors + _router_weights(config)))
+
+
+def _router_weights(config: ModelConfig) -> int:
+    """The numbers of `RouterArrays`, in float32."""
+    if config.experts is None:
+        return 0
+    router, hidden = config.experts.router, config.hidden_size
+    row = hidden + router.has_bias + router.has_selection_bias
+    num_rows = sum(layer.ffn.router is not None for layer in config.layers) * router.num_experts
+    return num_rows * row + config.num_layers * hidden * router.gates_shared
 
 
 def head_bytes(config: ModelConfig) -> int:
@@ -59,7 +69,8 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     rows: float = num_first * row_bytes(config, config.hidden_size, "gate")
     rows += mean_row_bytes(config, config.hidden_size, "down")
     per_neuron = rows + 4 * num_first * config.ffn_bias + 4
-    down_bias = config.num_layers * config.hidden_size * 4 * config.ffn_bias
+    num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
+    down_bias = config.num_layers * num_blocks * config.hidden_size * 4 * config.ffn_bias
     return round(num_neurons_total * per_neuron) + down_bias
 
 

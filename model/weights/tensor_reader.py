@@ -6,9 +6,12 @@ formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +45,24 @@ _RELEASED_BYTES = 64 << 20  # of a tensor at a time, without `keeps_pages`
 _TRANSPOSED_BYTES = 2 << 20  # of columns that a thread transposes, then quantizes
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """A matrix that threads copy: in each span of rows, of `row_bytes` each."""
+
+    name: str
+    futures: list[Future[int]]
+    spans: list[tuple[int, int]]
+    row_bytes: int
+
+
+class RowPart(NamedTuple):
+    """Columns from `first` on of a stack's matrix `index`, which are copied into `rows`."""
+
+    index: int
+    rows: np.ndarray
+    first: int  # begins a block of the tensor's format
+
+
 class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
@@ -66,6 +87,7 @@ class TensorReader:
         self._most_rows = max_rows
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(num_cpus(), "load")
+        self._waiting: list[_Copying] | None = None  # of `together`
 
     def __enter__(self) -> TensorReader:
         return self
@@ -122,10 +144,15 @@ class TensorReader:
         """
         dtype = self.loaded_dtype(name) if dtype is None else dtype
         array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
-        if self._touch is not None and array.size:
+        if array.size:
             stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
-            self._touch(list(array) if array.ndim == 3 else stacked)
+            self.touch(list(array) if array.ndim == 3 else stacked)
         return array
+
+    def touch(self, matrices: Sequence[np.ndarray]) -> None:
+        """Say that these new matrices will be filled."""
+        if self._touch is not None:
+            self._touch(matrices)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a new array of `shape` items."""
@@ -150,17 +177,21 @@ class TensorReader:
                 "belong to different models"
             )
 
-    def require_rows(self, name: str, num_rows: int, width: int) -> None:
-        """Raise unless the tensor is a matrix of so many rows of `width` weights."""
-        items = self._row_items(self.checkpoint.dtype(name), width)
-        self.require(name, (num_rows, items))
+    def require_rows(self, name: str, num_rows: int, width: int, stack: int = 0) -> None:
+        """Raise unless the tensor is a matrix of so many rows of `width` weights, or a stack."""
+        self.require_matrices(name, (stack, num_rows, width) if stack else (num_rows, width))
 
-    def require_columns(self, name: str, height: int, num_columns: int) -> None:
+    def require_matrices(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor has `shape` in weights: a matrix, or stacked ones."""
+        items = self._row_items(self.checkpoint.dtype(name), shape[-1])
+        self.require(name, (*shape[:-1], items))
+
+    def require_columns(self, name: str, height: int, num_columns: int, stack: int = 0) -> None:
         """Raise unless the tensor has so many columns of `height` weights, or its transpose has."""
         if self.checkpoint.is_by_neurons(name):
-            self.require_rows(name, num_columns, height)
+            self.require_rows(name, num_columns, height, stack)
         else:
-            self.require_rows(name, height, num_columns)
+            self.require_rows(name, height, num_columns, stack)
 
     def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise unless the tensor has this shape and is not in quantized rows."""
@@ -201,41 +232,92 @@ class TensorReader:
         self._run(name, check, *_rows_of(matrix))
         return bits
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Copy the matrices that are asked for within side by side; all are copied at its end."""
+        self._waiting = []
+        try:
+            yield
+            for copying in self._waiting:
+                self._finish(copying)
+        finally:
+            self._waiting = None
+
     def rows(
-        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+        self,
+        name: str,
+        num_rows: int,
+        dst: np.ndarray,
+        row_ids: np.ndarray | None = None,
+        stack: int = 0,
     ) -> None:
         """Copy all rows of a matrix, or `row_ids` of them, into `dst`, in dst's format.
 
-        Shapes:  in weights: the tensor (num_rows, C), dst (N, C)
+        With `stack` the tensor is that many matrices, whose rows follow each other.
+
+        Shapes:  in weights: the tensor (num_rows, C) or (stack, num_rows, C), dst (N, C)
         """
-        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]), stack)
+        if not len(dst):
+            return
         src = self.checkpoint.array(name)
+        src = src.reshape(-1, src.shape[-1])
         if not is_quantized(dst.dtype):
             self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
             return
         ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
-    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
-        """Copy columns first..first+C-1 of a matrix of blocks; `first` begins a block.
+    def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
+        """Copy parts of the rows of a matrix of blocks, or of stacked ones.
 
-        Shapes:  in weights: the tensor (N, width), dst (N, C)
+        Shapes:  in weights: the tensor `shape`, (N, width) or (E, N, width)
         """
-        self.require_rows(name, len(dst), width)
-        src = self.checkpoint.array(name)
-        begin = row_items(src.dtype, first)
-        end = begin + row_items(src.dtype, row_width(dst.dtype, dst.shape[1]))
-        ids = np.arange(len(dst), dtype=np.int32)
-        self._run(name, quantized_rows(src[:, begin:end], dst, ids), *_rows_of(dst))
+        self.require_matrices(name, shape)
+        stored = self.checkpoint.array(name)
+        matrices = stored.reshape(-1, *stored.shape[-2:])
+        height = shape[-2]
+        ids = np.arange(height, dtype=np.int32)
 
-    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
+        def copy_part(part: RowPart, start: int, end: int) -> int:
+            begin = row_items(matrices.dtype, part.first)
+            width = row_width(part.rows.dtype, part.rows.shape[1])
+            columns = slice(begin, begin + row_items(matrices.dtype, width))
+            return quantized_rows(matrices[part.index][:, columns], part.rows, ids)(start, end)
+
+        def copy(start: int, end: int) -> int:
+            for index in range(start // height, -(-end // height)):
+                first, last = max(start - index * height, 0), min(end - index * height, height)
+                status = copy_part(parts[index], first, last)
+                if status != quantize.DONE:
+                    return status
+            return quantize.DONE
+
+        num_bytes = sum(part.rows.nbytes for part in parts)
+        num_rows = len(parts) * height
+        self._run(name, copy, num_rows, num_bytes // max(1, num_rows))
+
+    def columns(
+        self,
+        name: str,
+        num_columns: int,
+        dst: np.ndarray,
+        column_ids: np.ndarray,
+        stack: int = 0,
+        index: int = 0,
+    ) -> None:
         """Copy columns of a matrix into rows of `dst`; the tensor may be stored transposed.
 
-        Shapes:  in weights: the tensor (R, num_columns), dst (N, R)
+        With `stack` the matrix is the `index`-th of the tensor's.
+
+        Shapes:  in weights: the tensor (R, num_columns) or (stack, R, num_columns), dst (N, R)
         """
         height = row_width(dst.dtype, dst.shape[1])
-        self.require_columns(name, height, num_columns)
+        self.require_columns(name, height, num_columns, stack)
+        if not len(dst):
+            return
         src = self.checkpoint.array(name)
+        src = src[index] if stack else src
         if self.checkpoint.is_by_neurons(name):
             copy = quantized_rows if is_quantized(dst.dtype) else float_rows
             self._run(name, copy(src, dst, column_ids), *_rows_of(dst))
@@ -273,10 +355,17 @@ class TensorReader:
         block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
         futures = [self._pool.submit(copy, start, end) for start, end in spans]
-        num_read = 0
-        for future, (start, end) in zip(futures, spans, strict=True):
+        copying = _Copying(name, futures, spans, row_bytes)
+        if self._waiting is None:
+            self._finish(copying)
+        else:
+            self._waiting.append(copying)
+
+    def _finish(self, copying: _Copying) -> None:
+        name, num_read = copying.name, 0
+        for future, (start, end) in zip(copying.futures, copying.spans, strict=True):
             self._require_good(name, future.result())
-            num_bytes = (end - start) * row_bytes
+            num_bytes = (end - start) * copying.row_bytes
             self._on_bytes(num_bytes)
             num_read += num_bytes
             if num_read >= _RELEASED_BYTES and not self.checkpoint.keeps_pages:

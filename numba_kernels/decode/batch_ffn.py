@@ -60,6 +60,15 @@ def thread_lists(lists, thread, num_tokens):
 
 
 @njit(nogil=True, cache=True)
+def count_tokens(tokens, num_tokens):
+    """How many of the first `num_tokens` tokens have their bit set."""
+    count = 0
+    for t in range(num_tokens):
+        count += tokens >> t & 1
+    return count
+
+
+@njit(nogil=True, cache=True)
 def block_size(weights, num_tokens):
     """Neurons of a block: whole `rows_at_once` for several tokens."""
     tile = rows_at_once(weights) if num_tokens > 1 else 1

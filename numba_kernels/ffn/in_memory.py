@@ -40,14 +40,15 @@ from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 # kinds of work that threads share in a request; down rows only where they are transposed
-GATES, UPS, DOWN, DOWN_SECOND = range(4)
-_NUM_KINDS = 4
+GATES, UPS, DOWN = range(3)
+_NUM_KINDS = 3
 
 
 class FfnScratch(NamedTuple):
     """Work space for requests of up to T tokens and N candidates.
 
-    sums (threads, T, d in whole chunks); transposed (1, T, N): what down rows are multiplied with
+    sums (threads, T, d in whole chunks); transposed (1, T, N): numbers that down rows are
+    multiplied with
     values, ups (T * N,) float32: of candidates in order, gates and up . x
     fired_ids (N,) int32, fired_masks (N,) uint32, gates (T * N,) float32: neurons that fired, those
     of thread t from firsts[t] on; firsts, counts, up_counts (threads,) int64: counts of neurons
@@ -304,8 +305,9 @@ def set_bias(block_weights, biases, out, begin, end):
     for t in range(out.shape[0]):
         for block in range(biases.shape[0]):
             factor = block_weights[t, block] if block_weights.shape[0] else np.float32(1)
-            for i in range(begin, end):
-                out[t, i] += factor * biases[block, i]
+            if factor != 0:
+                for i in range(begin, end):
+                    out[t, i] += factor * biases[block, i]
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -36,7 +36,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 class NeuronBuckets(NamedTuple):
     """The bucket in which each neuron is counted.
 
-    starts (L, B + 1), of `FfnArrays`; bucket (N,) uint8: of each of its rows; sizes (L, buckets)
+    starts (L, B + 1), of `FfnArrays`; bucket (N,) uint16: of each of its rows; sizes (L, buckets)
     uint32
     """
 

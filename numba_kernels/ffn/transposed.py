@@ -1,17 +1,24 @@
 """Neurons in memory whose down projection is transposed: their steps of `layer_ffn`.
 
 Without a predictor the down projection can stay as files have it, a row for each output, in their
-format; a row per neuron would have to be quantized again. These rows are read whole, and
-multiplied with zeros where neurons do not fire.
+format; a row per neuron would have to be quantized again. Each chosen block has such a matrix. Its
+rows are read whole, and multiplied with zeros where neurons do not fire.
+
+What a block's rows are multiplied with, a vector for each of its tokens, lies together, block after
+block: of a block that starts at number n of the chosen ones' neurons, from n * T on.
 """
 
 import numpy as np
+from numba.extending import overload
 
+from hotcold.numba_kernels.block_rows import IS_SECOND, ROW_ITEMS, block_matrix
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.batch_ffn import count_tokens
+from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
+from hotcold.numba_kernels.decode.rows import block_products, split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
-    DOWN_SECOND,
     FfnScratch,
     layer_span,
     part_of,
@@ -19,15 +26,24 @@ from hotcold.numba_kernels.ffn.in_memory import (
     set_bias,
     with_matrices,
 )
-from hotcold.numba_kernels.serve.work_stealing import work_stealing_layer
+from hotcold.numba_kernels.formats import QUANT_GROUP
+from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.ir.vector_ir import prefetch_row, quantize_vector
+from hotcold.numba_kernels.serve.work_stealing import next_block
 
 _GROUP = 16  # neurons of a cache line
+_BYTES_AT_ONCE = 1 << 19  # of all chosen blocks' rows that a thread takes
+_UNIT = 48  # rows; whole tiles of every format
+_MOST_UNITS = 5  # `TokenLists.products` has place for as many rows
+_ROWS_AHEAD = 4  # of the next block, which begins a new stream
+
+_matrix = njit(nogil=True, cache=True)(block_matrix)
 
 
 def new_transposed_scratch(
     num_threads: int, num_tokens: int, num_neurons: int, width: int, num_blocks: int = 1
 ) -> FfnScratch:
-    """`new_scratch` for `TransposedArrays` with `num_neurons` a layer."""
+    """`new_scratch` for `TransposedArrays` with up to `num_neurons` a layer."""
     sums = np.zeros((1, num_tokens, num_neurons), np.float32)
     return scratch_of(sums, num_threads, num_neurons, num_blocks, max(num_neurons, width))
 
@@ -40,32 +56,177 @@ def layer_rows(source, layer):
     return with_matrices(source, layer, source.gate[first:last], up, source.down)
 
 
+@njit(nogil=True, cache=True)
+def _num_values(spans, num_tokens):
+    """How many numbers down rows are multiplied with."""
+    count = np.int64(0)
+    for span in spans:
+        count += (span[END_ROW] - span[ROW]) * num_tokens
+    return count
+
+
 @njit(nogil=True, cache=True, inline="always")
 def clear(source, share, scratch):
     """The thread's part of what down rows are multiplied with is zero."""
-    begin, end = split_range(scratch.sums.shape[2], share.thread, share.num_threads, _GROUP)
-    scratch.sums[0, : share.x.shape[0], begin:end] = 0
+    count = _num_values(share.spans, share.x.shape[0])
+    begin, end = split_range(count, share.thread, share.num_threads, _GROUP)
+    scratch.sums.reshape(scratch.sums.size)[begin:end] = 0
+
+
+@njit(nogil=True, cache=True)
+def _scatter(spans, fired_ids, gates, h):
+    """Bring what fired into the order of its block's columns, a vector for each of its tokens."""
+    num_tokens, i, begin = gates.shape[1], 0, np.int64(0)
+    for span in spans:
+        width, place = span[END_ROW] - span[ROW], begin
+        for t in range(num_tokens):
+            if not span[TOKENS] >> t & 1:
+                continue
+            k = i
+            while k < fired_ids.shape[0] and fired_ids[k] < span[END_ROW]:
+                h[place + fired_ids[k] - span[ROW]] = gates[k, t]
+                k += 1
+            place += width
+        while i < fired_ids.shape[0] and fired_ids[i] < span[END_ROW]:
+            i += 1
+        begin += width * num_tokens
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add(source, share, scratch):
     """Bring the products of what fired into the order of down's columns."""
-    gates, fired_ids, h = share.gates, share.fired_ids, scratch.sums[0]
-    for i in range(scratch.counts[share.thread]):
-        for t in range(gates.shape[1]):
-            h[t, fired_ids[i]] = gates[i, t]
+    count, h = scratch.counts[share.thread], scratch.sums.reshape(scratch.sums.size)
+    _scatter(share.spans, share.fired_ids[:count], share.gates[:count], h)
+
+
+def _vectors(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
+    """`count` vectors of `width` numbers, from h[begin] on, as `_quantize` leaves them."""
+    raise NotImplementedError("_vectors() is for compiled code")
+
+
+@overload(_vectors, inline="always")
+def _choose_vectors(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
+    if not format_of(weights.dtype):
+        return lambda weights, h, begin, count, width, inputs, thread: h[
+            begin : begin + count * width
+        ].reshape(count, width)
+
+    def views(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
+        values, scales = inputs.values[thread], inputs.scales[thread]
+        sums = inputs.sums[thread]
+        end, groups = begin + count * width, width // QUANT_GROUP
+        first, last = begin // QUANT_GROUP, end // QUANT_GROUP
+        return QuantizedVectors(
+            values.reshape(values.size)[begin:end].reshape(count, width),
+            scales.reshape(scales.size)[first:last].reshape(count, groups),
+            sums.reshape(sums.size)[first:last].reshape(count, groups),
+        )
+
+    return views
+
+
+def _quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
+    """Write `vectors` of h (m, N), where rows like `weights` need them; for compiled code."""
+    raise NotImplementedError("_quantize() is for compiled code")
+
+
+@overload(_quantize, inline="always")
+def _choose_quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
+    if not format_of(weights.dtype):
+        return lambda weights, h, vectors: None
+
+    def quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
+        for row in range(h.shape[0]):
+            quantize_vector(weights, h, row, vectors)
+
+    return quantize
+
+
+@njit(nogil=True, cache=True)
+def _quantize_block(array, h, begin, count, width, inputs, thread):
+    """The block's vectors in the thread's part of `inputs`."""
+    weights = array[:0].reshape(0, 1)
+    source = h[begin : begin + count * width].reshape(count, width)
+    _quantize(weights, source, _vectors(weights, h, begin, count, width, inputs, thread))
+
+
+@njit(nogil=True, cache=True)
+def _add_products(
+    array, place, following, h, begin, count, width, inputs, thread, first, last, products
+):  # fmt: skip
+    """products[k, n - first] = the block's row n . vector k, for n in first..last-1."""
+    weights = _matrix(array, place)
+    vectors = _vectors(weights, h, begin, count, width, inputs, thread)
+    if following[IS_SECOND] == place[IS_SECOND]:
+        ahead = _matrix(array, following)
+        for row in range(first, min(first + _ROWS_AHEAD, last, ahead.shape[0])):
+            prefetch_row(ahead, row)
+    block_products(weights, vectors, products, first, last, 0)
+
+
+@njit(nogil=True, cache=True)
+def _rows_at_once(places, spans, itemsize):
+    """Rows of all chosen blocks that a thread takes together."""
+    items = np.int64(0)
+    for span in spans:
+        items += places[span[BLOCK], ROW_ITEMS]
+    units = _BYTES_AT_ONCE // max(np.int64(1), _UNIT * items * itemsize)
+    return max(np.int64(1), min(units, np.int64(_MOST_UNITS))) * _UNIT
+
+
+@njit(nogil=True, cache=True)
+def _add_blocks(
+    counters, thread, num_threads, down, places, spans, block_weights, biases, h, inputs, products,
+    out,
+):  # fmt: skip
+    """out = the sum over chosen blocks of down . h and their biases, in the rows that it takes."""
+    num_tokens, begin = out.shape[0], np.int64(0)
+    for span in spans:
+        width, count = span[END_ROW] - span[ROW], count_tokens(span[TOKENS], num_tokens)
+        if places[span[BLOCK], IS_SECOND]:
+            _quantize_block(down.second, h, begin, count, width, inputs, thread)
+        else:
+            _quantize_block(down.first, h, begin, count, width, inputs, thread)
+        begin += width * num_tokens
+    size, last_span = _rows_at_once(places, spans, down.first.itemsize), spans.shape[0] - 1
+    for turn in range(num_threads):
+        part = (thread + turn) % num_threads
+        part_first, part_last = split_range(out.shape[1], part, num_threads, 4)
+        first = part_first + next_block(counters, part) * size
+        while first < part_last:
+            last = min(first + size, part_last)
+            set_bias(block_weights, biases, out, first, last)
+            begin = np.int64(0)
+            for k in range(spans.shape[0]):
+                span, following = spans[k], places[spans[min(k + 1, last_span), BLOCK]]
+                width, count = span[END_ROW] - span[ROW], count_tokens(span[TOKENS], num_tokens)
+                place = places[span[BLOCK]]
+                if place[IS_SECOND]:
+                    _add_products(
+                        down.second, place, following, h, begin, count, width, inputs, thread,
+                        first, last, products[:count],
+                    )  # fmt: skip
+                else:
+                    _add_products(
+                        down.first, place, following, h, begin, count, width, inputs, thread,
+                        first, last, products[:count],
+                    )  # fmt: skip
+                row = 0
+                for t in range(num_tokens):
+                    if span[TOKENS] >> t & 1:
+                        for n in range(first, last):
+                            out[t, n] += products[row, n - first]
+                        row += 1
+                begin += width * num_tokens
+            first = part_first + next_block(counters, part) * size
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
     """out = down . h and the biases, in rows that threads share by work stealing."""
-    out, rows, layer = share.out, share.rows, share.layer
-    num_tokens, biases, addend = out.shape[0], rows.down_bias[layer], out[:0]
-    bias = biases[0]
-    if biases.shape[1] and (biases.shape[0] > 1 or share.selection.block_weights.shape[0]):
-        bias, addend = biases[0, :0], np.empty(out.shape, np.float32)
-        set_bias(share.selection.block_weights, biases, addend, 0, out.shape[1])
-    work_stealing_layer(
-        scratch.counters[DOWN : DOWN_SECOND + 1], share.thread, share.num_threads, rows.down, layer,
-        bias, scratch.sums[0, :num_tokens], scratch.inputs, addend, out,
+    down, layer = share.rows.down, share.layer
+    _add_blocks(
+        scratch.counters[DOWN], share.thread, share.num_threads, down, down.places[layer],
+        share.spans, share.selection.block_weights, share.rows.down_bias[layer],
+        scratch.sums.reshape(scratch.sums.size), scratch.inputs, share.lists.products, share.out,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Requests and replies between the driver and services through shared memory.
 
-Each service has five doorbell cells, a row of request words and a row of reply words. The driver
+Each service has six doorbell cells, a row of request words and a row of reply words. The driver
 writes the request words and rings REQUEST with the next sequence number. Every thread of the
 service does its part; the last one writes the reply and rings DONE with that number. A request
 changes nothing that it reads, so it can be sent again.
@@ -28,7 +28,10 @@ from hotcold.numba_kernels.serve.doorbell import (
 )
 
 REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
-CELLS_A_SERVICE = 5
+# Rung with a request's number where the router reads the layer's input, once experts are chosen: so
+# others may read them while attention is computed.
+ROUTED = 5
+CELLS_A_SERVICE = 6
 _MAX_DELAYED_US = 10_000  # of one request; longer delays have other causes, such as suspension
 
 # request words
@@ -60,7 +63,7 @@ OK, FAILED = 0, 1
 
 # With WATCHED set, FFN requests count computed neurons in buckets of neighbours in the checkpoint:
 # up and down rows, or gates; in the last step, or in all watched steps.
-NUM_BUCKETS = 64
+NUM_BUCKETS = 64  # of a model without experts; with them each expert is a bucket
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
@@ -81,7 +84,7 @@ IDLE_NS = 3_600_000_000_000  # timeout of an idle service's wait, which then wai
 class SharedBuffers(NamedTuple):
     """The shared arrays of a system; S services, at most T tokens a step, width d.
 
-    cells (S * 5 * 16,) int32; requests, replies (S, 16) int64
+    cells (S * 6 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
     page_tables (2, slots, pages a sequence) int32: entry p is the page with a sequence's positions
     from p * 64 on, in layers without a window (FULL) and with one (WINDOWED)

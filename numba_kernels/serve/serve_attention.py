@@ -20,11 +20,13 @@ from hotcold.numba_kernels.decode.attention import (
     store_kernel,
 )
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
+from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.router_arrays import RouterArrays
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, now_ns, ring
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
@@ -34,8 +36,11 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PING,
+    REQUEST,
+    ROUTED,
     WINDOWED,
     barrier_wait,
+    cell,
     finish_request,
     is_for_others,
     next_request,
@@ -46,8 +51,8 @@ from hotcold.numba_kernels.serve.work_stealing import (
     work_stealing_rows,
 )
 
-_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD = range(6)
-NUM_COUNTERS = 6
+_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD, _ROUTER = range(7)
+NUM_COUNTERS = 7
 
 
 class AttentionArrays(NamedTuple):
@@ -61,6 +66,7 @@ class AttentionArrays(NamedTuple):
     vectors: LayerVectors
     qkv: LayerRows
     out: np.ndarray
+    routers: RouterArrays
     final_norm_weight: np.ndarray
     final_norm_bias: np.ndarray
     project_out: np.ndarray
@@ -73,10 +79,10 @@ class AttentionArrays(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    projected (T, E) float32; inputs: quantized activations; counters of blocks taken (NUM_COUNTERS,
-    threads * 16). A thread's part of attention: scores (threads, R, SEGMENT_POSITIONS), sums
-    (threads, R, head_dim), totals (threads, R, 2). Parts of tokens with S segments, at most:
-    part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
+    projected (T, E), router_logits (T, experts) float32; inputs: quantized activations; counters of
+    blocks taken (NUM_COUNTERS, threads * 16). A thread's part of attention: scores (threads, R,
+    SEGMENT_POSITIONS), sums (threads, R, head_dim), totals (threads, R, 2). Parts of tokens with S
+    segments, at most: part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -88,6 +94,7 @@ class AttentionScratch(NamedTuple):
     part_sums: np.ndarray
     part_totals: np.ndarray
     projected: np.ndarray
+    router_logits: np.ndarray
     inputs: QuantizedVectors
     counters: np.ndarray
 
@@ -292,6 +299,26 @@ def _ffn_input(t, layer, buffers, arrays, residual, normed):
 
 
 @njit(nogil=True, cache=True)
+def _score_experts(thread, num_threads, layer, arrays, x, scratch):
+    """This thread's share of the router's logits of x (T, d): some of the experts."""
+    rows, bias = router_rows(arrays.routers, layer)
+    work_stealing_rows(
+        scratch.counters[_ROUTER], thread, num_threads, rows, bias, x, x[:0],
+        scratch.router_logits[: x.shape[0]], 0,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _choose_experts(first, step, layer, buffers, arrays, scratch, num_tokens):
+    """Write the experts' `block_weights` of every step-th token from `first` on."""
+    for t in range(first, num_tokens, step):
+        choose_experts(
+            arrays.numbers[layer], arrays.routers, layer,
+            scratch.router_logits[t, : arrays.numbers[layer].num_experts], buffers.block_weights[t],
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
 def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     """This thread's share of the ATTENTION request in the mailbox; no checks."""
     layer = buffers.requests[service, LAYER]
@@ -300,11 +327,19 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
     _layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
     _layer_norm_before(residual, layer, arrays, normed)
+    numbers = arrays.numbers[layer]
+    routes_early = numbers.num_experts > 0 and numbers.routes_layer_input
+    if routes_early:
+        _score_experts(thread, num_threads, layer, arrays, residual, scratch)
     work_stealing_layer(
         scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
         arrays.vectors.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
+    if routes_early and thread == num_threads - 1:
+        _choose_experts(0, 1, layer, buffers, arrays, scratch, num_tokens)
+        number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
+        ring(buffers.cells, cell(service, ROUTED), number)
     if norm_whole(thread, num_threads, layer, arrays, qkv):
         barrier_wait(buffers.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)
@@ -316,7 +351,7 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
         barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
-    added = residual[:0] if arrays.numbers[layer].adds_late else residual
+    added = residual[:0] if numbers.adds_late else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.vectors.out_bias[layer], heads,
         added, mixed, 0,
@@ -324,6 +359,16 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, buffers, arrays, residual, normed)
+        if numbers.num_experts > 0:
+            weigh_shared(
+                numbers, arrays.routers, layer, buffers.ffn_input, t, buffers.block_weights[t]
+            )
+    if numbers.num_experts > 0 and not routes_early:
+        barrier_wait(buffers.cells, service, num_threads)
+        x = buffers.ffn_input[:num_tokens]
+        _score_experts(thread, num_threads, layer, arrays, x, scratch)
+        barrier_wait(buffers.cells, service, num_threads)
+        _choose_experts(thread, num_threads, layer, buffers, arrays, scratch, num_tokens)
 
 
 @njit(nogil=True, cache=True)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.placement.profile import Rates
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
@@ -59,17 +61,17 @@ class PredictorCost:
 
 def assumed_predictors(config: ModelConfig, kind: str) -> PredictorCost:
     """The cost of predictors of usual size that are not here. `kind` is sign or lowrank."""
-    gates = config.hidden_size * config.ffn_size
+    sizes = np.array(config.ffn_sizes, np.int64)
     if kind == "sign":
-        num_bytes, factor = gates * _SIGN_BITS // 8, _SIGN_FACTOR
+        num_bytes, factor = sizes * config.hidden_size * _SIGN_BITS // 8, _SIGN_FACTOR
         size = f"of {_SIGN_BITS} bits a gate weight"
     else:
         units = max(16, round(_UNITS_OF_WIDTH * config.hidden_size))
-        num_bytes, factor = units * (config.hidden_size + config.ffn_size), _LOWRANK_FACTOR
+        num_bytes, factor = units * (config.hidden_size + sizes), _LOWRANK_FACTOR
         size = f"of {units} units in 8 bits"
     return PredictorCost(
         kind,
-        np.full(config.num_layers, num_bytes, np.int64),
+        num_bytes,
         np.full(config.num_layers, factor),
         f"predictors {size} choose {factor:g} neurons for each that fires, as on random weights",
     )
@@ -107,36 +109,45 @@ class RowBytes:
 
 
 def read_bytes(
-    rows: RowBytes, frequency: np.ndarray, mode: str, selected_factor: np.ndarray | None = None
+    rows: RowBytes, rates: Rates, mode: str, selected_factor: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that a CPU reads of each neuron for one token: first row, other rows.
 
-    dense: first, rest;  exact: first, f * rest;
-    predicted (selected_factor given): min(1, f * selected_factor[l]) * first, f * rest
-    Shapes:  frequency f (L, N), selected_factor (L,); both results (L, N)
+    dense: c * first, c * rest;  exact: c * first, f * rest;
+    predicted (selected_factor given): min(c, f * selected_factor[l]) * first, f * rest
+    c and f are the rates at which it is chosen and fires.
+    Shapes:  selected_factor (L,); both results (L, N)
     """
-    everything = np.ones_like(frequency)
     if mode == "dense":
-        return everything * rows.first, everything * rows.rest
-    picked = everything
+        return rates.chosen * rows.first, rates.chosen * rows.rest
+    picked = rates.chosen
     if selected_factor is not None:
-        picked = np.minimum(1.0, frequency * selected_factor[:, None])
-    return picked * rows.first, frequency * rows.rest
+        picked = np.minimum(picked, rates.fired * selected_factor[:, None])
+    return picked * rows.first, rates.fired * rows.rest
 
 
-def gpu_read_bytes(rows: RowBytes, frequency: np.ndarray, mode: str) -> np.ndarray:
+def gpu_read_bytes(rows: RowBytes, rates: Rates, mode: str) -> np.ndarray:
     """Bytes that a GPU reads of each neuron for one token: (L, N).
 
-    first + f * rest; everything in dense mode. A GPU holds hot neurons, so it uses no predictor.
+    c * first + f * rest; in dense mode c * rest. A GPU holds hot neurons, so it uses no predictor.
     """
-    first, rest = read_bytes(rows, frequency, "dense" if mode == "dense" else "exact")
+    first, rest = read_bytes(rows, rates, "dense" if mode == "dense" else "exact")
     return first + rest
+
+
+def hotness(config: ModelConfig, rates: Rates) -> np.ndarray:
+    """The share of each neuron's bytes that a token reads where all that fires is computed: (L, N).
+
+    Of always computed layers and shared experts that is most, of experts what is chosen.
+    """
+    rows = RowBytes.of(config)
+    return gpu_read_bytes(rows, rates, "exact") / (rows.first + rows.rest)
 
 
 def neuron_seconds(
     rows: RowBytes,
     devices: Sequence[PlanDevice],
-    frequency: np.ndarray,
+    rates: Rates,
     mode: str,
     selected_factor: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -145,9 +156,9 @@ def neuron_seconds(
     bytes / bandwidth; a CPU reads contiguous rows (first rows without a predictor, all rows in
     dense mode) at rows_gb_per_s, selected rows at gather_gb_per_s.
     """
-    on_gpu = gpu_read_bytes(rows, frequency, mode)
-    first, rest = read_bytes(rows, frequency, mode, selected_factor)
-    seconds = np.empty((*frequency.shape, len(devices)))
+    on_gpu = gpu_read_bytes(rows, rates, mode)
+    first, rest = read_bytes(rows, rates, mode, selected_factor)
+    seconds = np.empty((*rates.fired.shape, len(devices)))
     for index, device in enumerate(devices):
         picking, running = device.gather_gb_per_s * 1e9, device.rows_gb_per_s * 1e9
         if device.is_gpu:
@@ -160,31 +171,69 @@ def neuron_seconds(
     return seconds
 
 
-def least_neurons(seconds: np.ndarray, sync_s: np.ndarray, num_gpus: int) -> np.ndarray:
+def least_neurons(
+    seconds: np.ndarray, sizes: np.ndarray, sync_s: np.ndarray, num_gpus: int
+) -> np.ndarray:
     """C_l: the least C with C * T_gpu + T_sync <= C * T_cpu, for each layer and GPU: (L, G).
 
     T are the seconds of the layer's mean neuron, on the CPU with all devices together. If the GPU
     is never faster, C is one more than the number of neurons.
-    Shapes:  seconds (L, N, D), sync_s (G,)
+    Shapes:  seconds (L, N, D), of which layer l has sizes[l] neurons; sizes (L,), sync_s (G,)
     Source:  PowerInfer section 6.3
     """
-    num_neurons = seconds.shape[1]
-    mean = seconds.mean(axis=1)
+    mean = seconds.sum(axis=1) / sizes[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         cpu_s = 1 / (1 / mean[:, num_gpus:]).sum(axis=1)
         saved_s = cpu_s[:, None] - mean[:, :num_gpus]
         least = np.ceil(np.where(saved_s > 0, sync_s / np.maximum(saved_s, 0), np.inf))
-    return np.clip(least, 1, num_neurons + 1).astype(np.int64)
+    return np.clip(least, 1, sizes[:, None] + 1).astype(np.int64)
 
 
-def group_order(frequency: np.ndarray) -> np.ndarray:
-    """Neuron ids of each layer, hottest first, ties in checkpoint order: (L, N)."""
-    return np.argsort(-frequency, axis=1, kind="stable")
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The neurons of each layer in groups, the hottest group first.
+
+    order: a layer's neuron ids, group after group; what the largest layer has more comes last
+    Shapes:  order (L, N); sizes (L, K) neurons, 0 where a layer has fewer groups
+    Dtypes:  int64
+    """
+
+    order: np.ndarray
+    sizes: np.ndarray
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """The sum of `values` over each group. Shapes: values (L, N, ...); result (L, K, ...)."""
+        found = np.zeros((*self.sizes.shape, *values.shape[2:]))
+        for layer, sizes in enumerate(self.sizes):
+            own = sizes[sizes > 0]
+            ranked = values[layer, self.order[layer]]
+            found[layer, : own.size] = np.add.reduceat(ranked, np.cumsum(own) - own, axis=0)
+        return found
 
 
-def group_starts(num_neurons: int) -> np.ndarray:
-    """The first rank of each group of `group_order`."""
-    return np.arange(0, num_neurons, GROUP_SIZE)
+def make_groups(config: ModelConfig, hot: np.ndarray) -> Groups:
+    """Neurons of about equal `hot` (L, N) together, GROUP_SIZE of them, within a block.
+
+    An expert none of whose activations are exactly zero is one group. Ties are in checkpoint order.
+    """
+    found = []
+    for layer, own in zip(config.layers, hot, strict=True):
+        sizes, end, groups = layer.ffn.block_sizes, 0, []
+        for size in sizes:
+            ids = np.arange(end, end + size)
+            ids = ids[np.argsort(-own[ids], kind="stable")]
+            is_whole = len(sizes) > 1 and not config.is_sparse
+            cuts = np.arange(GROUP_SIZE, size, GROUP_SIZE)
+            groups += [ids] if is_whole else np.split(ids, cuts)
+            end += size
+        means = np.array([own[ids].mean() for ids in groups])
+        found.append([groups[i] for i in np.argsort(-means, kind="stable")])
+    order = np.argsort(~neurons.exists(config), axis=1, kind="stable")
+    counts = np.zeros((len(found), max(map(len, found))), np.int64)
+    for row, count, groups in zip(order, counts, found, strict=True):
+        row[: sum(map(len, groups))] = np.concatenate(groups)
+        count[: len(groups)] = [ids.size for ids in groups]
+    return Groups(order, counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +287,8 @@ def seen_share(window: int, context_length: int) -> float:
 def make_problem(
     config: ModelConfig,
     devices: Sequence[PlanDevice],
-    frequency: np.ndarray,
+    rates: Rates,
+    groups: Groups,
     mode: str,
     parts: PartCost,
     exchange_us: float,
@@ -248,15 +298,12 @@ def make_problem(
 
     A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
     takes one more, and the hidden state's way there and back.
-    Shapes:  devices are the GPUs, then the CPU's; frequency (L, N)
+    Shapes:  devices are the GPUs, then the CPU's
     """
     num_gpus = sum(device.is_gpu for device in devices)
     rows = RowBytes.of(config)
-    seconds = neuron_seconds(rows, devices, frequency, mode, selected_factor)
-    order, starts = group_order(frequency), group_starts(config.ffn_size)
-    by_rank = np.take_along_axis(seconds, order[:, :, None], axis=1)
-    sizes = np.diff(starts, append=config.ffn_size)
-    hot = np.take_along_axis(frequency, order, axis=1)
+    seconds = neuron_seconds(rows, devices, rates, mode, selected_factor)
+    layer_sizes = np.array(config.ffn_sizes, np.int64)
     bandwidths = [device.rows_gb_per_s * 1e9 for device in devices]
     host = sum(bandwidths[num_gpus:])
     state_bytes = 2 * config.hidden_size * _FLOAT_BYTES
@@ -267,13 +314,13 @@ def make_problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
         neuron_bytes=ffn_bytes(config, 1) - ffn_bytes(config, 0),
-        group_sizes=sizes,
-        group_seconds=np.add.reduceat(by_rank, starts, axis=1),
-        group_frequency=np.add.reduceat(hot, starts, axis=1) / sizes,
+        group_sizes=groups.sizes,
+        group_seconds=groups.sums(seconds),
+        group_frequency=groups.sums(hotness(config, rates)) / np.maximum(groups.sizes, 1),
         part_kinds=parts.kinds,
         part_bytes=parts.num_bytes,
         part_seconds=parts.read_bytes[:, None] / np.array([*bandwidths[:num_gpus], host]),
         sync_s=sync_s,
-        min_neurons=least_neurons(seconds, sync_s, num_gpus),
+        min_neurons=least_neurons(seconds, layer_sizes, sync_s, num_gpus),
         fixed_s=(2 * config.num_layers + 1) * exchange_us / 1e6,
     )

@@ -51,28 +51,30 @@ def _place_hot(problem: Problem, free: np.ndarray) -> np.ndarray:
     again.
     """
     order = np.argsort(-problem.group_frequency, axis=None, kind="stable")
-    is_allowed = problem.min_neurons <= problem.num_neurons
+    sizes = problem.layer_sizes[:, None]
+    is_allowed = problem.min_neurons <= sizes
     while True:
         device = _fill(problem, free, order, is_allowed)
         is_on = device[:, :, None] == np.arange(problem.num_gpus)
-        count = (problem.group_sizes[:, None] * is_on).sum(axis=1)
+        count = (problem.group_sizes[:, :, None] * is_on).sum(axis=1)
         is_short = (count > 0) & (count < problem.min_neurons)
         if not is_short.any():
             return device
-        fewest = np.where(is_short, count, problem.num_neurons + 1).argmin()
+        fewest = np.where(is_short, count, sizes.max() + 1).argmin()
         is_allowed.flat[fewest] = False
 
 
 def _fill(
     problem: Problem, free: np.ndarray, order: np.ndarray, is_allowed: np.ndarray
 ) -> np.ndarray:
-    num_groups = len(problem.group_sizes)
+    num_groups, sizes = problem.group_sizes.shape[1], problem.group_sizes.flat
     device = np.full(problem.group_seconds.shape[:2], HOST, np.int16)
     by_speed = np.argsort(problem.group_seconds[:, :, : problem.num_gpus].sum(axis=(0, 1)))
     for gpu in by_speed:
         is_open = (device.flat[order] == HOST) & is_allowed[order // num_groups, gpu]
+        is_open &= sizes[order] > 0
         groups = order[is_open]
-        end_bytes = np.cumsum(problem.group_sizes[groups % num_groups]) * problem.neuron_bytes
+        end_bytes = np.cumsum(sizes[groups]) * problem.neuron_bytes
         device.flat[groups[end_bytes <= free[gpu]]] = gpu
     return device
 
@@ -90,15 +92,15 @@ def assign_cold(problem: Problem, assignment: Assignment) -> Assignment | None:
     is_cold = (assignment.group_device < 0) | (assignment.group_device >= gpus)
     device = assignment.group_device.copy()
     for layer in range(problem.num_layers):
-        seconds = problem.group_seconds[layer, :, gpus:].tolist()
+        seconds, own_bytes = problem.group_seconds[layer, :, gpus:].tolist(), group_bytes[layer]
         done_s = [0.0] * len(free)
         for group in np.flatnonzero(is_cold[layer]).tolist():
-            fitting = [i for i, left in enumerate(free) if group_bytes[group] <= left]
-            total_free -= group_bytes[group]
+            fitting = [i for i, left in enumerate(free) if own_bytes[group] <= left]
+            total_free -= own_bytes[group]
             if total_free < 0 or not fitting:
                 return None
             _, _, best = min((done_s[i] + seconds[group][i], -free[i], i) for i in fitting)
             done_s[best] += seconds[group][best]
-            free[best] -= group_bytes[group]
+            free[best] -= own_bytes[group]
             device[layer, group] = gpus + best
     return Assignment(device, assignment.part_device) if total_free >= 0 else None

@@ -33,9 +33,9 @@ class Problem:
     num_gpus: int
     budget_bytes: np.ndarray  # (D,)
     neuron_bytes: int
-    group_sizes: np.ndarray  # (K,) neurons
+    group_sizes: np.ndarray  # (L, K) neurons; 0 where a layer has fewer groups
     group_seconds: np.ndarray  # (L, K, D)
-    group_frequency: np.ndarray  # (L, K) mean share of tokens for which a neuron fires
+    group_frequency: np.ndarray  # (L, K) mean share of a neuron's bytes that a token reads
     part_kinds: tuple[str, ...]  # ATTENTION, HEAD or PREDICTOR
     part_bytes: np.ndarray  # (P,)
     part_seconds: np.ndarray  # (P, G + 1), the last column is the host
@@ -59,9 +59,10 @@ class Problem:
         return np.array([kind != PREDICTOR for kind in self.part_kinds], bool)
 
     @property
-    def num_neurons(self) -> int:
-        """Neurons of one layer."""
-        return int(self.group_sizes.sum())
+    def layer_sizes(self) -> np.ndarray:
+        """Neurons of each layer: (L,)."""
+        found: np.ndarray = self.group_sizes.sum(axis=1)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ def neurons_on(problem: Problem, assignment: Assignment) -> np.ndarray:
     """How many neurons of each layer each device holds: (L, D) int64."""
     devices = np.arange(problem.num_devices)
     is_on = assignment.group_device[:, :, None] == devices
-    return (problem.group_sizes[:, None] * is_on).sum(axis=1)
+    return (problem.group_sizes[:, :, None] * is_on).sum(axis=1)
 
 
 def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:

@@ -65,22 +65,23 @@ def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
 
     A layer with at most `max_classes` groups has a class for each. Otherwise cuts are where the
     mean of rank and fallen frequency, both from 0 to 1, passes a multiple of 1 / max_classes:
-    classes are short where frequency falls steeply. A smaller last group is its own class.
+    classes are short where frequency falls steeply. Groups of a class have one size.
     """
-    num_groups = len(problem.group_sizes)
+    num_groups = problem.group_sizes.shape[1]
     columns: list[tuple[int, int, int]] = []  # layer, first, count
     for layer in range(problem.num_layers):
-        ids = _class_of_groups(problem.group_frequency[layer], max_classes)
-        if problem.group_sizes[-1] != problem.group_sizes[0]:
-            ids[-1] = ids.max() + 1
-        first = np.flatnonzero(np.diff(ids, prepend=-1))
-        count = np.diff(first, append=num_groups)
+        sizes = problem.group_sizes[layer]
+        sizes = sizes[sizes > 0]
+        ids = _class_of_groups(problem.group_frequency[layer, : sizes.size], max_classes)
+        is_first = np.diff(ids, prepend=-1) | np.diff(sizes, prepend=0)
+        first = np.flatnonzero(is_first)
+        count = np.diff(first, append=sizes.size)
         columns += [(layer, int(at), int(n)) for at, n in zip(first, count, strict=True)]
     layers, first, count = np.array(columns, np.int64).T
     starts = layers * num_groups + first
     flat = problem.group_seconds.reshape(-1, problem.num_devices)
     seconds = np.add.reduceat(flat, starts, axis=0) / count[:, None]
-    return Classes(layers, first, count, problem.group_sizes[first], seconds)
+    return Classes(layers, first, count, problem.group_sizes[layers, first], seconds)
 
 
 def _class_of_groups(frequency: np.ndarray, max_classes: int) -> np.ndarray:
@@ -148,7 +149,7 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     cost[p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
     cost[one] = (problem.fixed_s + float(host_s.sum())) / unit_s
     low[one] = 1
-    is_allowed = problem.min_neurons <= problem.num_neurons
+    is_allowed = problem.min_neurons <= problem.layer_sizes[:, None]
     high[n] = classes.count[:, None]
     high[n[:, :gpus]] *= is_allowed[classes.layer]
     high[z] = is_allowed
@@ -182,12 +183,12 @@ def _add_min_neurons(
 ) -> None:
     """Rows in units of a group, so that coefficients are near 1."""
     layers, gpus = problem.num_layers, problem.num_gpus
-    unit = problem.group_sizes[0]
+    unit, sizes = problem.group_sizes.max(), problem.layer_sizes[:, None]
     row = np.arange(layers * gpus).reshape(layers, gpus)
     work = (row[classes.layer], n[:, :gpus], (classes.size / unit)[:, None])
-    least = np.minimum(problem.min_neurons, problem.num_neurons) / unit
+    least = np.minimum(problem.min_neurons, sizes) / unit
     rows.add(np.zeros(row.size), np.inf, work, (row, z, -least))
-    rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -problem.num_neurons / unit))
+    rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
 
 
 def _add_budgets(
@@ -195,7 +196,7 @@ def _add_budgets(
 ) -> None:
     """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
     gpus, devices = problem.num_gpus, problem.num_devices
-    unit = float(problem.group_sizes[0] * problem.neuron_bytes)
+    unit = float(problem.group_sizes.max() * problem.neuron_bytes)
     size = (classes.size * problem.neuron_bytes / unit)[:, None]
     part = problem.part_bytes[:, None] / unit
     budget = problem.budget_bytes / unit
@@ -214,12 +215,12 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
     num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
     n = np.rint(values[: num_classes * devices]).astype(np.int64).reshape(num_classes, devices)
     p = np.rint(values[-1 - len(problem.part_bytes) * gpus : -1])
-    group_device = np.empty(problem.group_seconds.shape[:2], np.int16)
+    group_device = np.full(problem.group_seconds.shape[:2], HOST, np.int16)
     for q in range(num_classes):
         by_speed = np.argsort(classes.seconds[q, :gpus], kind="stable")
         hot = np.repeat(by_speed, n[q, by_speed])
         at = slice(int(classes.first[q]), int(classes.first[q] + classes.count[q]))
-        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + _interleaved(n[q, gpus:])])
+        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + interleaved(n[q, gpus:])])
     part_device = np.full(len(problem.part_bytes), HOST, np.int16)
     if gpus:
         on_gpu = p.reshape(-1, gpus)
@@ -227,7 +228,7 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
     return Assignment(group_device, part_device)
 
 
-def _interleaved(counts: np.ndarray) -> np.ndarray:
+def interleaved(counts: np.ndarray) -> np.ndarray:
     """Each i counts[i] times, evenly spread: 2 and 4 give 1 0 1 1 0 1."""
     columns = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])

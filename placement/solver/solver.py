@@ -101,7 +101,7 @@ def _needs(problem: Problem) -> list[tuple[str, int]]:
     parts = [
         (name, int(problem.part_bytes[kinds == kind].sum())) for kind, name in _PART_NAMES.items()
     ]
-    neurons = problem.num_layers * problem.num_neurons * problem.neuron_bytes
+    neurons = int(problem.group_sizes.sum()) * problem.neuron_bytes
     return [*parts, ("FFN neurons", neurons)]
 
 

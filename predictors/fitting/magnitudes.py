@@ -57,7 +57,7 @@ def layer_magnitudes(
 
     Errors:  CheckpointError
     """
-    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(checkpoint, None) as reader:
         for layer, weights in enumerate(ffn_layers(reader, config, ids)):
             x = torch.from_numpy(inputs[layer].view(np.float16).astype(np.float32))

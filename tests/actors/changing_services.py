@@ -68,7 +68,7 @@ def half_on_gpu(path: Path) -> SystemConfig:
     system, config = config_of(path, device="cuda"), read_config(path)
     sizes = cuda_fit._Sizes.of(system, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    neurons = config.num_layers * config.ffn_size // 2 * sizes.neuron
+    neurons = config.num_neurons // 2 * sizes.neuron
     return replace(system, gpu_memory_bytes=parts + neurons)
 
 

@@ -22,7 +22,9 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.assignment import assign_neurons, require_partition
+from hotcold.actors.setup.assignment import assign_neurons, cold_shards, require_partition
+from hotcold.actors.telemetry.snapshot import num_buckets
+from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -124,13 +126,14 @@ class InProcessSystem:
             1 + self.num_services,
             self.max_tokens,
             config.hidden_size,
-            config.ffn_size,
+            config.largest_ffn,
             config.vocab_size,
             self.max_tokens,
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks or self.own_blocks(),
+            num_buckets=num_buckets(config),
             predictor_words=self.predictor_words,
             bundle_bytes=self.bundle_bytes,
         )
@@ -200,6 +203,10 @@ class InProcessSystem:
             draft=self.draft,
         )
 
+    def own_blocks(self) -> int:
+        """Blocks of the model's layers; 0 where each has one."""
+        return count if (count := neurons.most_blocks(self.config)) > 1 else 0
+
     def _gpu(self) -> Service:
         return load_attention_service(self.gpu_spec(), self.config, lambda num_bytes: None)
 
@@ -232,10 +239,13 @@ class InProcessSystem:
         """The neurons of each CPU service, layer by layer."""
         if self.specs is not None:
             return [spec.neuron_ids or [] for spec in self.specs if spec.is_cpu_service]
-        hot = self.hot_ids()
-        if hot is None:
-            return [[ids] * self.config.num_layers for ids in self.shards()]
-        return [[ids[~np.isin(ids, layer)] for layer in hot] for ids in self.shards()]
+        hot = self.hot_ids() or [np.zeros(0, np.int32)] * self.config.num_layers
+        everyone = [np.arange(size, dtype=np.int32) for size in self.config.ffn_sizes]
+        shards = cold_shards(self.config, [self.num_threads] * self.num_services, None, everyone)
+        return [
+            [ids[~np.isin(ids, own)] for ids, own in zip(shard, hot, strict=True)]
+            for shard in shards
+        ]
 
     def engine(
         self,

@@ -31,7 +31,7 @@ def main(model: Path, num_up_downs: int) -> None:
     file = bundle_path(model, BundleGeometry.of(config))
     options = SystemOptions(num_threads=2, context_length=128)
     system = choose_system(model, config, options)
-    num_neurons = config.num_layers * config.ffn_size
+    num_neurons = config.num_neurons
     system = replace(system, storage=NeuronStorage(str(file), num_neurons, num_up_downs))
     draw = np.random.default_rng(1)
     sampling = SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True)

@@ -50,7 +50,7 @@ def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
     )
     sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    budget = parts + config.num_layers * config.ffn_size // 2 * sizes.neuron
+    budget = parts + config.num_neurons // 2 * sizes.neuron
     with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:
         yield it
 
@@ -66,7 +66,7 @@ def test_the_same_tokens_and_what_it_says_of_itself(
     assert system.complete(request(checkpoint)).ids[:20] == checkpoint.greedy_ids[:20]
     found: SystemConfig = system.call("describe")
     config = read_config(checkpoint.path)
-    total = config.num_layers * config.ffn_size
+    total = config.num_neurons
     assert found.device == "cuda" and total // 4 < found.num_hot_neurons <= total // 2
     assert system.call("driver_load").device == "cuda (a stand-in)"
     assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons

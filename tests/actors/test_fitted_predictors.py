@@ -76,7 +76,7 @@ def test_fitted_predictors_through_the_driver(
         assert scores.predicts and counts is not None and scores.kld is not None
         recall = counts.num_fired_listed.sum() / counts.num_fired.sum()
         precision = counts.num_fired_listed.sum() / counts.num_listed.sum()
-        everyone = counts.num_tokens * system.config.num_layers * system.config.ffn_size
+        everyone = counts.num_tokens * system.config.num_neurons
         assert recall > 0.93
         assert precision > counts.num_fired.sum() / everyone + 0.05
         assert counts.num_listed.sum() < 0.95 * everyone

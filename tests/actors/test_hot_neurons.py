@@ -51,7 +51,7 @@ def test_hot_and_cold_equal_all_cold(tiny: Tiny, variant: str) -> None:
         engine = system.engine("dense")
         engine.step(checkpoint.ids[:1].tolist(), [0], [0])
         config = system.config
-        assert engine.times.num_neurons == config.num_layers * config.ffn_size
+        assert engine.times.num_neurons == config.num_neurons
 
 
 def test_neurons_that_fire_are_counted_wherever_they_are(tiny: Tiny) -> None:

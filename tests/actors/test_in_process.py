@@ -192,7 +192,7 @@ def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
                 engine.step([token], [position], [0])
             num_computed[mode] = engine.times.num_neurons
     config = system.config
-    assert num_computed["dense"] == config.num_layers * config.ffn_size * checkpoint.ids.size
+    assert num_computed["dense"] == config.num_neurons * checkpoint.ids.size
     assert abs(num_computed["exact"] - expected) <= 3  # gates within rounding of zero
     assert num_computed["exact"] < 0.7 * num_computed["dense"]
 

@@ -83,7 +83,7 @@ def test_perplexity_equals_transformers(system: InProcessSystem, mode: str, audi
     scores = [score_window(engine, ids, FIRST, audit) for ids in WINDOWS]
     assert system.python_answers == []  # all through kernels
     np.testing.assert_allclose(np.concatenate([s.nll for s in scores]), nll, rtol=1e-4, atol=1e-4)
-    report = summary(scores, system.config.ffn_size, mode)
+    report = summary(scores, system.config.num_neurons, mode)
     mean, mean_of_squares, count = np.mean(nll), np.mean(nll**2), nll.size
     ppl = math.exp(mean)
     assert count == 2 * (SIZE - 1 - FIRST) == report["tokens"]

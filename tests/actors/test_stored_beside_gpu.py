@@ -138,7 +138,7 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
 ) -> None:
     path, options = roomy
     config = read_model(path)
-    num_cold = config.num_layers * config.ffn_size - 100
+    num_cold = config.num_neurons - 100
     uploads, _ = prepare_system(path, options)
     assert uploads.storage is None and uploads.neuron_upload_tokens > 0
     system = replace(uploads, neuron_upload_tokens=0)
@@ -176,7 +176,7 @@ def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
     """Whatever it came to hold, all that was promised is used, and no more."""
     path, options = roomy
     config = read_model(path)
-    every = config.num_layers * config.ffn_size
+    every = config.num_neurons
     system = replace(prepare_system(path, options)[0], neuron_upload_tokens=0)
     whole = memory_beside_gpu(system, config).total_bytes
     options = replace(options, cpu_memory_bytes=whole - 50 * NEURON_BYTES)
@@ -227,7 +227,7 @@ def test_no_more_is_expected_of_a_gpu_than_it_has(
     config, budget = read_model(path), options.gpu_memory_bytes
     assert budget is not None
     system, _ = prepare_system(path, replace(options, gpu_memory_bytes=4 << 30))
-    assert expected_gpu(system, config).num_hot_neurons == config.num_layers * config.ffn_size
+    assert expected_gpu(system, config).num_hot_neurons == config.num_neurons
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", budget))
     assert expected_gpu(system, config).num_hot_neurons == 100
     beside = memory_beside_gpu(replace(system, neuron_upload_tokens=0), config).total_bytes
@@ -289,7 +289,7 @@ def test_tokens_of_a_system_also_after_a_service_was_lost(tiny: Tiny, tmp_path: 
     )
     sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    budget = parts + config.num_layers * config.ffn_size // 2 * sizes.neuron
+    budget = parts + config.num_neurons // 2 * sizes.neuron
     asked = replace(asked, gpu_memory_bytes=budget)
     with start_stand_in(asked, tmp_path / "broken") as running:
         expected = [running.complete(prompt(checkpoint, size)).ids for size in (10, 100)]

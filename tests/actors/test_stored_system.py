@@ -255,7 +255,7 @@ def test_a_host_without_predictors_reads_nothing_ahead(tmp_path: Path) -> None:
 def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> None:
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
     config, identity = read_model(path), ModelIdentity.of(path)
-    counts = np.random.default_rng(1).permutation(config.num_layers * config.ffn_size)
+    counts = np.random.default_rng(1).permutation(config.num_neurons)
     profile = ActivationProfile(
         counts.reshape(config.num_layers, -1).astype(np.int64), counts.size, "t", "t"
     )

@@ -18,7 +18,13 @@ from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import GenerateRequest, ServicePart, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.connection import Connection
-from hotcold.actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
+from hotcold.actors.telemetry.snapshot import (
+    NeuronWatch,
+    bucket_of,
+    bucket_sizes,
+    num_buckets,
+    speed_of,
+)
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.serve.mailbox import (
@@ -33,6 +39,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 from tests import reference
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.placement_cases import llama_config, mixture_config
 
 Tiny = Callable[..., TinyCheckpoint]
 
@@ -270,8 +277,21 @@ def test_speed_is_of_the_last_seconds() -> None:
 
 def test_buckets_are_runs_of_neighbours() -> None:
     for size in (64, 88, 1920, 11008):
-        found = bucket_of(np.arange(size, dtype=np.int32), size)
+        config = llama_config(intermediate_size=size)
+        found = bucket_of(config, 0, np.arange(size, dtype=np.int32))
         assert (np.diff(found.astype(int)) >= 0).all()
         counts = np.bincount(found, minlength=NUM_BUCKETS)
         assert counts.size == NUM_BUCKETS
         assert counts.max() - counts.min() <= 1
+
+
+def test_buckets_of_a_mixture_are_experts() -> None:
+    config = mixture_config(num_experts=5, size=12, shared_size=7, dense_layers=(1,))
+    assert num_buckets(config) == 6
+    found = [
+        bucket_of(config, layer, np.arange(size)) for layer, size in enumerate(config.ffn_sizes)
+    ]
+    assert found[0].tolist() == [*np.repeat(range(5), 12), *[5] * 7]
+    assert found[1].tolist() == [neuron * 6 // 1000 for neuron in range(1000)]
+    sizes = bucket_sizes(config, [np.arange(size) for size in config.ffn_sizes])
+    assert sizes[0].tolist() == [12] * 5 + [7] and sizes[1].sum() == 1000

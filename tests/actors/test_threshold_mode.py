@@ -131,14 +131,14 @@ def test_rows_that_are_read_are_counted(tiny: Tiny) -> None:
         engine = system.engine(THRESHOLD, thresholds=thresholds)
         for at, token in enumerate(IDS.tolist()):
             engine.step([token], [at], [0])
-        all_neurons = config.num_layers * config.ffn_size * IDS.size
+        all_neurons = config.num_neurons * IDS.size
         up_share = np.mean(shares[::2])  # the reference compares gates, then products
         assert engine.times.num_ups == round(float(up_share) * all_neurons)
         assert engine.times.num_neurons < engine.times.num_ups < engine.times.num_gates
         assert engine.times.num_gates == all_neurons
         window = IDS.tolist()
         found = score_window(engine, window, 3, audit=True)
-        report = summary([found], config.ffn_size, THRESHOLD)
+        report = summary([found], config.num_neurons, THRESHOLD)
         scored = (IDS.size - 1) / IDS.size
         assert report["ups_computed"] == pytest.approx(up_share, abs=1 - scored)
         assert 0 < report["neurons_computed"] < report["ups_computed"] < 1

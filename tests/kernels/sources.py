@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from hotcold.numba_kernels.block_rows import BlockRows, block_places
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.activations import Thresholds, activation
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
@@ -15,7 +18,7 @@ from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
 from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays, most_rows
-from hotcold.numba_kernels.layer_rows import one_format
+from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
@@ -64,11 +67,26 @@ def in_memory(arrays: FfnArrays, width: int) -> Source:
 
 
 def transposed(arrays: FfnArrays, width: int) -> Source:
-    """The same neurons with a down row an output; layers of one size, rows of floats."""
-    num_layers, size = len(arrays.starts), most_rows(arrays.starts)
-    stack = arrays.down.reshape(num_layers, size, width).transpose(0, 2, 1)
-    fields = arrays._asdict() | {"down": one_format(np.ascontiguousarray(stack))}
+    """The same neurons with a down row an output, of floats."""
+    matrices = [
+        [arrays.down[first:last].T for first, last in pairwise(layer)] for layer in arrays.starts
+    ]
+    fields = arrays._asdict() | {"down": block_rows(matrices)}
     return Source(TransposedArrays(**fields), arrays.starts, width)
+
+
+def block_rows(matrices: Sequence[Sequence[np.ndarray]]) -> BlockRows:
+    """The matrices of each layer's blocks, of one dtype or two; one without columns is none."""
+    dtypes = list(dict.fromkeys(matrix.dtype for layer in matrices for matrix in layer))
+    widths = np.array([[row_width(m.dtype, m.shape[1]) for m in layer] for layer in matrices])
+    is_second = np.array([[m.dtype != dtypes[0] for m in layer] for layer in matrices])
+    height = len(matrices[0][0])
+    places, counts = block_places(height, widths, (dtypes[0], dtypes[-1]), is_second)
+    sizes = counts[0], counts[1] if len(dtypes) > 1 else 0
+    rows = BlockRows(np.zeros(sizes[0], dtypes[0]), np.zeros(sizes[1], dtypes[-1]), places)
+    for layer, block in np.ndindex(*widths.shape):
+        rows.matrix(layer, block)[:] = matrices[layer][block]
+    return rows
 
 
 def alone(selection: Selection, token: int) -> Selection:

@@ -8,11 +8,10 @@ import pytest
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn_arrays import TransposedArrays
-from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import random_rows
-from tests.kernels.sources import Source
+from tests.kernels.sources import Source, block_rows
 
 pytestmark = pytest.mark.sweep
 
@@ -34,11 +33,8 @@ def arrays_of(has_up: bool, has_bias: bool) -> TransposedArrays:
         starts=np.array([[0, NEURONS], [NEURONS, rows]]),
         gate=gate,
         up=quantized(2, "q4_1", rows, WIDTH) if has_up else gate[:0],
-        down=LayerRows(
-            quantized(3, "q4_1", WIDTH, NEURONS),
-            quantized(4, "q6", WIDTH, NEURONS),
-            np.array([[0, WIDTH], [WIDTH, WIDTH]]),
-            np.array([[0, 0], [0, WIDTH]]),
+        down=block_rows(
+            [[quantized(3, "q4_1", WIDTH, NEURONS)], [quantized(4, "q6", WIDTH, NEURONS)]]
         ),
         gate_bias=biases(rows),
         up_bias=biases(rows) if has_up else np.empty(0, np.float32),

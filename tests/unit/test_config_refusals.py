@@ -141,7 +141,7 @@ def test_contradictory_and_unsupported(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"architectures": ["OPTForCausalLM"]},
         {"architectures": None, "model_type": "bloom"},

@@ -16,7 +16,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError, CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
-from hotcold.model.weights.ffn import has_down_outputs, read_down_outputs
+from hotcold.model.weights.down_outputs import has_down_outputs, read_down_outputs
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
@@ -32,6 +32,11 @@ MIXED = {
 DOWN = "model.layers.{}.mlp.down_proj.weight"
 
 
+def runs(first: int, last: int) -> list[np.ndarray]:
+    """The same neurons of both layers."""
+    return [np.arange(first, last, dtype=np.int32)] * 2
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
@@ -39,8 +44,8 @@ def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
     config = read_config(path)
     assert has_down_outputs(Checkpoint(path), config)
     with TensorReader(Checkpoint(path)) as reader:
-        whole = read_down_outputs(reader, config, 0, 512)
-        parts = [read_down_outputs(reader, config, first, first + 256) for first in (0, 256)]
+        whole = read_down_outputs(reader, config, runs(0, 512))
+        parts = [read_down_outputs(reader, config, runs(first, first + 256)) for first in (0, 256)]
     expected = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
         kind, Q8
     )
@@ -61,7 +66,7 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     assert system.down_transposed
     attention = load_attention(Checkpoint(path), config)
     with TensorReader(Checkpoint(path)) as reader:
-        down = read_down_outputs(reader, config, 0, 512)
+        down = read_down_outputs(reader, config, runs(0, 512))
     assert (attention.qkv.first.dtype, attention.qkv.second.dtype) == (Q4_K, Q6)
     assert [len(attention.qkv.parts(layer)) for layer in (0, 1)] == [2, 1]
     assert {down.matrix(0).dtype, down.matrix(1).dtype} == {Q6, Q4_K}
@@ -160,4 +165,4 @@ def test_misshapen_rows_are_refused(tmp_path: Path) -> None:
         TensorReader(Checkpoint(path)) as reader,
         pytest.raises(CheckpointError, match="has shape"),
     ):
-        read_down_outputs(reader, wider, 0, 512)
+        read_down_outputs(reader, wider, runs(0, 512))

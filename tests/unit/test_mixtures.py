@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from hotcold.model.config import build, gguf_architectures
 from hotcold.model.config.build import read_config
-from hotcold.model.config.families import FAMILIES, WITHOUT_KERNELS, tensor_names
+from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
+from hotcold.model.config.gguf_architectures import ARCHITECTURES
 from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -31,30 +31,11 @@ from tests.unit.test_reference import relative_difference
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 
-@pytest.fixture
-def mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their families and architectures are known."""
-    for name, family in WITHOUT_KERNELS.items():
-        monkeypatch.setitem(FAMILIES, name, family)
-    for name, architecture in gguf_architectures.WITHOUT_KERNELS.items():
-        monkeypatch.setitem(gguf_architectures.ARCHITECTURES, name, architecture)
-
-
-@pytest.mark.usefixtures("mixtures")
 @pytest.mark.parametrize("variant", MIXTURES)
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path)
     expected = TinyCheckpoint(tmp_path).logits_of(IDS)
     assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
-
-
-@pytest.mark.parametrize("variant", MIXTURES)
-def test_they_are_refused_until_kernels_exist(variant: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path)
-    with pytest.raises(ConfigError, match="which is not supported; supported: Llama") as error:
-        read_config(tmp_path)
-    assert len(str(error.value).splitlines()) == 1
-    assert build.FAMILIES is FAMILIES
 
 
 # A tiny model; what llama.cpp calls it; whether rows of q and k are paired; keys of the file.
@@ -151,9 +132,12 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 }
 
 
-def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
+def write_gguf(
+    path: Path, case: str, layout: str = "stacked", kinds: dict[str, str] | None = None
+) -> None:
     """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
 
+    kinds: as of `LlamaFile`.
     layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
     """
     _, arch, pairs_rows, keys = FILES[case]
@@ -190,6 +174,7 @@ def write_gguf(path: Path, case: str, layout: str = "stacked") -> None:
     LlamaFile(
         values | sizes,
         plain,
+        kinds=kinds or {},
         keys={f"{arch}.{key}": value for key, value in (theta | keys).items()},
         extra=extra,
         arch=arch,
@@ -228,7 +213,6 @@ def ffn_tensors(
     return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
-@pytest.mark.usefixtures("mixtures")
 @pytest.mark.parametrize("case", FILES)
 def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     make_tiny(FILES[case][0], tmp_path)
@@ -237,7 +221,6 @@ def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
 
 
-@pytest.mark.usefixtures("mixtures")
 @pytest.mark.parametrize("layout", ["merged", "split"])
 def test_other_layouts_of_gguf(layout: str, tmp_path: Path) -> None:
     make_tiny("mixtral", tmp_path)
@@ -248,24 +231,10 @@ def test_other_layouts_of_gguf(layout: str, tmp_path: Path) -> None:
 
 def test_every_architecture_is_compared() -> None:
     found = {arch for _, arch, _, _ in FILES.values()}
-    assert found == {"llama", *gguf_architectures.WITHOUT_KERNELS}
+    mixtures = {name for name, one in ARCHITECTURES.items() if one.names.layer.experts}
+    assert found == {"llama", *mixtures}
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
-def test_gguf_is_refused_until_kernels_exist(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_tiny(FILES[case][0], tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setitem(FAMILIES, "mixtral", WITHOUT_KERNELS["mixtral"])
-        patched.setitem(FAMILIES, "qwen3_moe", WITHOUT_KERNELS["qwen3_moe"])
-        write_gguf(tmp_path, case)
-    with pytest.raises(ConfigError, match="which is not supported; supported: ") as error:
-        read_config(tmp_path / "m.gguf")
-    assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.usefixtures("mixtures")
 def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
     """gpt-oss as published, beside its weights as transformers dequantizes them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -295,7 +264,6 @@ def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
     assert relative_difference(reference_logits(tmp_path / "packed", IDS), expected) < 2e-5
 
 
-@pytest.mark.usefixtures("mixtures")
 def test_what_a_layer_says(tmp_path: Path) -> None:
     glm = read_config(make_tiny("glm4-moe-groups", tmp_path / "glm"))
     assert [layer.ffn.block_sizes for layer in glm.layers] == [(40,)] * 2 + [(24,) * 8 + (48,)] * 2
@@ -323,7 +291,6 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
     assert (router.reads, router.score) == ("layer_input", "softmax_of_chosen")
 
 
-@pytest.mark.usefixtures("mixtures")
 @pytest.mark.parametrize(
     ("variant", "changes", "said"),
     [
@@ -349,7 +316,6 @@ def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_p
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.usefixtures("mixtures")
 @pytest.mark.parametrize("variant", ["qwen2-moe", "mixtral", "glm4-moe", "granite-moe"])
 def test_experts_in_two_tensors(variant: str, tmp_path: Path) -> None:
     """As transformers 5 has them in memory, and some checkpoints on disk."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hotcold.placement.profile import Rates
 from hotcold.placement.solver.cost import (
     PlanDevice,
     RowBytes,
@@ -17,6 +18,10 @@ from hotcold.placement.solver.cost import (
 )
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests.placement_cases import llama_config, make_machine
+
+
+def rates(fired: float, chosen: float = 1.0) -> Rates:
+    return Rates(np.array([[chosen]]), np.array([[fired]]))
 
 
 @pytest.mark.parametrize(
@@ -38,13 +43,13 @@ def test_seconds_of_a_neuron(mode: str, has_gate: bool, gpu: float, cpu: float) 
         PlanDevice("cpu0", False, 0, 0, 50.0, 40.0),
     ]
     factor = np.array([2.0]) if mode in ("sign", "lowrank") else None
-    seconds = neuron_seconds(RowBytes.of(config), columns, np.array([[0.25]]), mode, factor)
+    seconds = neuron_seconds(RowBytes.of(config), columns, rates(0.25), mode, factor)
     np.testing.assert_allclose(seconds, [[[gpu / 1e9, cpu / 1e9]]])
 
 
 def test_a_predictor_never_picks_more_than_always() -> None:
     rows, cpu = RowBytes(100, 80, 120), [PlanDevice("cpu0", False, 0, 0, 1.0, 1.0)]
-    seconds = neuron_seconds(rows, cpu, np.array([[0.9]]), "sign", np.array([5.0]))
+    seconds = neuron_seconds(rows, cpu, rates(0.9), "sign", np.array([5.0]))
     np.testing.assert_allclose(seconds, [[[(100 + 0.9 * 200) / 1e9]]])
 
 
@@ -65,7 +70,7 @@ def test_least_neurons_against_a_search() -> None:
     seconds = rng.uniform(0.1, 2.0, (6, 50, 4))  # two GPUs, two columns
     seconds[0, :, 0] *= 0.01
     sync_s = np.array([3.0, 0.0])
-    found = least_neurons(seconds, sync_s, 2)
+    found = least_neurons(seconds, np.full(6, 50), sync_s, 2)
     mean = seconds.mean(axis=1)
     for layer in range(6):
         cpu_s = 1 / sum(1 / mean[layer, 2:])

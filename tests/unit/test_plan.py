@@ -15,7 +15,7 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, 
 from hotcold.placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
-from hotcold.placement.solver.cost import PredictorCost, group_order
+from hotcold.placement.solver.cost import PredictorCost, make_groups
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import llama_config, make_machine
 
@@ -49,7 +49,7 @@ def test_all_bytes_of_the_model_are_somewhere(context: int) -> None:
     plan = make_plan(config, make_machine(), make_profile(config), request)
     devices = plan.report["devices"]
     weights = attention_bytes(config) + head_bytes(config)
-    weights += ffn_bytes(config, config.num_layers * config.ffn_size)
+    weights += ffn_bytes(config, config.num_neurons)
     cache = kv_cache_bytes(config, context, "float16")
     assert sum(device["used_bytes"] for device in devices) == weights + cache
     assert sum(device["bytes"]["kv_cache"] for device in devices) == pytest.approx(cache, abs=10)
@@ -233,7 +233,7 @@ def test_a_profile_comes_back_as_written(tmp_path: Path) -> None:
     assert (again.num_tokens, again.text_name, again.digest) == (1000, "made up", profile.digest)
     assert again.frequency.max() <= 1
     assert make_profile(config, seed=1).digest != profile.digest
-    order = group_order(profile.frequency)
+    order = make_groups(config, profile.frequency).order
     assert (np.diff(np.take_along_axis(profile.counts, order, axis=1), axis=1) <= 0).all()
 
 

@@ -76,7 +76,7 @@ def test_the_json_says_what_the_tables_say(plan: Plan, model: Path) -> None:
     assert [device["name"] for device in report["devices"]] == ["gpu0", "cpu0"]
     config = read_config(model)
     neurons = sum(device["neurons"] for device in report["devices"])
-    assert neurons == config.num_layers * config.ffn_size
+    assert neurons == config.num_neurons
     assert f"expect {report['tokens_per_s']:.3g} tokens/s" in out
     assert report["method"] in ("milp", "greedy")
     assert 0 <= report["gap"] <= 1

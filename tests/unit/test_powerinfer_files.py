@@ -16,7 +16,8 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.ffn import has_down_outputs, load_ffn
+from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.ffn import load_ffn
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.lowrank import LowRankLayer

@@ -122,7 +122,7 @@ def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -
             load_ffn(
                 checkpoint, config, ids, include_down_bias=True, dtype=name, on_bytes=seen.append
             ),
-            ffn_bytes(config, config.ffn_size * config.num_layers),
+            ffn_bytes(config, config.num_neurons),
         ),
     ]:
         arrays = {kind: value for kind, value in vars(found).items() if kind != "starts"}

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.placement.solver.cost import PlanDevice, PredictorCost, make_problem, part_costs
+from hotcold.placement.profile import Rates
+from hotcold.placement.solver.cost import (
+    PlanDevice,
+    PredictorCost,
+    hotness,
+    make_groups,
+    make_problem,
+    part_costs,
+)
 from hotcold.placement.solver.greedy import hottest_first
 from hotcold.placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
 from hotcold.placement.solver.program import make_classes
@@ -45,11 +53,11 @@ def best_of_all(problem: Problem) -> float:
 def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int]]]:
     """Seconds and bytes on each device of every way to place one layer's groups."""
     found = []
-    for places in product(range(problem.num_devices), repeat=len(problem.group_sizes)):
+    for places in product(range(problem.num_devices), repeat=problem.group_sizes.shape[1]):
         work, count = [0.0] * problem.num_devices, [0] * problem.num_devices
         for group, device in enumerate(places):
             work[device] += problem.group_seconds[layer][group][device]
-            count[device] += int(problem.group_sizes[group])
+            count[device] += int(problem.group_sizes[layer, group])
         allowed = True
         for gpu in range(problem.num_gpus):
             if count[gpu]:
@@ -155,6 +163,7 @@ problems = st.builds(
     num_columns=st.integers(1, 3),
     num_parts=st.integers(1, 5),
     tightness=st.sampled_from([1.05, 1.3, 4.0]),
+    is_ragged=st.booleans(),
 )
 
 
@@ -176,13 +185,13 @@ def check(problem: Problem, found: Solution) -> None:
     """Budgets to the byte, the rule of least neurons, and the seconds, all counted again."""
     where = found.assignment.group_device
     assert where.shape == problem.group_seconds.shape[:2]
-    assert ((where >= 0) & (where < problem.num_devices)).all()
+    assert ((where >= 0) & (where < problem.num_devices))[problem.group_sizes > 0].all()
     used = [0] * problem.num_devices
     seconds = problem.fixed_s
     for layer, places in enumerate(where.tolist()):
         count, work = [0] * problem.num_devices, [0.0] * problem.num_devices
         for group, device in enumerate(places):
-            count[device] += int(problem.group_sizes[group])
+            count[device] += int(problem.group_sizes[layer, group])
             work[device] += problem.group_seconds[layer, group, device]
         for gpu in range(problem.num_gpus):
             least = problem.min_neurons[layer, gpu] if found.keeps_min_neurons else 0
@@ -257,7 +266,9 @@ def test_a_large_model(mode: str) -> None:
         factor = np.full(layers, 2.0)
         predictor = PredictorCost("sign", np.full(layers, neurons * 1024), factor)
     parts = part_costs(config, 4096, "float16", predictor)
-    problem = make_problem(config, columns, frequency, mode, parts, 15.0, factor)
+    rates = Rates(np.ones_like(frequency), frequency)
+    groups = make_groups(config, hotness(config, rates))
+    problem = make_problem(config, columns, rates, groups, mode, parts, 15.0, factor)
     found = solve(problem, time_limit_s=8)
     check(problem, found)
     assert found.gap < 0.01

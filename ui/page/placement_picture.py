@@ -72,14 +72,17 @@ def placement_of(
 def device_shares(
     names: list[str], owner: np.ndarray, counts: np.ndarray | None
 ) -> list[DeviceShare]:
-    """Shares of each device. Shapes: owner (L, N) indices into names; counts (L, N) or None."""
-    total = owner.size
+    """Shares of each device.
+
+    Shapes:  owner (L, N) indices into names, -1 where there is no neuron; counts (L, N) or None
+    """
+    total = int((owner >= 0).sum())
     fired = np.ones(owner.shape) if counts is None else counts
     before = np.zeros(2)
     found = []
     for index, name in enumerate(names):
         own = np.sort(fired[owner == index].astype(np.float64))[::-1]
-        reached = np.concatenate([[0.0], own.cumsum()]) / fired.sum()
+        reached = np.concatenate([[0.0], own.cumsum()]) / fired[owner >= 0].sum()
         points = np.unique(np.linspace(0, own.size, min(own.size, _MAX_POINTS) + 1).astype(int))
         curve = before + np.stack([points / total, reached[points]], axis=1)
         share = None if counts is None else float(reached[-1])

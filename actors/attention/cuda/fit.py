@@ -46,7 +46,7 @@ class _Sizes:
         cache = system_kv_bytes(system, config)
         layout, kernels = arena_layout(system, config), device.kernels
         tokens = layout.max_tokens
-        width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size
+        width, qkv, neurons = config.hidden_size, config.qkv_rows, config.largest_ffn
         prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * neurons)
         step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size + layout.num_blocks)
         step += neurons  # masks of which are computed
@@ -117,7 +117,7 @@ def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
     """What the plan puts on its GPU, or everything."""
     plan = system_plan(system, config)
     if plan is None:
-        return replace(system, num_hot_neurons=config.num_layers * config.ffn_size)
+        return replace(system, num_hot_neurons=config.num_neurons)
     num_hot = int((plan.neuron_device == 0).sum()) if plan.num_gpus else 0
     return replace(
         system,

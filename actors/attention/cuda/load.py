@@ -22,6 +22,7 @@ from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import one_format
+from hotcold.numba_kernels.router_arrays import no_routers
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
 
@@ -86,6 +87,7 @@ class CudaLoading:
             vectors=LayerVectors(*map(np.empty_like, attention.vectors)),
             qkv=one_format(_empty_stack(attention.qkv.matrix(0), layers)),
             out=_empty_stack(attention.out[0], layers),
+            routers=no_routers(layers),
         )
         return attention_arrays(config, self._cache, here, _no_head(head))
 

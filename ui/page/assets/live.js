@@ -45,13 +45,13 @@ function countsOf(map, layer, bucket) {
   const done = computed[layer][bucket];
   const gate = Math.max(gates[layer][bucket] - done, 0);
   if (map.steps === 0) return [hot, 0, 0, 0];
-  return [hot, done, gate, Math.max(map.neurons[bucket] - hot - done - gate, 0)];
+  return [hot, done, gate, Math.max(map.neurons[layer][bucket] - hot - done - gate, 0)];
 }
 
 function drawMap(map) {
   const target = canvas();
   const layers = map.last.computed.length;
-  const buckets = map.neurons.length;
+  const buckets = map.neurons[0].length;
   const height = Math.max(96, Math.min(layers * 24, 480));
   const scale = window.devicePixelRatio || 1;
   target.style.height = `${height}px`;
@@ -71,7 +71,7 @@ function drawMap(map) {
       let bottom = (layer + 1) * h - gap;
       counts.forEach((count, kind) => {
         totals[kind] += count;
-        const size = (count / map.neurons[bucket]) * (h - gap);
+        const size = (count / map.neurons[layer][bucket]) * (h - gap);
         context.fillStyle = fills[kind];
         if (kind < 3 && count > 0) context.fillRect(bucket * w, bottom - size, w + 0.5, size);
         bottom -= size;
@@ -114,7 +114,7 @@ function showMap() {
 function showCell() {
   if (!latest) return;
   const { map } = latest;
-  const size = (end) => map.neurons.slice(0, end).reduce((sum, count) => sum + count, 0);
+  const size = (end) => map.neurons[cell.layer].slice(0, end).reduce((sum, count) => sum + count, 0);
   const counts = countsOf(map, cell.layer, cell.bucket);
   const parts = kindsOf(map).map(({ words, index }) => `${words} ${+counts[index].toFixed(1)}`);
   const last = size(cell.bucket + 1) - 1;
@@ -126,7 +126,7 @@ function chooseCell(layer, bucket) {
   if (!latest) return;
   const { map } = latest;
   cell.layer = Math.max(0, Math.min(map.last.computed.length - 1, layer));
-  cell.bucket = Math.max(0, Math.min(map.neurons.length - 1, bucket));
+  cell.bucket = Math.max(0, Math.min(map.neurons[0].length - 1, bucket));
   cell.chosen = true;
   showCell();
 }
@@ -254,7 +254,7 @@ canvas().addEventListener("pointermove", (event) => {
   const across = (event.clientX - box.left) / box.width;
   const down = (event.clientY - box.top) / box.height;
   const { last, neurons } = latest.map;
-  chooseCell(Math.floor(down * last.computed.length), Math.floor(across * neurons.length));
+  chooseCell(Math.floor(down * last.computed.length), Math.floor(across * neurons[0].length));
 });
 canvas().addEventListener("keydown", (event) => {
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };

@@ -1,0 +1,160 @@
+"""Down projections with a row for each output, as files of ggml's blocks have them.
+
+Where no predictor chooses neurons they stay so: ggml's blocks lie along these rows, so to transpose
+them is to quantize again, in more bits. Each block of neurons, an expert or a dense layer, has its
+own matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.ffn_tensors import ffn_tensors
+from hotcold.model.weights.tensor_reader import RowPart, TensorReader
+from hotcold.numba_kernels.block_rows import BlockRows, block_places
+from hotcold.numba_kernels.formats import Q8, is_blocks, is_quantized
+from hotcold.numba_kernels.load.convert import to_float32
+
+UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
+_ROWS_AT_ONCE = 64
+
+
+class _Tensor(NamedTuple):
+    """The tensor of a block's down rows, and which of its `count` stacked matrices they are."""
+
+    name: str
+    index: int = 0
+    count: int = 0  # 0: it is not stacked
+
+
+def num_units(config: ModelConfig) -> int:
+    """Return the largest number of parts that every block's neurons can be cut into."""
+    sizes = [size for layer in config.layers for size in layer.ffn.block_sizes]
+    return min(-(-size // UNIT) for size in sizes)
+
+
+def sizes_of_blocks(config: ModelConfig) -> np.ndarray:
+    """Return the neurons of each layer's blocks (L, B) int64; 0 where a layer has fewer blocks."""
+    sizes = [layer.ffn.block_sizes for layer in config.layers]
+    found = np.zeros((len(sizes), max(map(len, sizes))), np.int64)
+    for layer, own in enumerate(sizes):
+        found[layer, : len(own)] = own
+    return found
+
+
+def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether all down projections are ggml's blocks, with a row for each output.
+
+    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
+    """
+    names = {
+        tensor.name
+        for layer in range(config.num_layers)
+        for tensor in _tensors(checkpoint, config, layer)
+    }
+    return all(
+        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
+    )
+
+
+def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndarray) -> BlockRows:
+    """Return arrays for all blocks' down rows, of sizes[l, b] neurons each.
+
+    Formats are the tensors' own where they are at most two; of more, all but that of most weights
+    become 8 bits.
+    Shapes:  sizes (L, B) int64
+    """
+    held = np.zeros(sizes.shape, object)
+    weights: Counter[np.dtype] = Counter()
+    for layer in range(config.num_layers):
+        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
+            held[layer, block] = dtype = reader.own_dtype(tensor.name)
+            weights[dtype] += config.layers[layer].ffn.block_sizes[block]
+    kinds = [dtype for dtype, _ in weights.most_common()]
+    if not all(map(is_quantized, kinds)) and len(kinds) > 1:
+        kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
+    first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
+    is_second = np.array([dtype != first for dtype in held.flat]).reshape(sizes.shape)
+    is_second &= (first != second) & (sizes > 0)
+    places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
+    rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
+    reader.touch([rows.matrix(*index) for index in np.ndindex(*sizes.shape) if sizes[index]])
+    return rows
+
+
+def read_down_outputs(
+    reader: TensorReader, config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+) -> BlockRows:
+    """Read the weights of neurons `neuron_ids[l]` of every layer l, a row for each output.
+
+    Those of a block are a run, whose first is a multiple of UNIT within the block, and whose end is
+    one too or the block's.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    """
+    runs = _runs(config, neuron_ids)
+    rows = empty_down_outputs(reader, config, runs[:, :, 1] - runs[:, :, 0])
+    for layer in range(config.num_layers):
+        sizes = config.layers[layer].ffn.block_sizes
+        parts: dict[tuple[str, int, int], list[RowPart]] = {}
+        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
+            part = RowPart(tensor.index, rows.matrix(layer, block), int(runs[layer, block, 0]))
+            if len(part.rows):
+                key = tensor.name, sizes[block], tensor.count
+                parts.setdefault(key, []).append(part)
+        for (name, width, count), found in parts.items():
+            shape = config.hidden_size, width
+            reader.row_parts(name, (count, *shape) if count else shape, found)
+    return rows
+
+
+def down_lengths(rows: BlockRows) -> np.ndarray:
+    """Return the length of each neuron's down vector, layer after layer, block after block.
+
+    It converts a few rows at a time to float32.
+    Dtypes:  float32
+    """
+    lengths = [np.empty(0)]
+    for index in np.ndindex(*rows.places.shape[:2]):
+        matrix = rows.matrix(*index)
+        if len(matrix):
+            squares = sum(
+                np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
+                for first in range(0, len(matrix), _ROWS_AT_ONCE)
+            )
+            lengths.append(np.sqrt(squares))
+    return np.concatenate(lengths).astype(np.float32)
+
+
+def _tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> list[_Tensor]:
+    """The tensors of a layer's blocks, in their order."""
+    return [
+        _Tensor(tensor.name, index, tensor.stack)
+        for tensor in ffn_tensors(checkpoint, config, layer).down
+        for index in range(tensor.num_blocks)
+    ]
+
+
+def _runs(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> np.ndarray:
+    """First and end of each block's run of neurons, counted within the block: (L, B, 2)."""
+    runs = np.zeros((*sizes_of_blocks(config).shape, 2), np.int64)
+    for layer, ids in enumerate(neuron_ids):
+        begin = 0
+        for block, size in enumerate(config.layers[layer].ffn.block_sizes):
+            own = ids[(ids >= begin) & (ids < begin + size)] - begin
+            if own.size:
+                run = int(own[0]), int(own[-1]) + 1
+                if (
+                    own.size != run[1] - run[0]
+                    or run[0] % UNIT
+                    or (run[1] % UNIT and run[1] < size)
+                ):
+                    raise ValueError(f"neurons of block {block} of layer {layer} are no run")
+                runs[layer, block] = run
+            begin += size
+    return runs

@@ -1,0 +1,182 @@
+"""The router's kernel beside the reference in float64, in steps and prompts of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotcold.actors.attention.arrays import router_numbers
+from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
+from hotcold.numba_kernels.decode.router import choose_experts, route_tokens
+from hotcold.numba_kernels.router_arrays import RouterArrays
+from tests.kernels.layer_numbers import layer_numbers
+from tests.reference_experts import expert_weights
+
+WIDTH, TOKENS, BEFORE = 70, 37, 5  # BEFORE: rows of a layer before the one that is computed
+SPECS: dict[str, dict[str, Any]] = {
+    "softmax": {"score": "softmax", "norms_chosen": False},
+    "normed": {"score": "softmax", "norms_chosen": True, "scale": 0.5},
+    "of-chosen": {"score": "softmax_of_chosen", "norms_chosen": False, "has_bias": True},
+    "sigmoid": {"score": "sigmoid", "norms_chosen": True, "has_selection_bias": True, "scale": 1.7},
+    "sigmoid-alone": {"score": "sigmoid", "norms_chosen": False, "scale": 2.5},
+    "biased-softmax": {"score": "softmax", "norms_chosen": True, "has_selection_bias": True},
+    "groups": {
+        "score": "sigmoid",
+        "norms_chosen": True,
+        "has_selection_bias": True,
+        "num_groups": 4,
+        "num_chosen_groups": 2,
+    },
+    "softmax-groups": {
+        "score": "softmax",
+        "norms_chosen": False,
+        "num_groups": 6,
+        "num_chosen_groups": 4,
+    },
+}
+
+
+class Router:
+    """Random weights of a router in layer 1, with numbers as kernels take them."""
+
+    def __init__(self, shared: str = "", **facts: Any) -> None:
+        rng = np.random.default_rng(3)
+        self.spec = RouterSpec(
+            **{"num_experts": 12, "num_chosen": 4, "gates_shared": shared == "gated"} | facts
+        )
+        count, total = self.spec.num_experts, BEFORE + self.spec.num_experts
+        self.numbers = layer_numbers(**router_numbers(_ffn(self.spec, bool(shared))))
+
+        def normal(size: int | tuple[int, int], is_there: bool = True) -> np.ndarray:
+            found = rng.standard_normal(size, np.float32)
+            return found if is_there else np.empty(0, np.float32)
+
+        self.arrays = RouterArrays(
+            starts=np.array([0, BEFORE, total], np.int64),
+            rows=normal((total, WIDTH)) / np.float32(4),
+            bias=normal(total, self.spec.has_bias),
+            selection_bias=normal(total, self.spec.has_selection_bias),
+            shared=normal((2, WIDTH * self.spec.gates_shared)) / np.float32(4),
+        )
+        self.num_blocks = count + bool(shared)
+
+    def weights(self, x: np.ndarray, ffn_input: np.ndarray | None = None) -> np.ndarray:
+        """What the kernel makes of tokens x (T, d): (T, B + 1), with a block of wider layers."""
+        found = np.full((len(x), self.num_blocks + 1), np.nan, np.float32)
+        logits = np.full((len(x), self.spec.num_experts), np.nan, np.float32)
+        ffn_input = x if ffn_input is None else ffn_input
+        route_tokens(self.numbers, self.arrays, 1, x, ffn_input, logits, found)
+        return found
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        """The reference's (T, E) float64."""
+
+        def part(values: np.ndarray) -> torch.Tensor | None:
+            return torch.from_numpy(values[BEFORE:]).double() if values.size else None
+
+        rows, bias, selection_bias = self.arrays[1:4]
+        router = part(rows)
+        assert router is not None
+        tokens = torch.from_numpy(x).double()
+        return expert_weights(self.spec, router, part(bias), part(selection_bias), tokens).numpy()
+
+
+def _ffn(spec: RouterSpec, has_shared: bool) -> FfnSpec:
+    return FfnSpec(
+        activation_fn="silu",
+        activation_threshold=0.0,
+        has_gate=True,
+        has_biases=False,
+        block_sizes=(3,) * (spec.num_experts + has_shared),
+        router=spec,
+    )
+
+
+def tokens(count: int = TOKENS) -> np.ndarray:
+    return np.random.default_rng(4).standard_normal((count, WIDTH), np.float32)
+
+
+@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
+def test_weights_equal_the_reference(facts: dict[str, Any]) -> None:
+    router, x = Router(**facts), tokens()
+    found, expected = router.weights(x), router.expected(x)
+    assert not found[:, router.spec.num_experts :].any()
+    found = found[:, : router.spec.num_experts]
+    assert ((found != 0) == (expected != 0)).all()
+    assert (np.count_nonzero(found, axis=1) == router.spec.num_chosen).all()
+    np.testing.assert_allclose(found, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("num_experts", [2, 32, 130])
+def test_other_numbers_of_experts(num_experts: int) -> None:
+    router = Router(
+        score="softmax", norms_chosen=True, num_experts=num_experts, num_chosen=1 + num_experts // 9
+    )
+    x = tokens()
+    np.testing.assert_allclose(router.weights(x)[:, :num_experts], router.expected(x), rtol=3e-6)
+
+
+@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
+def test_bits_do_not_depend_on_other_tokens(facts: dict[str, Any]) -> None:
+    router, x = Router(shared="gated", num_experts=24, **facts), tokens(100)
+    whole = router.weights(x)
+    for sizes in ([1] * 100, [7, 32, 61], [3, 97]):
+        ends = np.cumsum(sizes)
+        parts = [router.weights(x[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def test_shared_experts_read_the_input_of_the_ffn() -> None:
+    x, ffn_input = tokens(), tokens()[::-1].copy()
+    gated = Router(shared="gated", **SPECS["softmax"])
+    products = ffn_input.astype(np.float64) @ gated.arrays.shared[1].astype(np.float64)
+    found = gated.weights(x, ffn_input)[:, gated.spec.num_experts]
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-products)), rtol=1e-5)
+    plain = Router(shared="plain", **SPECS["softmax"])
+    found = plain.weights(x, ffn_input)
+    assert (found[:, plain.spec.num_experts] == 1).all()
+    np.testing.assert_allclose(found[:, :12], plain.expected(x), rtol=3e-6)
+
+
+@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
+def test_of_equal_experts_the_first_are_chosen(facts: dict[str, Any]) -> None:
+    router, x = Router(**facts), tokens(3)
+    router.arrays.rows[:] = router.arrays.rows[0]
+    router.arrays.bias[:] = 0
+    router.arrays.selection_bias[:] = 0
+    found = router.weights(x)
+    assert found[:, :4].all()
+    assert not found[:, 4:].any()
+
+
+def chosen(router: Router, *logits: float) -> list[int]:
+    """The experts chosen by these logits."""
+    values, weights = np.array([logits], np.float32), np.empty((1, len(logits)), np.float32)
+    choose_experts(router.numbers, router.arrays, 1, values[0], weights[0])
+    return np.flatnonzero(weights[0]).tolist()
+
+
+def test_close_logits_of_large_scores_stay_apart() -> None:
+    """Their sigmoids are equal in float32, and so are sums of exponentials."""
+    router = Router(score="sigmoid", norms_chosen=True, num_experts=3, num_chosen=1)
+    assert chosen(router, 20, 20.5, 20.25) == [1]
+
+
+def test_a_weight_may_come_out_as_zero() -> None:
+    router = Router(score="softmax", norms_chosen=True, num_experts=3, num_chosen=2)
+    assert chosen(router, 300, 0, 1) == [0]
+    router = Router(score="sigmoid", norms_chosen=True, num_experts=3, num_chosen=2)
+    assert chosen(router, -800, -900, -1000) == []  # and nothing is divided by 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_the_output(bad: float) -> None:
+    router, x = Router(shared="plain", **SPECS["groups"]), tokens(3)
+    good = router.weights(x)
+    x[1, 5] = bad
+    found = router.weights(x)
+    assert np.isnan(found[1, :12]).all()
+    assert found[[0, 2]].tobytes() == good[[0, 2]].tobytes()
