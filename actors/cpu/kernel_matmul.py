@@ -1,6 +1,8 @@
 """Matmul of many tokens' vectors by this project's kernels, one class a format of operands.
 
-Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
+Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own. What is
+multiplied goes by in blocks (`block_tokens.py`): rows of weights and the tokens that chose them.
+All blocks are one phase, each divided among the threads.
 """
 
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt import float_matmul, int16_matmul
+from hotcold.numba_kernels.prompt.block_tokens import BlockTokens, ChoiceRows, WeightBlocks
 from hotcold.numba_kernels.prompt.float_matmul import (
     combine_kernel,
     linear_kernel,
@@ -27,9 +30,14 @@ from hotcold.numba_kernels.prompt.int16_matmul import (
     num_column_groups,
     pack_int16_kernel,
 )
-from hotcold.numba_kernels.prompt.quantized_matmul import matmul_kernel, quantize_kernel
+from hotcold.numba_kernels.prompt.quantized_matmul import (
+    SUM_ROWS,
+    TOKENS_AT_ONCE,
+    matmul_kernel,
+    quantize_kernel,
+)
 
-_ROWS = 8  # of quantized weights a thread has whole ones: as many as some tile takes side by side
+Rows = np.ndarray | ChoiceRows  # (T, width), a row for each token, or a row for each choice
 
 
 class _Space:
@@ -46,6 +54,22 @@ class _Space:
         return self._items[:count].reshape(shape)
 
 
+def row_widths(rows: Rows, tokens: BlockTokens) -> np.ndarray:
+    """How many numbers a row has in each block (B,) int64."""
+    counts = np.diff(tokens.starts)
+    if isinstance(rows, np.ndarray):
+        return np.full(counts.size, rows.shape[1])
+    return np.diff(rows.starts) // np.maximum(counts, 1)
+
+
+class FloatOperand(NamedTuple):
+    """Items of each block's choices; see `pack_tokens_kernel`."""
+
+    tokens: BlockTokens
+    packed: np.ndarray
+    starts: np.ndarray
+
+
 class FloatMatmul:
     """Weights times activations, both in one float format; sums are float32.
 
@@ -60,43 +84,48 @@ class FloatMatmul:
         self._buffers = _buffers(float_matmul.BUFFER_ITEMS, num_threads, self._items)
         self._tokens, self._sums = _Space(self._items), _Space(np.float32)
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """x (T, d) float32 in items, LANES tokens side by side, in space that is kept."""
-        groups = num_groups(x.shape[0])
-        tokens = self._tokens.shaped(groups, num_items(x.shape[1], self._items), LANES)
+    def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> FloatOperand:
+        """x in items, LANES choices side by side, in space that is kept from call to call."""
+        widths = num_items(row_widths(x, tokens), self._items)
+        starts = _packed_starts(tokens, widths)
+        packed = self._tokens.shaped(int(starts[-1]))
 
         def pack(thread: int) -> None:
-            part = split_range(groups, thread, self._num_threads, 1)
-            pack_tokens_kernel(x, tokens, self._buffers[thread], *part)
+            buffer = self._buffers[thread]
+            pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, self._num_threads)
 
         self._then(pack)
-        return tokens
+        return FloatOperand(tokens, packed, starts)
 
-    def linear(self, operand: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T.
+    def linear(self, operand: FloatOperand, weights: WeightBlocks, out: Rows) -> None:
+        """out = x @ weights.T of each block's choices.
 
-        Shapes:  operand of x (T, d), weights (N, d), out (T, N)
+        Shapes:  out: a row for each choice, or (T, d), to which products are added block after block
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
         self._multiply(linear_kernel, operand, weights, out)
 
-    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """out = h @ rows.
+    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
+        """out = h @ rows of each block's choices, or it is added.
 
-        Shapes:  h (T, N), rows (N, d) or (N, row bytes), out (T, d)
+        Shapes:  h: as many numbers for each choice as its block has rows; out as in `linear`
         Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
-        self._multiply(combine_kernel, self.operand(h, rows), rows, out)
+        self._multiply(combine_kernel, self.operand(h, rows, tokens), rows, out)
 
     def _multiply(
-        self, kernel: Callable[..., None], tokens: np.ndarray, weights: np.ndarray, out: np.ndarray
+        self,
+        kernel: Callable[..., None],
+        operand: FloatOperand,
+        weights: WeightBlocks,
+        out: Rows,
     ) -> None:
-        groups = tokens.shape[0]
-        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS, groups, LANES)
+        groups = _most_groups(operand.tokens)
+        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS * groups * LANES)
 
         def multiply(thread: int) -> None:
-            part = split_range(out.shape[1], thread, self._num_threads, LANES)
-            kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
+            buffer, own = self._buffers[thread], sums[thread]
+            kernel(*weights, *operand, buffer, own, out, thread, self._num_threads)
 
         self._then(multiply)
 
@@ -113,11 +142,13 @@ class Float32Matmul(FloatMatmul):
     _items = np.float32
 
 
-class Int16Tokens(NamedTuple):
-    """Tokens in pairs of int16, and the scales of their groups of columns."""
+class Int16Operand(NamedTuple):
+    """Pairs of int16 of each block's choices, and scales; see `pack_int16_kernel`."""
 
-    tokens: np.ndarray
+    tokens: BlockTokens
+    packed: np.ndarray
     scales: np.ndarray
+    starts: np.ndarray
 
 
 class Int16Matmul:
@@ -131,30 +162,39 @@ class Int16Matmul:
             _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
         )
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> Int16Tokens:
-        """x (T, d) float32 in pairs with scales, LANES tokens side by side, in space kept."""
-        groups, parts = num_groups(x.shape[0]), num_column_groups(x.shape[1])
-        tokens = self._tokens.shaped(groups, parts * GROUP_PAIRS, LANES)
-        scales = self._scales.shaped(groups, parts, LANES)
+    def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> Int16Operand:
+        """x in pairs with scales, LANES choices side by side, in space kept."""
+        parts = num_column_groups(row_widths(x, tokens))
+        starts = _packed_starts(tokens, parts * GROUP_PAIRS)
+        packed = self._tokens.shaped(int(starts[-1]))
+        scales = self._scales.shaped(int(starts[-1]) // GROUP_PAIRS)
 
         def pack(thread: int) -> None:
-            part = split_range(groups, thread, self._num_threads, 1)
-            pack_int16_kernel(x, tokens, scales, self._buffers[thread], *part)
+            buffer = self._buffers[thread]
+            pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, self._num_threads)
 
         self._then(pack)
-        return Int16Tokens(tokens, scales)
+        return Int16Operand(tokens, packed, scales, starts)
 
-    def linear(self, operand: Int16Tokens, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T, as `FloatMatmul.linear`."""
-        groups = operand.tokens.shape[0]
-        sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS, groups, LANES)
+    def linear(self, operand: Int16Operand, weights: WeightBlocks, out: Rows) -> None:
+        """out = x @ weights.T of each block, as `FloatMatmul.linear`."""
+        groups = _most_groups(operand.tokens)
+        sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS * groups * LANES)
 
         def multiply(thread: int) -> None:
-            part = split_range(weights.shape[0], thread, self._num_threads, LANES)
-            buffer = self._buffers[thread]
-            linear_int16_kernel(weights, *operand, buffer, sums[thread], out, *part)
+            buffer, own = self._buffers[thread], sums[thread]
+            linear_int16_kernel(
+                *weights, *operand, buffer, own, out, thread, self._num_threads
+            )
 
         self._then(multiply)
+
+
+class QuantizedOperand(NamedTuple):
+    """The vectors of all blocks' choices, one after the other."""
+
+    tokens: BlockTokens
+    vectors: QuantizedVectors
 
 
 class QuantizedMatmul:
@@ -164,29 +204,40 @@ class QuantizedMatmul:
         """As `FloatMatmul`."""
         self._num_threads, self._then = num_threads, then
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
+        self._sums = _buffers(TOKENS_AT_ONCE * SUM_ROWS, num_threads, np.float32)
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> QuantizedVectors:
-        """The vectors of x (T, d) float32, in space that is kept from call to call."""
-        num_tokens, width = x.shape
-        if self._vectors.values.shape[1] < num_tokens or self._vectors.values.shape[2] < width:
-            self._vectors = empty_vectors(1, num_tokens, width)
-        vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
+    def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> QuantizedOperand:
+        """The vectors of x, in space that is kept from call to call."""
+        count, width = tokens.ids.size, int(row_widths(x, tokens).max(initial=0))
+        if self._vectors.values.shape[1] < count or self._vectors.values.shape[2] < width:
+            self._vectors = empty_vectors(1, count, width)
+        vectors = QuantizedVectors(*(array[0, :count] for array in self._vectors))
 
         def quantize(thread: int) -> None:
-            part = split_range(num_tokens, thread, self._num_threads, 1)
-            quantize_kernel(weights, x, vectors, *part)
+            part = split_range(count, thread, self._num_threads, 1)
+            quantize_kernel(weights.array, x, tokens, vectors, *part)
 
         self._then(quantize)
-        return vectors
+        return QuantizedOperand(tokens, vectors)
 
-    def linear(self, operand: QuantizedVectors, weights: np.ndarray, out: np.ndarray) -> None:
-        """out (T, N) float32 = vectors @ weights.T; weights (N, row bytes) of ROW_FORMATS."""
+    def linear(self, operand: QuantizedOperand, weights: WeightBlocks, out: Rows) -> None:
+        """out = vectors @ weights.T of each block, of ROW_FORMATS, as `FloatMatmul.linear`."""
 
         def multiply(thread: int) -> None:
-            part = split_range(weights.shape[0], thread, self._num_threads, _ROWS)
-            matmul_kernel(weights, operand, out, *part)
+            sums = self._sums[thread].reshape(TOKENS_AT_ONCE, SUM_ROWS)
+            matmul_kernel(*weights, *operand, sums, out, thread, self._num_threads)
 
         self._then(multiply)
+
+
+def _packed_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
+    """Where each block begins in an array of whole groups of LANES choices, and the end."""
+    sizes = num_groups(np.diff(tokens.starts)) * LANES * widths
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def _most_groups(tokens: BlockTokens) -> int:
+    return int(num_groups(np.diff(tokens.starts)).max(initial=0))
 
 
 def _buffers(count: int, num_threads: int, dtype: type) -> list[np.ndarray]:

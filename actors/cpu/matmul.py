@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hotcold.actors.cpu.kernel_matmul import (
     Float32Matmul,
     Int16Matmul,
     QuantizedMatmul,
+    Rows,
 )
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
 from hotcold.model.weights.memory import aligned_empty
@@ -28,13 +29,20 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.prompt.block_tokens import (
+    BlockTokens,
+    WeightBlocks,
+    every_token,
+    one_block,
+    weight_blocks,
+)
 from hotcold.placement.machine.pinning import pin_thread
 
 _FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
-# A class whose objects have operand(x, weights), linear(operand, weights, out) and most of them
-# combine(h, rows, out), as `torch_matmul` and `kernel_matmul` have them.
+# A class whose objects have operand(x, weights, tokens), linear(operand, weights, out) and most of
+# them combine(h, tokens, rows, out), as `torch_matmul` and `kernel_matmul` have them.
 Kind = type[Any]
 
 
@@ -134,8 +142,10 @@ class Matmul:
         """So that no prompt waits for it."""
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
         with self.at_once():
-            self.linear(np.zeros((1, CHUNK), np.float32), row, np.empty(0, np.float32))
-            self.combine(np.zeros((1, 1), np.float32), row, np.empty((1, CHUNK), np.float32))
+            x, out = np.zeros((1, CHUNK), np.float32), np.empty((1, CHUNK), np.float32)
+            self.linear(x, row, np.empty(0, np.float32))
+            h = one_block(np.zeros((1, 1), np.float32))
+            self.combine(h, every_token(1), weight_blocks(row), one_block(out))
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -211,13 +221,32 @@ class Matmul:
 
         The weights are of one dtype.
         """
-        kind = self._kind(matmul_kinds(matrices[0][0].dtype, self._features)[0])
-        operand = kind.operand(x, matrices[0][0])
-        for weights, bias, out in matrices:
-            kind.linear(operand, weights, out)
+        self.block_linears(
+            x,
+            every_token(len(x)),
+            [(weight_blocks(weights), one_block(out)) for weights, _, out in matrices],
+        )
+        for _, bias, out in matrices:
             if bias.size:
                 self.then_rows(len(out), partial(_add_bias, out, bias))
         return [out for _, _, out in matrices]
+
+    def block_linears(
+        self, x: Rows, tokens: BlockTokens, matrices: Sequence[tuple[WeightBlocks, Rows]]
+    ) -> None:
+        """Products of blocks' weights and the tokens that chose them, once it has been run.
+
+        out = x @ weights.T for the choices of each block, of each (weights, out). A choice's bits
+        depend on nothing but its x and weights.
+        Shapes:  x (T, d), or rows of choices; out: rows of choices, or (T, height of every block),
+                 to which products are added block after block
+        Dtypes:  x, out float32; weights bits, of one dtype
+        """
+        first = matrices[0][0]
+        kind = self._kind(matmul_kinds(first.array.dtype, self._features)[0])
+        operand = kind.operand(x, first, tokens)
+        for weights, out in matrices:
+            kind.linear(operand, weights, out)
 
     def layer_linear(
         self,
@@ -241,18 +270,22 @@ class Matmul:
             first += len(part)
         return out
 
-    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """out = h @ rows, rows weighted and summed, once it has been run.
+    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
+        """out = h @ rows of each block's choices, once it has been run.
 
-        Shapes:  h (T, N) contiguous, rows (N, d) or (N, row bytes), out (T, d)
+        Shapes:  h: rows of choices, as long as their block has rows; out: rows of choices, or
+                 (T, d), to which sums are added block after block
         Dtypes:  h, out float32; rows bits
         """
-        kind = self._kind(matmul_kinds(rows.dtype, self._features)[1])
-        kind.combine(h, rows, out)
+        self._kind(matmul_kinds(rows.array.dtype, self._features)[1]).combine(h, tokens, rows, out)
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
-        return self._kind(QuantizedMatmul).operand(x, weights) if is_quantized(weights.dtype) else x
+        if not is_quantized(weights.dtype):
+            return x
+        kind, tokens = self._kind(QuantizedMatmul), every_token(len(x))
+        operand = kind.operand(x, weight_blocks(weights), tokens)
+        return cast(QuantizedVectors, operand.vectors)
 
     def _kind(self, kind: Kind) -> Any:
         """That of this object; a thread's buffers are made when the first weights need them."""

@@ -5,18 +5,33 @@ What torch's product of a row is may depend on how many rows there are. So every
 TOKENS_AT_ONCE tokens, the last ones filled up with zeros.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hotcold.actors.cpu.kernel_matmul import Rows, row_widths
 from hotcold.actors.cpu.thread_team import Then
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.load.convert import widen_kernel
+from hotcold.numba_kernels.prompt.block_tokens import (
+    BlockTokens,
+    WeightBlocks,
+    matrix_of_block,
+    rows_of_block,
+)
 
 TOKENS_AT_ONCE = 64
 _BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
+
+
+class TorchOperand(NamedTuple):
+    """Of each block its runs (TOKENS_AT_ONCE, width)."""
+
+    tokens: BlockTokens
+    runs: list[Sequence[torch.Tensor]]
 
 
 class TorchBfloat16Matmul:
@@ -30,51 +45,83 @@ class TorchBfloat16Matmul:
         self._num_threads, self._then = num_threads, then
         self._buffers = [np.empty(_BLOCK_BYTES // 2, np.int16) for _ in range(num_threads)]
 
-    def operand(self, x: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-        """x in bfloat16, in whole runs of TOKENS_AT_ONCE tokens: (runs, TOKENS_AT_ONCE, d)."""
-        runs = -(-x.shape[0] // TOKENS_AT_ONCE)
-        rounded = torch.zeros(runs * TOKENS_AT_ONCE, x.shape[1], dtype=torch.bfloat16)
+    def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> TorchOperand:
+        """x in bfloat16, of each block whole runs of TOKENS_AT_ONCE choices."""
+        widths = row_widths(x, tokens).tolist()
+        runs = (-(-np.diff(tokens.starts) // TOKENS_AT_ONCE)).tolist()
+        rounded = [
+            torch.zeros(number * TOKENS_AT_ONCE, width, dtype=torch.bfloat16)
+            for number, width in zip(runs, widths, strict=True)
+        ]
 
         def round_(thread: int) -> None:
             torch.set_num_threads(1)
-            first, last = split_range(x.shape[0], thread, self._num_threads, 1)
-            rounded[first:last] = torch.from_numpy(x[first:last])
+            for block, target in enumerate(rounded):
+                own, ids = rows_of_block(x, tokens, block)
+                part = slice(*split_range(ids.size, thread, self._num_threads, 1))
+                target[: ids.size][part] = torch.from_numpy(own[ids[part]])
 
         self._then(round_)
-        return rounded.view(runs, TOKENS_AT_ONCE, -1)
+        return TorchOperand(tokens, [of_block.split(TOKENS_AT_ONCE) for of_block in rounded])
 
-    def linear(self, operand: torch.Tensor, weights: np.ndarray, out: np.ndarray) -> None:
-        """out (T, N) float32 = x @ weights.T, of what `operand` gave of x."""
+    def linear(self, operand: TorchOperand, weights: WeightBlocks, out: Rows) -> None:
+        """out = x @ weights.T of each block, as `kernel_matmul.FloatMatmul.linear`."""
 
         def multiply(thread: int) -> None:
-            def put(block: torch.Tensor, first: int, last: int) -> None:
-                for part, x in zip(_runs(out), operand, strict=True):
-                    part[:, first:last] = (x @ block.T)[: len(part)].float().numpy()
+            for number, runs in enumerate(operand.runs):
+                own, ids = rows_of_block(out, operand.tokens, number)
 
-            self._each_block(thread, weights, put)
+                def put(block: torch.Tensor, first: int, last: int) -> None:
+                    for part, x in zip(_runs(ids), runs, strict=True):  # noqa: B023
+                        product = (x @ block.T)[: len(part)].float().numpy()
+                        own[part, first:last] = (  # noqa: B023
+                            own[part, first:last] + product if own is out else product  # noqa: B023
+                        )
+
+                if ids.size:
+                    self._each_block(thread, matrix_of_block(weights, number), put)
 
         self._then(multiply)
 
-    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """out (T, d) float32 = h (T, N) @ rows, in each thread of its rows, then of all threads."""
-        operand = self.operand(h, rows)
-        sums = np.empty((self._num_threads, *out.shape), np.float32)
+    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
+        """out = h @ rows of each block, in each thread of its rows, then of all threads.
 
+        As `kernel_matmul.FloatMatmul.combine`.
+        """
+        operand = self.operand(h, rows, tokens)
+        most = int(np.diff(tokens.starts).max(initial=0))
+        width = row_width(rows.array.dtype, int(rows.places[:, 2].max(initial=0)))
+        sums = np.empty((self._num_threads, most, width), np.float32)
+        for block, runs in enumerate(operand.runs):
+            matrix = matrix_of_block(rows, block)
+            if len(runs) and len(matrix):
+                self._combine_block(runs, matrix, *rows_of_block(out, tokens, block), out, sums)
+
+    def _combine_block(
+        self,
+        runs: Sequence[torch.Tensor],
+        rows: np.ndarray,
+        own: np.ndarray,
+        ids: np.ndarray,
+        out: Rows,
+        sums: np.ndarray,
+    ) -> None:
         def multiply(thread: int) -> None:
-            own = sums[thread]
-            own[:] = 0
+            of_thread = sums[thread, : ids.size]
+            of_thread[:] = 0
 
             def add(block: torch.Tensor, first: int, last: int) -> None:
-                for part, x in zip(_runs(own), operand, strict=True):
+                for part, x in zip(_runs(of_thread), runs, strict=True):
                     part += (x[:, first:last] @ block)[: len(part)].float().numpy()
 
             self._each_block(thread, rows, add)
 
         def add_up(thread: int) -> None:
-            first, last = split_range(out.shape[0], thread, self._num_threads, 1)
-            out[first:last] = sums[0, first:last]
-            for own in sums[1:]:
-                out[first:last] += own[first:last]
+            part = slice(*split_range(ids.size, thread, self._num_threads, 1))
+            total = sums[0, : ids.size][part].copy()
+            for of_thread in sums[1:]:
+                total += of_thread[: ids.size][part]
+            own[ids[part]] = own[ids[part]] + total if own is out else total
 
         self._then(multiply)
         self._then(add_up)
@@ -101,5 +148,5 @@ class TorchBfloat16Matmul:
         return torch.from_numpy(block).view(torch.bfloat16)
 
 
-def _runs(out: np.ndarray) -> list[np.ndarray]:
-    return [out[i : i + TOKENS_AT_ONCE] for i in range(0, len(out), TOKENS_AT_ONCE)]
+def _runs(rows: np.ndarray) -> list[np.ndarray]:
+    return [rows[i : i + TOKENS_AT_ONCE] for i in range(0, len(rows), TOKENS_AT_ONCE)]

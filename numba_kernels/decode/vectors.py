@@ -69,7 +69,7 @@ def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyp
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
         own = QuantizedVectors(scratch.values[thread], scratch.scales[thread], scratch.sums[thread])
         for t in range(x.shape[0]):
-            quantize_vector(weights, x, t, own)
+            quantize_vector(weights, x, t, own, t)
         return own
 
     return quantized

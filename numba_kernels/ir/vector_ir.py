@@ -253,8 +253,8 @@ def prefetch_part(typingctx, weights, row, part):
 
 
 @intrinsic
-def quantize_vector(typingctx, weights, x, token, into):
-    """into[token] = x[token] quantized for rows like `weights`; x (T, d) float32.
+def quantize_vector(typingctx, weights, x, token, into, place):
+    """into[place] = x[token] quantized for rows like `weights`; x (T, d) float32.
 
     into: QuantizedVectors
     """
@@ -262,13 +262,13 @@ def quantize_vector(typingctx, weights, x, token, into):
     assert row_format
 
     def emit(given: Arguments) -> None:
-        source, token = given.array(1), given.number(2)
-        target = Vectors(given.arrays(3)).vector(token)
+        source, (token, place) = given.array(1), given.numbers(2, 4)
+        target = Vectors(given.arrays(3)).vector(place)
         assert isinstance(target, Vector)
         groups = source.shape[1] // QUANT_GROUP
         emit_quantize(source.at(token), target, groups, row_format)
 
-    return types.void(weights, x, _INDEX, into), codegen_of(emit)
+    return types.void(weights, x, _INDEX, into, _INDEX), codegen_of(emit)
 
 
 @intrinsic

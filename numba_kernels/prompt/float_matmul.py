@@ -17,11 +17,13 @@ from numba.core import types
 from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import CHUNK
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.panel_ir import add_tile, fill_pair, fill_row, unpack_chunk
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LANES
+from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
 
 # Rows and items of columns in a block of `linear`, columns and items of rows in one of `combine`.
 _LINEAR_ROWS, _LINEAR_ITEMS = 16 * TILE_ROWS, 512
@@ -44,32 +46,82 @@ def num_items(width: int, dtype: type) -> int:
 
 
 @njit(nogil=True, cache=True)
-def pack_tokens_kernel(x, tokens, buffer, first, last):
-    """Groups first..last-1 of `tokens` = items of x (T, d) float32; checks nothing.
+def pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, num_threads):
+    """A thread's share of `packed` = items of each block's rows of x; checks nothing.
 
-    tokens (groups, items of d, LANES), zeros where x ends; buffer (BUFFER_ITEMS,) of its dtype
+    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; buffer (BUFFER_ITEMS,) like packed
+    packed (items,), of block b packed[starts[b] : starts[b + 1]]: (groups, items of a row, LANES),
+    zeros where its choices end
     """
+    for b in range(starts.shape[0] - 1):
+        own, ids = block_rows(x, tokens, b)
+        groups = num_groups_of(ids.shape[0])
+        first, last = split_range(groups, thread, num_threads, 1)
+        if first < last:
+            of_block = _packed_block(packed, starts, groups, b)
+            _pack_groups(own, ids, of_block, buffer, first, last)
+
+
+@njit(nogil=True, cache=True)
+def num_groups_of(num_tokens):
+    """`num_groups` in compiled code."""
+    return (num_tokens + LANES - 1) // LANES
+
+
+@njit(nogil=True, cache=True)
+def _packed_block(packed, starts, groups, block):
+    own = packed[starts[block] : starts[block + 1]]
+    return own.reshape(groups, own.shape[0] // (groups * LANES), LANES)
+
+
+@njit(nogil=True, cache=True)
+def _pack_groups(x, ids, tokens, buffer, first, last):
+    """Groups first..last-1 of `tokens` = items of x[ids], zeros where they end."""
     for group in range(first, last):
         for lane in range(LANES):
             t = group * LANES + lane
-            if t >= x.shape[0]:
+            if t >= ids.shape[0]:
                 for item in range(tokens.shape[1]):
                     tokens[group, item, lane] = 0
                 continue
             for begin in range(0, tokens.shape[1], _LINEAR_ITEMS):
                 end = min(begin + _LINEAR_ITEMS, tokens.shape[1])
-                _fill_items(x, t, begin, end, buffer)
+                _fill_items(x, ids[t], begin, end, buffer)
                 for item in range(begin, end):
                     tokens[group, item, lane] = buffer[item - begin]
 
 
 @njit(nogil=True, cache=True)
-def linear_kernel(weights, tokens, buffer, sums, out, first, last):
-    """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
+def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
+    """A thread's share of each block's rows times its choices; checks nothing.
 
-    weights (N, d) float32, uint16 (float16) or int16 (bfloat16); tokens: see `pack_tokens_kernel`
-    buffer (BUFFER_ITEMS,) like tokens, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
+    out[t, n] = weights[n] . x[t] of row n and choice t of a block; where `out` has rows of tokens the
+    products are added to them.
+    weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
+    out: see `block_rows`
+    packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
+    sums (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
     """
+    for b in range(starts.shape[0] - 1):
+        matrix = block_matrix(weights, places[b])
+        first, last = split_range(matrix.shape[0], thread, num_threads, LANES)
+        own, ids = block_rows(out, tokens, b)
+        groups = num_groups_of(ids.shape[0])
+        if first < last and groups:
+            _multiply_rows(
+                matrix, _packed_block(packed, starts, groups, b),
+                buffer, _block_sums(sums, groups), own, ids, adds_rows(out), first, last,
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _block_sums(sums, groups):
+    return sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES)
+
+
+@njit(nogil=True, cache=True)
+def _multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
+    """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
     count, stride = tokens.shape[1], _LINEAR_ITEMS + _PAD
     columns_an_item = _numbers_an_item(buffer)
     block = buffer[: _LINEAR_ROWS * stride].reshape(_LINEAR_ROWS, stride)
@@ -91,16 +143,30 @@ def linear_kernel(weights, tokens, buffer, sums, out, first, last):
                         tokens, group, block, r, begin, end, sums,
                         weights, ahead + r, column, ahead_bytes,
                     )  # fmt: skip
-        _store(sums, num_rows, out, row)
+        store_sums(sums, num_rows, out, ids, adds, row)
 
 
 @njit(nogil=True, cache=True)
-def combine_kernel(rows, tokens, buffer, sums, out, first, last):
-    """out[t] = sum over n of h[t, n] rows[n], in columns first..last-1; checks nothing.
+def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
+    """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
-    rows (N, d), or (N, row bytes) of ROW_FORMATS; tokens are h's; the rest as in `linear_kernel`,
-    out (T, d)
+    out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, or it is added
+    rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed is h; the rest as there
     """
+    for b in range(starts.shape[0] - 1):
+        own, ids = block_rows(out, tokens, b)
+        first, last = split_range(own.shape[1], thread, num_threads, LANES)
+        groups, matrix = num_groups_of(ids.shape[0]), block_matrix(rows, places[b])
+        if first < last and groups and matrix.shape[0]:
+            _sum_rows(
+                matrix, _packed_block(packed, starts, groups, b),
+                buffer, _block_sums(sums, groups), own, ids, adds_rows(out), first, last,
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _sum_rows(rows, tokens, buffer, sums, out, ids, adds, first, last):
+    """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1."""
     count, rows_an_item = tokens.shape[1], _numbers_an_item(buffer)
     stride = _COMBINE_COLUMNS + _PAD
     block = buffer[: _COMBINE_ITEMS * stride].reshape(_COMBINE_ITEMS, stride)
@@ -125,7 +191,7 @@ def combine_kernel(rows, tokens, buffer, sums, out, first, last):
                         tokens, group, columns, c, begin, end, sums,
                         rows, ahead, next_place, ahead_bytes,
                     )  # fmt: skip
-        _store(sums, num_columns, out, column)
+        store_sums(sums, num_columns, out, ids, adds, column)
         column = end_column
 
 
@@ -266,9 +332,13 @@ def _add_tiles(
 
 
 @njit(nogil=True, cache=True)
-def _store(sums, count, out, first):
-    """out[t, first + i] = sums[i] of token t, for i < count."""
-    for t in range(out.shape[0]):
-        group, lane = t // LANES, t % LANES
-        for i in range(count):
-            out[t, first + i] = sums[i, group, lane]
+def store_sums(sums, count, out, ids, adds, first):
+    """out[ids[t], first + i] = sums[i] of token t, or adds it, for i < count."""
+    for t in range(ids.shape[0]):
+        group, lane, row = t // LANES, t % LANES, ids[t]
+        if adds:
+            for i in range(count):
+                out[row, first + i] += sums[i, group, lane]
+        else:
+            for i in range(count):
+                out[row, first + i] = sums[i, group, lane]

@@ -9,6 +9,7 @@ the first-level cache. A token's result does not depend on its batch-mates.
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ir.bit_ir import float32_of
 from hotcold.numba_kernels.ir.int16_ir import (
     COLUMN_GROUP,
@@ -20,6 +21,8 @@ from hotcold.numba_kernels.ir.int16_ir import (
 )
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
+from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
+from hotcold.numba_kernels.prompt.float_matmul import num_groups_of, store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB
@@ -35,23 +38,47 @@ def num_column_groups(width: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def pack_int16_kernel(x, tokens, scales, buffer, first, last):
-    """Groups first..last-1 of `tokens` and `scales` = rounded pairs of x (T, d); checks nothing.
+def pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, num_threads):
+    """A thread's share of `packed`, `scales` = rounded pairs of each block's rows of x.
 
-    tokens (groups, pairs, LANES) int32, scales (groups, groups of columns, LANES) float32: whole
-    groups of columns, zeros where x ends; buffer (BUFFER_PAIRS,) int32; x float32
+    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; buffer (BUFFER_PAIRS,) int32
+    packed (pairs,) int32, scales (groups of pairs,) float32: of block b packed[starts[b] :
+    starts[b + 1]] (groups, pairs of a row, LANES) and scales (groups, groups of columns, LANES),
+    whole groups of columns, zeros where its choices end. Checks nothing.
     """
+    for b in range(starts.shape[0] - 1):
+        own, ids = block_rows(x, tokens, b)
+        groups = num_groups_of(ids.shape[0])
+        first, last = split_range(groups, thread, num_threads, 1)
+        if first < last:
+            pairs, steps = _packed_block(packed, scales, starts, groups, b)
+            _pack_groups(own, ids, pairs, steps, buffer, first, last)
+
+
+@njit(nogil=True, cache=True)
+def _packed_block(packed, scales, starts, groups, block):
+    first, last = starts[block], starts[block + 1]
+    pairs, steps = packed[first:last], scales[first // GROUP_PAIRS : last // GROUP_PAIRS]
+    return (
+        pairs.reshape(groups, pairs.shape[0] // (groups * LANES), LANES),
+        steps.reshape(groups, steps.shape[0] // (groups * LANES), LANES),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _pack_groups(x, ids, tokens, scales, buffer, first, last):
+    """Groups first..last-1 of `tokens`, `scales` = rounded pairs of x[ids], zeros at the end."""
     row = buffer[: _GROUPS * GROUP_PAIRS]
     bits, wide = row.view(np.int16).reshape(1, -1), np.empty((1, COLUMN_GROUP), np.float32)
     row_scales = np.empty((1, _GROUPS), np.float32)
     for group in range(first, last):
         tokens[group] = 0
         scales[group] = 0
-        for t in range(group * LANES, min((group + 1) * LANES, x.shape[0])):
+        for t in range(group * LANES, min((group + 1) * LANES, ids.shape[0])):
             lane = t - group * LANES
             for begin in range(0, scales.shape[1], _GROUPS):
                 end = min(begin + _GROUPS, scales.shape[1])
-                _round_block(x, t, 1, begin, end, MAX_INPUT, bits, row_scales, wide)
+                _round_block(x, ids[t], 1, begin, end, MAX_INPUT, bits, row_scales, wide)
                 for part in range(begin, end):
                     scales[group, part, lane] = row_scales[0, part - begin]
                 pair = begin * GROUP_PAIRS
@@ -60,12 +87,31 @@ def pack_int16_kernel(x, tokens, scales, buffer, first, last):
 
 
 @njit(nogil=True, cache=True)
-def linear_int16_kernel(weights, tokens, token_scales, buffer, sums, out, first, last):
-    """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
+def linear_int16_kernel(
+    weights, places, tokens, packed, scales, starts, buffer, sums, out, thread, num_threads
+):
+    """As `float_matmul.linear_kernel`; checks nothing.
 
-    weights (N, d) uint16 (float16) or int16 (bfloat16); tokens: see `pack_int16_kernel`
-    buffer (BUFFER_PAIRS,) int32, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
+    weights, places: `WeightBlocks` of uint16 (float16) or int16 (bfloat16)
+    packed, scales, starts: see `pack_int16_kernel`; buffer (BUFFER_PAIRS,) int32
     """
+    for b in range(starts.shape[0] - 1):
+        matrix = block_matrix(weights, places[b])
+        first, last = split_range(matrix.shape[0], thread, num_threads, LANES)
+        own, ids = block_rows(out, tokens, b)
+        groups = num_groups_of(ids.shape[0])
+        if first < last and groups:
+            pairs, steps = _packed_block(packed, scales, starts, groups, b)
+            _multiply_rows(
+                matrix, pairs, steps, buffer,
+                sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES),
+                own, ids, adds_rows(out), first, last,
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _multiply_rows(weights, tokens, token_scales, buffer, sums, out, ids, adds, first, last):
+    """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
     num_parts = token_scales.shape[1]
     block = buffer.reshape(_ROWS, _STRIDE)
     bits = block.view(np.int16)
@@ -87,10 +133,7 @@ def linear_int16_kernel(weights, tokens, token_scales, buffer, sums, out, first,
                         min(_PART, end - part), sums, weights, ahead,
                         column + (part - begin) * COLUMN_GROUP,
                     )  # fmt: skip
-        for t in range(out.shape[0]):
-            group, lane = t // LANES, t % LANES
-            for r in range(num_rows):
-                out[t, row + r] = sums[r, group, lane]
+        store_sums(sums, num_rows, out, ids, adds, row)
 
 
 # Numba counts an array's references wherever a name is given to it, which takes as long as rounding

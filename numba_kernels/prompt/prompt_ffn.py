@@ -1,8 +1,8 @@
 """Up and down of a prompt's tokens, for the neurons that fire for each of them.
 
 A matmul computes a prompt's gates; where few fire, most of up and down need not be computed.
-Neurons go by in blocks and columns of the output in parts, so that what many tokens read stays in
-the second-level cache meanwhile.
+Neurons go by in runs and columns of the output in parts, so that what many tokens read stays in the
+second-level cache meanwhile. A choice is a token and a block that it chose (`block_tokens.py`).
 """
 
 from collections.abc import Callable
@@ -23,64 +23,94 @@ from hotcold.numba_kernels.ir.vector_ir import (
     dot_rows4,
     prefetch_part,
 )
+from hotcold.numba_kernels.prompt.block_tokens import BlockTokens, block_rows, choice_share
 
 _ZERO = np.float32(0)
 Empty = Callable[..., np.ndarray]
-BLOCK = 256  # neurons; 256 KiB of a part of float16 rows
+RUN = 256  # neurons; 256 KiB of a part of float16 rows
 
 
 class FiredNeurons(NamedTuple):
-    """Which neurons fire for which tokens, block by block: what is read together is contiguous.
+    """Which neurons fire for which choices, run by run: what is read together is contiguous.
 
-    Token t's of block b are ids[b, starts[b, t] : starts[b, t + 1]], and values, what each row of
-    down is multiplied with, in the same way. Shapes and dtypes: ids (blocks, T * BLOCK) int32,
-    values the same float32, starts (blocks, T + 1) int32.
+    runs (R, 5) int64: of each run of at most RUN neurons of a block: the block, its first neuron
+    and the one after its last, where its lists begin in `ids`, `values` and in `starts`
+    Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down is
+    multiplied with, in the same way; ids count from the layer's first. ids int32, values float32,
+    starts int32
     """
 
+    runs: np.ndarray
     ids: np.ndarray
     values: np.ndarray
     starts: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def activate_kernel(function, weights, bounds, factors, h, num_fired, first, last):
-    """h[t] = fn(h[t]) * weights[t] * factors[t], and how many are not zero, for first <= t < last.
+def activate_kernel(
+    function, weights, gate_bias, up_bias, bounds, tokens, factors, h, num_fired, first, last
+):
+    """h[i] = fn(h[i] + gate_bias) * weights[i] * (factors[i] + up_bias), for choices first..last-1.
 
-    `factors` (T, N), products with up rows, are activated as up is; (T, 0) is none. weights (T, B)
-    are of blocks of neurons, b of bounds[b]..bounds[b + 1] - 1; (0, 0) is none. Checks nothing.
-    Dtypes:  h, factors, weights float32; bounds, num_fired (T,) int64
+    num_fired[i] is how many are not zero. `factors` (`ChoiceRows`, or no values), products with up
+    rows, are activated as up is. weights (P,) float32 or (0,); biases (N,) or (0,) float32, of
+    block b from bounds[b] on; h `ChoiceRows`; num_fired (P,) int64. Checks nothing.
     """
-    for t in range(first, last):
-        own = h[t]
-        if function.code == SILU:
-            silu_row(h, t)
-        elif function.code == GELU:
-            gelu_row(h, t)
-        elif function.code == GELU_TANH:
-            gelu_tanh_row(h, t)
-        else:
-            for n in range(own.shape[0]):
-                own[n] = activate(function, own[n])
-        for b in range(weights.shape[1]):
-            for n in range(bounds[b], bounds[b + 1]):
-                own[n] *= weights[t, b]
-        if factors.shape[1]:
-            _scale(function, factors[t], own)
-        found = 0
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, _ = block_rows(h, tokens, b)
+            choice = tokens.starts[b]
+            for t in range(begin, end):
+                _activate_row(function, gate_bias, bounds[b], own, t)
+                if weights.shape[0]:
+                    for n in range(own.shape[1]):
+                        own[t, n] *= weights[choice + t]
+            if factors.values.shape[0]:
+                of_up, _ = block_rows(factors, tokens, b)
+                for t in range(begin, end):
+                    _scale(function, up_bias, bounds[b], of_up[t], own[t])
+            for t in range(begin, end):
+                found = 0
+                for n in range(own.shape[1]):
+                    found += own[t, n] != 0
+                num_fired[choice + t] = found
+
+
+@njit(nogil=True, cache=True)
+def _activate_row(function, bias, first, h, t):
+    own = h[t]
+    if bias.shape[0]:
         for n in range(own.shape[0]):
-            found += own[n] != 0
-        num_fired[t] = found
+            own[n] += bias[first + n]
+    if function.code == SILU:
+        silu_row(h, t)
+    elif function.code == GELU:
+        gelu_row(h, t)
+    elif function.code == GELU_TANH:
+        gelu_tanh_row(h, t)
+    else:
+        for n in range(own.shape[0]):
+            own[n] = activate(function, own[n])
 
 
 @njit(nogil=True, cache=True)
-def scale_kernel(function, factors, h, first, last):
-    """h[t] *= factors[t], activated as up is, for first <= t < last; shapes as above."""
-    for t in range(first, last):
-        _scale(function, factors[t], h[t])
+def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
+    """h[i] *= factors[i] + up_bias, activated as up is, for choices first..last-1; as above."""
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, _ = block_rows(h, tokens, b)
+            of_up, _ = block_rows(factors, tokens, b)
+            for t in range(begin, end):
+                _scale(function, up_bias, bounds[b], of_up[t], own[t])
 
 
 @njit(nogil=True, cache=True)
-def _scale(function, factors, h):
+def _scale(function, bias, first, factors, h):
+    if bias.shape[0]:
+        for n in range(h.shape[0]):
+            factors[n] += bias[first + n]
     if function.code == DRELU:
         for n in range(h.shape[0]):
             h[n] *= activate_up(function, factors[n])
@@ -90,79 +120,95 @@ def _scale(function, factors, h):
 
 
 @njit(nogil=True, cache=True)
-def list_fired(h, first, last, fired):
-    """List the neurons of blocks first..last-1 where h (T, N) float32 is not zero; no checks."""
-    for block in range(first, last):
-        begin, found = block * BLOCK, 0
-        ids, values, starts = fired.ids[block], fired.values[block], fired.starts[block]
+def list_fired(h, bounds, tokens, first, last, fired):
+    """List the neurons of runs first..last-1 where h (`ChoiceRows`) is not zero; no checks."""
+    for run in range(first, last):
+        block, begin, end, place, of_starts = fired.runs[run]
+        own, _ = block_rows(h, tokens, block)
+        ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
+        found, offset = 0, bounds[block]
         starts[0] = 0
-        for t in range(h.shape[0]):
-            for n in range(begin, min(begin + BLOCK, h.shape[1])):
-                ids[found], values[found] = n, h[t, n]
-                found += h[t, n] != 0
+        for t in range(own.shape[0]):
+            for n in range(begin, end):
+                ids[found], values[found] = n, own[t, n - offset]
+                found += own[t, n - offset] != 0
             starts[t + 1] = found
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _prefetch_share(matrix, block, first_part, last_part, turn, num_turns):
-    """Prefetch some rows of the next block: all at once would be more than a core has in flight."""
-    first = block * BLOCK
-    begin, end = first + BLOCK * turn // num_turns, first + BLOCK * (turn + 1) // num_turns
-    for n in range(begin, min(end, matrix.shape[0])):
+def _prefetch_share(matrix, run, first_part, last_part, turn, num_turns):
+    """Prefetch some rows of a run: all at once would be more than a core has in flight."""
+    first, size = run[1], run[2] - run[1]
+    for n in range(first + size * turn // num_turns, first + size * (turn + 1) // num_turns):
         for part in range(first_part, last_part):
             prefetch_part(matrix, n, part)
 
 
 @njit(nogil=True, cache=True)
-def prompt_up_kernel(up, bias, x, first, last, fired):
-    """values *= up[n] . x[t] + bias[n] for listed neurons of blocks first..last-1; no checks.
+def prompt_up_kernel(up, bias, x, tokens, first, last, fired):
+    """values *= up[n] . x[t] + bias[n] for listed neurons of runs first..last-1; no checks.
 
-    `x` is what `quantize_activations` gave, bias (N,) or (0,)
+    `x`, of all tokens, is what `quantize_activations` gave, bias (N,) or (0,)
     """
     parts = up.shape[1] * up.itemsize // 1024 + 1
-    for block in range(first, last):
-        ids, values, starts = fired.ids[block], fired.values[block], fired.starts[block]
-        num_tokens = starts.shape[0] - 1
-        for t in range(num_tokens):
-            _prefetch_share(up, block + 1, 0, parts, t, num_tokens)
-            i, end = starts[t], starts[t + 1]
-            while i + 4 <= end:
-                sums = dot_rows4(up, ids[i], ids[i + 1], ids[i + 2], ids[i + 3], x, t)
-                for k in range(4):
-                    values[i + k] *= sums[k] + (bias[ids[i + k]] if bias.shape[0] else _ZERO)
-                i += 4
-            while i < end:
-                n = ids[i]
-                product = dot_lone_row(up, n, x, t)
-                values[i] *= product + (bias[n] if bias.shape[0] else _ZERO)
-                i += 1
+    for run in range(first, last):
+        block, _, _, place, of_starts = fired.runs[run]
+        ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
+        choice = tokens.starts[block]
+        num_tokens = tokens.starts[block + 1] - choice
+        following = fired.runs[min(run + 1, last - 1)]
+        for i in range(num_tokens):
+            _prefetch_share(up, following, 0, parts, i, num_tokens)
+            _multiply_fired(up, bias, x, tokens.ids[choice + i], ids, values, starts[i], starts[i + 1])
 
 
 @njit(nogil=True, cache=True)
-def prompt_down_kernel(down, fired, first, last, sums, out):
-    """out[t] += sum over listed n of value * down[n], for parts first..last-1 of its columns.
+def _multiply_fired(up, bias, x, t, ids, values, i, end):
+    while i + 4 <= end:
+        sums = dot_rows4(up, ids[i], ids[i + 1], ids[i + 2], ids[i + 3], x, t)
+        for k in range(4):
+            values[i + k] *= sums[k] + (bias[ids[i + k]] if bias.shape[0] else _ZERO)
+        i += 4
+    while i < end:
+        n = ids[i]
+        product = dot_lone_row(up, n, x, t)
+        values[i] *= product + (bias[n] if bias.shape[0] else _ZERO)
+        i += 1
 
-    A part is PART_COLUMNS columns; out (T, d), sums (parts, T, PART_COLUMNS) float32: a part's sums
-    lie together: rows a power of two apart would evict each other. Checks nothing.
+
+@njit(nogil=True, cache=True)
+def prompt_down_kernel(down, tokens, fired, first, last, sums, out):
+    """out[t] += sum over listed n of value * down[n], in a share of its parts of PART_COLUMNS.
+
+    Part p of token t is number p * T + t; the share is first..last-1. out (T, d),
+    sums (parts, T, PART_COLUMNS) float32: a part's sums lie together: rows a power of two apart
+    would evict each other. A token's neurons are added in their order. Checks nothing.
     """
-    for part in range(first, last):
-        begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])
+    num_tokens, num_runs = out.shape[0], fired.runs.shape[0]
+    for part in range(first // num_tokens, (last + num_tokens - 1) // num_tokens):
+        first_token = max(first - part * num_tokens, 0)
+        last_token = min(last - part * num_tokens, num_tokens)
         own = sums[part]
-        own[:] = 0
-        _prefetch_share(down, 0, part, part + 1, 0, 1)
-        for block in range(fired.ids.shape[0]):
-            _add_block(down, fired, block, part, own)
-        for t in range(out.shape[0]):
+        own[first_token:last_token] = 0
+        _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
+        for run in range(num_runs):
+            _add_run(down, tokens, fired, run, part, first_token, last_token, own)
+        begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])
+        for t in range(first_token, last_token):
             add_in_order(down, own[t], out[t, begin:end], 0, end - begin)
 
 
 @njit(nogil=True, cache=True)
-def _add_block(down, fired, block, part, sums):
-    ids, values, starts = fired.ids[block], fired.values[block], fired.starts[block]
-    num_tokens = sums.shape[0]
-    for t in range(num_tokens):
-        _prefetch_share(down, block + 1, part, part + 1, t, num_tokens)
-        i, end = starts[t], starts[t + 1]
+def _add_run(down, tokens, fired, run, part, first_token, last_token, sums):
+    block, _, _, place, of_starts = fired.runs[run]
+    ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
+    of_block = tokens.ids[tokens.starts[block] : tokens.starts[block + 1]]
+    first, last = np.searchsorted(of_block, first_token), np.searchsorted(of_block, last_token)
+    following = fired.runs[min(run + 1, fired.runs.shape[0] - 1)]
+    for choice in range(first, last):
+        t = of_block[choice]
+        _prefetch_share(down, following, part, part + 1, choice - first, last - first)
+        i, end = starts[choice], starts[choice + 1]
         while i + 4 <= end:
             a, b, c, d = ids[i], ids[i + 1], ids[i + 2], ids[i + 3]
             add_part4(
@@ -175,22 +221,35 @@ def _add_block(down, fired, block, part, sums):
             i += 1
 
 
-def num_blocks(num_neurons: int) -> int:
-    """Blocks of `list_fired`."""
-    return -(-num_neurons // BLOCK)
-
-
 def num_parts(width: int) -> int:
     """Parts of `prompt_down_kernel`."""
     return -(-width // PART_COLUMNS)
 
 
-def empty_fired(num_tokens: int, num_neurons: int, empty: Empty = np.empty) -> FiredNeurons:
+def empty_fired(tokens: BlockTokens, bounds: np.ndarray, empty: Empty = np.empty) -> FiredNeurons:
     """Space for the worst case, in uninitialized arrays empty(shape, dtype)."""
-    blocks = num_blocks(num_neurons)
-    shape = blocks, num_tokens * BLOCK
+    counts, sizes = np.diff(tokens.starts), np.diff(bounds)
+    of_block = np.where(counts, -(-sizes // RUN), 0)
+    blocks = np.repeat(np.arange(sizes.size), of_block)
+    number = np.arange(blocks.size) - np.repeat(np.cumsum(of_block) - of_block, of_block)
+    first = bounds[blocks] + number * RUN
+    runs = np.empty((blocks.size, 5), np.int64)
+    runs[:, 0], runs[:, 1] = blocks, first
+    runs[:, 2] = np.minimum(first + RUN, bounds[blocks + 1])
+    lists, starts = counts[blocks] * RUN, counts[blocks] + 1
+    runs[:, 3], runs[:, 4] = np.cumsum(lists) - lists, np.cumsum(starts) - starts
     return FiredNeurons(
-        empty(shape, np.int32),
-        empty(shape, np.float32),
-        empty((blocks, num_tokens + 1), np.int32),
+        runs,
+        empty((int(lists.sum()),), np.int32),
+        empty((int(lists.sum()),), np.float32),
+        empty((int(starts.sum()),), np.int32),
     )
+
+
+def run_shares(tokens: BlockTokens, fired: FiredNeurons, num_shares: int) -> np.ndarray:
+    """First run of each share and the end, (num_shares + 1,): alike in neurons times choices."""
+    counts = np.diff(tokens.starts)[fired.runs[:, 0]]
+    work = np.cumsum(counts * (fired.runs[:, 2] - fired.runs[:, 1]))
+    total = work[-1] if work.size else 0
+    inner = [np.searchsorted(work, total * share / num_shares) for share in range(1, num_shares)]
+    return np.array([0, *inner, work.size])

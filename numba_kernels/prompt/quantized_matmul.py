@@ -1,32 +1,80 @@
 """Matmul of quantized weights and many tokens (prefill), by integers."""
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.rows import rows_kernel
-from hotcold.numba_kernels.decode.vectors import NO_BIAS, QuantizedVectors
+from hotcold.numba_kernels.decode.rows import block_products, rows_at_once, split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
+from hotcold.numba_kernels.prompt.block_tokens import (
+    adds_rows,
+    block_matrix,
+    block_rows,
+    choice_share,
+)
 
 TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
+_ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
+SUM_ROWS = 192  # of products that are added to rows of tokens, panel by panel
 
 
 @njit(nogil=True, cache=True)
-def quantize_kernel(weights, x, into, first, last):
-    """into[t] = x[t] quantized for rows like `weights`, for tokens first..last-1; checks nothing.
+def quantize_kernel(weights, x, tokens, into, first, last):
+    """into[i] = x of choice i quantized for rows like `weights`, for choices first..last-1.
 
-    x (T, d) float32
+    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; checks nothing
     """
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, ids = block_rows(x, tokens, b)
+            _quantize_rows(weights, own, ids, begin, end, _part(into, tokens.starts[b], end))
+
+
+@njit(nogil=True, cache=True)
+def _quantize_rows(weights, x, ids, first, last, into):
     for t in range(first, last):
-        quantize_vector(weights, x, t, into)
+        quantize_vector(weights, x, ids[t], into, t)
 
 
 @njit(nogil=True, cache=True)
-def matmul_kernel(weights, vectors, out, first, last):
-    """out[t, n] = weights[n] . vectors[t] for rows first..last-1 and all tokens; checks nothing.
+def _part(vectors, first, count):
+    end = first + count
+    return QuantizedVectors(
+        vectors.values[first:end], vectors.scales[first:end], vectors.sums[first:end]
+    )
 
-    Rows are read once for every TOKENS_AT_ONCE tokens. out (T, N) float32
+
+@njit(nogil=True, cache=True)
+def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threads):
+    """A thread's share of each block's rows times its choices; checks nothing.
+
+    out[t, n] = weights[n] . vectors[t] of row n and choice t of a block; where `out` has rows of
+    tokens the products are added to them. Rows are read once for every TOKENS_AT_ONCE choices.
+    weights, places: `WeightBlocks`; out: see `block_rows`; sums (TOKENS_AT_ONCE, SUM_ROWS) float32
     """
-    for begin in range(0, out.shape[0], TOKENS_AT_ONCE):
-        end = min(begin + TOKENS_AT_ONCE, out.shape[0])
-        part = QuantizedVectors(
-            vectors.values[begin:end], vectors.scales[begin:end], vectors.sums[begin:end]
-        )
-        rows_kernel(weights, NO_BIAS, part, out[begin:end], first, last)
+    for b in range(tokens.starts.shape[0] - 1):
+        count = tokens.starts[b + 1] - tokens.starts[b]
+        rows = block_matrix(weights, places[b])
+        first, last = split_range(rows.shape[0], thread, num_threads, _ROWS)
+        if first == last:
+            continue
+        own, ids = block_rows(out, tokens, b)
+        for begin in range(0, count, TOKENS_AT_ONCE):
+            end = min(begin + TOKENS_AT_ONCE, count)
+            part = _part(vectors, tokens.starts[b] + begin, end - begin)
+            if adds_rows(out):
+                _add_products(rows, part, sums, own, ids[begin:end], first, last)
+            else:
+                block_products(rows, part, own[begin:end], first, last, first)
+
+
+@njit(nogil=True, cache=True)
+def _add_products(weights, vectors, sums, out, ids, first, last):
+    """out[ids[t], n] += weights[n] . vectors[t] for rows first..last-1."""
+    own, size = sums[: ids.shape[0]], min(SUM_ROWS, rows_at_once(weights))
+    for row in range(first, last, size):
+        end = min(row + size, last)
+        block_products(weights, vectors, own, row, end, 0)
+        for t in range(ids.shape[0]):
+            target, products = out[ids[t]], own[t]
+            for n in range(row, end):
+                target[n] += products[n - row]
