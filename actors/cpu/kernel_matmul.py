@@ -183,9 +183,7 @@ class Int16Matmul:
 
         def multiply(thread: int) -> None:
             buffer, own = self._buffers[thread], sums[thread]
-            linear_int16_kernel(
-                *weights, *operand, buffer, own, out, thread, self._num_threads
-            )
+            linear_int16_kernel(*weights, *operand, buffer, own, out, thread, self._num_threads)
 
         self._then(multiply)
 

@@ -159,7 +159,9 @@ def prompt_up_kernel(up, bias, x, tokens, first, last, fired):
         following = fired.runs[min(run + 1, last - 1)]
         for i in range(num_tokens):
             _prefetch_share(up, following, 0, parts, i, num_tokens)
-            _multiply_fired(up, bias, x, tokens.ids[choice + i], ids, values, starts[i], starts[i + 1])
+            _multiply_fired(
+                up, bias, x, tokens.ids[choice + i], ids, values, starts[i], starts[i + 1]
+            )
 
 
 @njit(nogil=True, cache=True)
