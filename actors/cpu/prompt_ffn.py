@@ -192,7 +192,8 @@ def _empty_rows(matmul: Matmul, shard: _Shard, tokens: BlockTokens) -> ChoiceRow
 
 def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
     for block, (first, last) in enumerate(pairwise(shard.bounds)):
-        counts[first:last] += np.count_nonzero(rows_of_block(h, tokens, block)[0], axis=0)
+        if len(rows := rows_of_block(h, tokens, block)[0]):
+            counts[first:last] += np.count_nonzero(rows, axis=0)
 
 
 def _add_bias(
