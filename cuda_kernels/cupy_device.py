@@ -14,6 +14,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.kernels import (
+    CLAMPED_SILU,
     DRELU,
     FATRELU,
     GELU,
@@ -38,8 +39,12 @@ _EXPRESSIONS = {
     SILU: "(g / (1.0f + expf(-g)))",
     GELU: "(0.5f * g * (1.0f + erff(g * 0.70710678118654752f)))",
     GELU_TANH: "(0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g))))",
+    CLAMPED_SILU: "((g > h ? h : g) / (1.0f + expf(-1.702f * (g > h ? h : g))))",
 }
-_FACTORS = {DRELU: "(f <= 0 ? 0.0f : f)"}
+_FACTORS = {
+    DRELU: "(f <= 0 ? 0.0f : f)",
+    CLAMPED_SILU: "((f > h ? h : f < -h ? -h : f) + 1.0f)",
+}
 # The nearest bfloat16, ties to even; a NaN stays one.
 _TO_BFLOAT16 = """
 unsigned int bits = __float_as_uint(x);

@@ -28,6 +28,7 @@ def format_header() -> str:
                 ("CHUNK", formats.CHUNK),
             )
         ),
+        *_tables(),
         _function("Codes", "codes_of", codes, "FLOAT_CODES"),
         _function("Factors", "factors_of", factors, "NO_FACTORS"),
         _function("int", "bits_of", _facts(_KINDS, "bits"), 0),
@@ -37,6 +38,14 @@ def format_header() -> str:
         _function("bool", "has_halves", _facts(_ROWS, "has_halves"), 0),
     ]
     return "\n".join(lines)
+
+
+def _tables() -> Iterable[str]:
+    """What numbers of codes stand for, as words of four signed bytes."""
+    for codes in dict.fromkeys(row.codes for row in _ROWS.values() if row.codes.values):
+        for first in range(0, len(codes.values), 4):
+            word = sum(value % 256 << 8 * i for i, value in enumerate(codes.values[first:][:4]))
+            yield f"SHARED_CONSTANT u32 {codes.name.upper()}_{first} = {word:#x}u;"
 
 
 def _enum(kind: str, names: Iterable[str]) -> str:

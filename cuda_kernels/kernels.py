@@ -31,7 +31,7 @@ from hotcold.numba_kernels.formats import QUANT_GROUP
 
 RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
 # as in numba_kernels.checks
-RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU = range(8)
 MAX_TOKENS = 32
 _NORM_THREADS = 512
 _MAX_HEAD_DIM = 256

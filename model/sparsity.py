@@ -13,6 +13,8 @@ from hotcold.model.config.model_config import ModelConfig
 #   Bamboo-7B: same perplexity with the largest 12%     its README
 #   OPT, 6.7B and larger: 0.03                          PowerInfer, section 8
 #   ReLU Falcon 40B: 0.05                               PowerInfer, section 8
+#   TurboSparse-Mixtral: 0.15 of a chosen expert        arXiv 2406.05955, section 6.2
+#   SmallThinker: under 0.4 of a chosen expert          arXiv 2507.20984
 _PUBLISHED_SHARES = {
     ("llama", "relu"): 0.30,
     ("llama", "fatrelu"): 0.11,
@@ -20,6 +22,8 @@ _PUBLISHED_SHARES = {
     ("bamboo", "drelu"): 0.12,
     ("opt", "relu"): 0.03,
     ("falcon", "relu"): 0.05,
+    ("turbosparsemixtral", "drelu"): 0.15,
+    ("smallthinker", "relu"): 0.40,
 }
 ACTIVATION_SHARE = 0.8  # as in PowerInfer's figure 5
 MIN_RATE, MAX_RATE = 1e-4, 0.999
@@ -31,7 +35,10 @@ _BISECTIONS = 40
 
 
 def published_firing_share(config: ModelConfig) -> float | None:
-    """Return the published share of a layer's neurons that fires at a token; None without one."""
+    """Return the published share of neurons that fires at a token; None without one.
+
+    It is of a layer's neurons, in a mixture of those of the chosen experts.
+    """
     return _PUBLISHED_SHARES.get((config.family, config.activation_fn))
 
 

@@ -5,8 +5,10 @@ import numpy as np
 from hotcold.numba_kernels.formats import FORMATS, row_width
 
 # Codes of an FFN's function in kernels. drelu is relu(gate . x) * relu(up . x); fatrelu has a
-# threshold.
-RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
+# threshold, clamped_silu a limit.
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU = range(8)
+CLAMPED_SLOPE = 1.702  # of clamped_silu
+ACTIVATES_UP = DRELU, CLAMPED_SILU  # those that change up . x, too
 ACTIVATION_CODES = {
     "relu": RELU,
     "silu": SILU,
@@ -15,6 +17,7 @@ ACTIVATION_CODES = {
     "relu2": RELU2,
     "fatrelu": FATRELU,
     "drelu": DRELU,
+    "clamped_silu": CLAMPED_SILU,
 }
 ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
 _KNOWN = ", ".join(kind.name if dtype.names else f"{dtype}" for dtype, kind in FORMATS.items())

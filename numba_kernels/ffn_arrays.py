@@ -65,6 +65,11 @@ class ExpertPredictors(NamedTuple):
     inner_starts: np.ndarray
     outer: BlockRows
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both networks' weights."""
+        return int(self.inner.nbytes + self.outer.nbytes)
+
 
 def no_predictors(num_layers: int) -> ExpertPredictors:
     """Return the predictors of a model without any."""

@@ -1,8 +1,8 @@
 """Formats of weights, identified by the dtype of the arrays that hold them.
 
 float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
-`Q4_1`, `Q4_K`, `Q5`, `Q5_K` and `Q6` hold bytes of quantized rows: groups of 32 weights share a
-scale, in Q6 halves of such groups.
+`Q4_1`, `Q4_K`, `Q5`, `Q5_K`, `Q6` and `MXFP4` hold bytes of quantized rows: groups of 32 weights
+share a scale, in Q6 halves of such groups.
 
     Q8:   weight = scale * value           value int8 in -127..127
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
@@ -12,9 +12,11 @@ scale, in Q6 halves of such groups.
     Q5:   weight = scale * (value - 16)    value 0..31
     Q5_K: as Q4_K, of values 0..31
     Q6:   weight = block's scale * half's scale * (value - 32)    value 0..63, half's scale int8
+    MXFP4: weight = 2 ^ (exponent - 128) * E2M1_VALUES[nibble]    exponent 0..252
 
-These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K and Q6_K hold. A row is its
-values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same).
+These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K, Q6_K and MXFP4 hold. A row is
+its values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the
+same); in MXFP4 its exponents, a byte a group. Those above 252 stand for NaN or may be infinite.
 
 In Q4_K, Q5_K and Q6 blocks of 8 groups share float16 numbers at the end of the row: each block's
 scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256 weights. Between the values
@@ -29,7 +31,7 @@ group in each lane.
 
     8 bits: 8 steps; byte b of step j is value 4 j + b of its group
     4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
-            nibble
+            nibble, of MXFP4 the number of a value
     5 bits: 5 steps; four as of 4 bits, then a byte b of step 4 that holds in bit i the upper bit of
             value 4 i + b
     6 bits: 6 steps; byte b of step j < 4 holds the low nibbles of values 4 j + b and, high,
@@ -53,7 +55,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 WeightDtype = Literal[
-    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
+    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4", "mxfp4"
 ]
 QUANT_GROUP = 32  # weights that share a scale
 CHUNK_GROUPS = 16
@@ -72,17 +74,18 @@ class FloatFormat(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """How whole numbers of `bits` bits lie in a chunk."""
+    """How whole numbers of `bits` bits lie in a chunk, and what each stands for if not itself."""
 
     name: str
     bits: int
+    values: tuple[int, ...] = ()
 
 
 class Factors(NamedTuple):
     """What codes are multiplied with, and what is added.
 
     A group's scale and minimum are float16; or, in blocks of several groups, small integers that
-    are multiplied with the block's float16.
+    are multiplied with the block's float16; or a scale is a power of two, its exponent a byte.
     """
 
     name: str
@@ -95,9 +98,14 @@ class Factors(NamedTuple):
 
 BYTES, NIBBLES = Codes("bytes", 8), Codes("nibbles", 4)
 FIFTHS, PAIRS = Codes("fifths", 5), Codes("pairs", 6)  # nibbles, and what stands above them
+# Numbers of one sign, two exponent and one mantissa bit, twice as large, so that they are whole.
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+E2M1 = Codes("e2m1", 4, E2M1_VALUES)
 SCALES, MINIMA = Factors("scales", 1), Factors("minima", 2, has_min=True)
 SIX_BITS = Factors("six_bits", 2, has_min=True, block_groups=8, group_bits=2 * 6)
 HALVES = Factors("halves", 1, block_groups=8, group_bits=2 * 8, has_halves=True)
+EXPONENTS = Factors("exponents", 0, group_bits=8)
+MAX_EXPONENT = 252  # with which every weight is a float32
 
 
 class RowFormat(NamedTuple):
@@ -132,8 +140,8 @@ class RowFormat(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether codes are bytes or nibbles, and factors float16: nothing takes long to unpack."""
-        return self.codes in (BYTES, NIBBLES) and self.factors in (SCALES, MINIMA)
+        """Whether codes are bytes or nibbles, factors a group's own: quick to unpack."""
+        return self.codes in (BYTES, NIBBLES, E2M1) and self.block_groups == 1
 
     @property
     def is_summed(self) -> bool:
@@ -187,9 +195,10 @@ ROW_FORMATS: dict[np.dtype, RowFormat] = {
         RowFormat("q5", FIFTHS, SCALES, offset=16, summed_as="q8"),
         RowFormat("q5_k", FIFTHS, SIX_BITS, summed_as="q8"),
         RowFormat("q6", PAIRS, HALVES, offset=32, summed_as="q8"),
+        RowFormat("mxfp4", E2M1, EXPONENTS, version=3),
     )
 }
-Q8, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6 = QUANTIZED = tuple(ROW_FORMATS)
+Q8, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, MXFP4 = QUANTIZED = tuple(ROW_FORMATS)
 FLOATS = tuple(FLOAT_FORMATS)
 FORMATS: dict[np.dtype, FloatFormat | RowFormat] = {**FLOAT_FORMATS, **ROW_FORMATS}
 DTYPES: dict[WeightDtype, np.dtype] = {kind.name: dtype for dtype, kind in FORMATS.items()}
@@ -235,6 +244,7 @@ BLOCK_FORMATS: dict[np.dtype, BlockFormat] = {
         BlockFormat("Q5_K", 13, 256, 176, (Q5_K,)),
         BlockFormat("Q6_K", 14, 256, 210, (Q6,)),
         BlockFormat("IQ4_NL", 20, 32, 18, (Q8,)),
+        BlockFormat("MXFP4", 39, 32, 17, (MXFP4,)),
     )
 }
 

@@ -82,11 +82,11 @@ class NeuronPredictor:
         self._cells = np.zeros(0, np.int32)  # where helpers sleep
         self._helpers: list[threading.Thread] = []
 
-    def selector(self, thresholds: np.ndarray) -> Selector:
-        """The selector of steps with `threshold_words` (L, 2) int64, scored by these threads."""
+    def selector(self, thresholds: np.ndarray, is_routed: np.ndarray) -> Selector:
+        """The selector of steps, scored by these threads; as in `Selector`."""
         return Selector(
             thresholds=thresholds,
-            is_routed=np.zeros(len(thresholds), np.bool_),  # no model's attention service routes
+            is_routed=is_routed,
             team=self._team,
             reads_residual=self.input_name == "residual",
             bounds=self._bounds,

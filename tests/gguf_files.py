@@ -157,6 +157,8 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
     for at in _SCALES[kind]:
         scales = rng.uniform(0.0005, 0.002, (rows, blocks, 1)).astype(np.float16)
         raw[:, :, at : at + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, :, 0] = rng.integers(117, 120, (rows, blocks))
     return raw.reshape(*shape[:-1], blocks * num_bytes)
 
 
@@ -173,6 +175,7 @@ _SCALES: dict[str, tuple[int, ...]] = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "IQ4_NL": (0,),
+    "MXFP4": (),  # a power of two
 }
 
 

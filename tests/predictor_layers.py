@@ -62,7 +62,7 @@ def chosen_by(
 ) -> list[list[list[int]]] | None:
     """By service and token, the rows that are requested for x (T, d); None for all neurons."""
     thresholds = np.zeros((layer + 1, 2), np.int64)
-    selector, num_tokens = predictor.selector(thresholds), len(x)
+    selector, num_tokens = predictor.selector(thresholds, np.zeros(layer + 1, np.bool_)), len(x)
     buffers.ffn_input[:num_tokens] = buffers.hidden[:num_tokens] = x
     services, num_shards = np.arange(buffers.requests.shape[0]), selector.bounds.shape[1] - 1
     cpus = services[services.size - num_shards :]

@@ -33,8 +33,9 @@ FORMATS = {
     "q8": gguf.GGMLQuantizationType.Q8_0,
     "q4": gguf.GGMLQuantizationType.Q4_0,
     "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "mxfp4": gguf.GGMLQuantizationType.MXFP4,
 }
-GROUP_BYTES = {"q8": 34, "q4": 18, "q4_1": 20}
+GROUP_BYTES = {"q8": 34, "q4": 18, "q4_1": 20, "mxfp4": 17}
 
 
 def make_model(name: str, path: Path, dtype: str = "float16", shards: int = 1) -> Path:
@@ -66,12 +67,12 @@ def _row(blocks: np.ndarray, name: str) -> np.ndarray:
                         out.append(codes[8 * j + b] | codes[8 * j + 4 + b] << 4)
     for first in range(0, _factor_bytes(name), 2):
         for block in blocks:
-            out.extend(int(byte) for byte in block[first : first + 2])
+            out.extend(int(byte) for byte in block[first : min(first + 2, _factor_bytes(name))])
     return np.array(out, np.uint8)
 
 
 def _factor_bytes(name: str) -> int:
-    return 4 if name == "q4_1" else 2
+    return {"q4_1": 4, "mxfp4": 1}.get(name, 2)
 
 
 def _codes(block: np.ndarray, name: str) -> list[int]:

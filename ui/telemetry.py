@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
 _SPEED = (
@@ -14,7 +15,7 @@ _ACTOR = ("name", "state", "pid", "memory_bytes", "device")
 
 
 def map_json(neurons: NeuronMap) -> dict[str, Any]:
-    """Counts by layer and bucket, as lists of numbers."""
+    """Counts by layer and bucket, as lists of numbers; in a mixture buckets are experts."""
     return {
         "steps": neurons.num_steps,
         "neurons": neurons.num_neurons.tolist(),
@@ -27,6 +28,17 @@ def map_json(neurons: NeuronMap) -> dict[str, Any]:
             "computed": np.round(neurons.mean_computed, 2).tolist(),
             "gates": np.round(neurons.mean_gates, 2).tolist(),
         },
+        "experts": None if neurons.experts is None else _experts_json(neurons.experts),
+    }
+
+
+def _experts_json(experts: ExpertCounts) -> dict[str, Any]:
+    """Of each layer how many experts its router chooses from, and the share of tokens of each."""
+    return {
+        "count": experts.num_experts.tolist(),
+        "per_token": experts.num_chosen,
+        "chosen": np.round(experts.rates, 4).tolist(),
+        "read": experts.read.tolist(),
     }
 
 

@@ -92,7 +92,7 @@ def _attend(
     """
     num_threads, numbers = matmul.num_threads, arrays.numbers[layer]
     head_dim, first = int(numbers.head_dim), int(buffers.positions[0])
-    keys, values, pages = _cache_of(buffers, layer, arrays)
+    cache, sinks = _cache_of(buffers, layer, arrays), arrays.vectors.sinks[layer]
     out = matmul.scratch((len(qkv), int(numbers.num_heads) * head_dim))
     shapes = prompt_scratch_shapes(head_dim)
     scratch = [matmul.scratch((num_threads, *shape)) for shape in shapes]
@@ -106,7 +106,7 @@ def _attend(
 
     def attend(thread: int) -> None:
         own = [array[thread] for array in scratch]
-        prompt_attention_kernel(numbers, qkv, first, keys, values, pages, *own, counters, out)
+        prompt_attention_kernel(numbers, sinks, qkv, first, *cache, *own, counters, out)
 
     if arrays.vectors.q_norm_weight.shape[1] > head_dim:
         matmul.then(norm)
@@ -125,11 +125,15 @@ def _cache_of(
 
 def compile_prompt_attention(buffers: SharedBuffers, arrays: AttentionArrays) -> None:
     """Compile the kernels of a layer, by a prompt of no tokens, so that none waits for it."""
-    numbers, (keys, values, pages) = arrays.numbers[0], _cache_of(buffers, 0, arrays)
+    numbers, sinks, cache = (
+        arrays.numbers[0],
+        arrays.vectors.sinks[0],
+        _cache_of(buffers, 0, arrays),
+    )
     scratch = [np.empty(shape, np.float32) for shape in prompt_scratch_shapes(numbers.head_dim)]
     nothing, counters = np.empty((0, 0), np.float32), np.zeros(INTS_A_CELL, np.int32)
     rotate_and_store(0, 1, 0, buffers, arrays, nothing)
-    prompt_attention_kernel(numbers, nothing, 0, keys, values, pages, *scratch, counters, nothing)
+    prompt_attention_kernel(numbers, sinks, nothing, 0, *cache, *scratch, counters, nothing)
 
 
 def prompt_attention(

@@ -90,8 +90,7 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        self._matmul.get()
-        compile_prompt_ffn(self.arrays, self.function)
+        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""

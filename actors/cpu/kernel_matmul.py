@@ -100,7 +100,7 @@ class FloatMatmul:
     def linear(self, operand: FloatOperand, weights: WeightBlocks, out: Rows) -> None:
         """out = x @ weights.T of each block's choices.
 
-        Shapes:  out: a row for each choice, or (T, d), to which products are added block after block
+        Shapes:  out: a row for each choice, or (T, d), to which they are added block after block
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
         self._multiply(linear_kernel, operand, weights, out)

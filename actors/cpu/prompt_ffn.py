@@ -1,38 +1,56 @@
 """The FFN of many tokens (prefill): a matmul of the gates, then what fired neurons add.
 
-For tokens for which few neurons fire, up and down are computed only for those; for the others they
-are matmuls too. Each token's own neurons decide, so its result does not depend on its batch-mates.
+Tokens are multiplied with the blocks of neurons that they chose; a choice is a token and one of its
+blocks. For choices for which few neurons fire, up and down are computed only for those; for the
+others they are matmuls too. Each choice's own neurons decide, so a token's result does not depend
+on its batch-mates. A token's choices are added in the order of blocks, matmuls before the others.
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.numba_kernels.checks import DRELU
+from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
-from hotcold.numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
+from hotcold.numba_kernels.prompt.block_tokens import (
+    BlockTokens,
+    ChoiceRows,
+    WeightBlocks,
+    choices,
+    every_token,
+    layer_blocks,
+    listed,
+    one_block,
+    row_starts,
+    rows_of_block,
+    weight_blocks,
+)
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
+    copy_kernel,
     empty_fired,
     list_fired,
-    num_blocks,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
+    run_shares,
     scale_kernel,
 )
 
-# Up to this share of a token's neurons that fire, one by one is faster than a matmul over all
+# Up to this share of a choice's neurons that fire, one by one is faster than a matmul over all
 # (docs/lab_log.md).
 _FEW = 0.18
+_NO_ROWS = ChoiceRows(np.empty(0, np.float32), np.zeros(1, np.int64))
 
 
 def prompt_ffn(
@@ -54,191 +72,222 @@ def prompt_ffn(
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
-    where gate and up need not be multiplied together. `block_weights` as in `Selection`: what they
-    multiply with zero counts as not fired.
+    where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
+    multiplied with the tokens for which its weight is not zero.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
-    first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
-
-    def part(array: np.ndarray) -> np.ndarray:
-        return array[first:last] if array.shape[0] else array
-
-    up, weights = part(arrays.up), block_weights
-    bounds = np.asarray(arrays.starts[layer] - first, np.int64)
     matmul.begin_layer()
-    num_tokens = x.shape[0]
-    h = matmul.scratch((num_tokens, last - first))
-    factors = matmul.scratch((num_tokens, up.shape[0]))
-    num_fired = np.empty(num_tokens, np.int64)
-    gate_product = part(arrays.gate), part(arrays.gate_bias), h
-    up_product = up, part(arrays.up_bias), factors
+    shard = _Shard.of(arrays, layer, function)
+    tokens, weights = choices(np.diff(shard.bounds), len(x), block_weights)
+    h, factors = (_empty_rows(matmul, shard, tokens) for _ in range(2))
+    num_fired = np.empty(tokens.ids.size, np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
-    scales_at_once = up.shape[0] > 0 and (not waits or function.code == DRELU)
-    scales_later = up.shape[0] > 0 and not scales_at_once
-    at_once = factors if scales_at_once else factors[:, :0]
-    activate = partial(activate_kernel, function, weights, bounds, at_once, h, num_fired)
-
-    def add_bias(begin: int, end: int) -> None:
-        biases = arrays.down_bias[layer]
-        if not weights.size:
-            out[begin:end] += biases.sum(axis=0)
-        for block in range(weights.shape[1]):
-            out[begin:end] += weights[begin:end, block, None] * biases[block]
+    is_gated = shard.up.shape[0] > 0
+    scales_at_once = is_gated and (not waits or function.code in ACTIVATES_UP)
+    products = [(shard.blocks(shard.gate), h), (shard.blocks(shard.up), factors)]
+    activate = partial(
+        activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.bounds, tokens,
+        factors if scales_at_once else _NO_ROWS, h, num_fired,
+    )  # fmt: skip
 
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
-        matmul.linears(x, [gate_product, up_product] if scales_at_once else [gate_product])
-        matmul.then_rows(num_tokens, activate)
+        matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
+        matmul.then_rows(tokens.ids.size, activate)
         if waits:
             matmul.run()
             if not scales_at_once:
                 await_up_down()
         if counts is not None:
-            counts += np.count_nonzero(h, axis=0)
-        own_up = up if scales_later else up[:0]
-        if isinstance(arrays, TransposedArrays):
-            if scales_later:
-                _scale_all(matmul, function, own_up, part(arrays.up_bias), x, h, factors)
-            _add_blocks(matmul, arrays, layer, bounds, h, out)
-        else:
-            later = _UpAndDown(function, own_up, part(arrays.up_bias), part(arrays.down), factors)
-            if skip_silent:
-                _add_by_token(matmul, later, num_fired <= _FEW * h.shape[1], x, h, out)
-            else:
-                _add_all(matmul, later, x, h, out)
+            _count_fired(shard, tokens, h, counts)
+        rest = _Rest(matmul, shard, x, factors if is_gated and not scales_at_once else _NO_ROWS)
+        is_few = np.zeros(tokens.ids.size, bool)
+        if skip_silent and isinstance(arrays, FfnArrays):
+            widths = np.repeat(np.diff(shard.bounds), np.diff(tokens.starts))
+            is_few = num_fired <= _FEW * widths
+        rest.add_by_choice(tokens, h, is_few, out, block_weights.size > 0)
         if arrays.down_bias.shape[2]:
-            matmul.then_rows(num_tokens, add_bias)
+            biases = arrays.down_bias[layer]
+            matmul.then_rows(len(out), partial(_add_bias, out, block_weights, biases))
 
 
-def _add_blocks(
-    matmul: Matmul,
-    arrays: TransposedArrays,
-    layer: int,
-    bounds: np.ndarray,
-    h: np.ndarray,
-    out: np.ndarray,
+def compile_prompt_ffn(
+    matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation
 ) -> None:
-    """out = the sum over blocks, in order, of their transposed down rows . h, once it is run."""
-    no_bias = np.empty(0, np.float32)
-    blocks = [block for block in range(len(bounds) - 1) if bounds[block] < bounds[block + 1]]
-    if len(blocks) == 1:
-        matmul.linear(h, arrays.down.matrix(layer, blocks[0]), no_bias, out)
-        return
-
-    def add(product: np.ndarray, begin: int, end: int) -> None:
-        out[begin:end] += product[begin:end]
-
-    def clear(begin: int, end: int) -> None:
-        out[begin:end] = 0
-
-    matmul.then_rows(len(out), clear)
-
-    def copy(own: np.ndarray, first: int, begin: int, end: int) -> None:
-        own[begin:end] = h[begin:end, first : first + own.shape[1]]
-
-    for block in blocks:
-        first, last = int(bounds[block]), int(bounds[block + 1])
-        own = matmul.scratch((len(h), last - first))
-        matmul.then_rows(len(h), partial(copy, own, first))
-        product = matmul.linear(own, arrays.down.matrix(layer, block), no_bias)
-        matmul.then_rows(len(out), partial(add, product))
-
-
-def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
-    """Compile what `prompt_ffn` calls beside the matmul, so that no prompt waits for it."""
-    nothing, none = np.empty((0, 0), np.float32), np.empty(0, np.int64)
-    activate_kernel(function, NO_WEIGHTS, none, nothing, nothing, none, 0, 0)
-    scale_kernel(function, nothing, nothing, 0, 0)
+    """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it."""
+    nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
+    tokens, rows = every_token(0), ChoiceRows(nothing, ends)
+    biases = arrays.gate_bias[:0], arrays.up_bias[:0]
+    num_fired = np.empty(0, np.int64)
+    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, num_fired, 0, 0)
+    scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
+    outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
+    if arrays.starts.shape[1] > 2:
+        outs.append(np.empty((1, CHUNK), np.float32))
     if isinstance(arrays, FfnArrays):
-        fired = empty_fired(0, 0)
-        list_fired(nothing, 0, 0, fired)
-        vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, 0, 0)))
-        up_input = vectors if is_quantized(arrays.up.dtype) else nothing
-        prompt_up_kernel(arrays.up, arrays.up_bias, up_input, 0, 0, fired)
-        prompt_down_kernel(arrays.down, fired, 0, 0, np.empty((0, 0, 0), np.float32), nothing)
+        copy_kernel(tokens, rows, num_fired, tokens, rows, 0, 0)
+        fired = empty_fired(tokens, ends)
+        list_fired(rows, ends, tokens, 0, 0, fired)
+        if arrays.up.shape[0]:
+            vectors = matmul.vectors(np.empty((0, CHUNK), np.float32), arrays.up)
+            prompt_up_kernel(arrays.up, arrays.up_bias, vectors, tokens, 0, 0, fired)
+        sums, out = np.empty((0, 0, 0), np.float32), np.empty((1, 0), np.float32)
+        prompt_down_kernel(arrays.down, tokens, fired, 0, 0, sums, out)
+        row = np.zeros((1, row_items(arrays.down.dtype, CHUNK)), arrays.down.dtype)
+        h = one_block(np.zeros((1, 1), np.float32))
+        with matmul.at_once():
+            for target in outs:
+                matmul.combine(h, every_token(1), weight_blocks(row), target)
+        return
+    for dtype in {array.dtype for array in (arrays.down.first, arrays.down.second)}:
+        row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
+        h = one_block(np.zeros((1, CHUNK), np.float32))
+        with matmul.at_once():
+            for target in outs:
+                matmul.block_linears(h, every_token(1), [(weight_blocks(row), target)])
 
 
-class _UpAndDown(NamedTuple):
-    """A shard's rows; `up` has none where `h` is multiplied with it already.
+class _Shard(NamedTuple):
+    """A layer's rows of a shard; block b's are bounds[b]:bounds[b + 1].
 
-    factors (T, N): space for products with up
+    down: for each format, and whether they are a row an output
     """
 
     function: Activation
+    bounds: np.ndarray
+    gate: np.ndarray
     up: np.ndarray
+    gate_bias: np.ndarray
     up_bias: np.ndarray
-    down: np.ndarray
-    factors: np.ndarray
+    down: np.ndarray | list[WeightBlocks]
 
+    @classmethod
+    def of(cls, arrays: FfnArrays | TransposedArrays, layer: int, function: Activation) -> "_Shard":
+        """Views of a layer."""
+        first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
 
-def _add_by_token(
-    matmul: Matmul, rows: _UpAndDown, few: np.ndarray, x: np.ndarray, h: np.ndarray, out: np.ndarray
-) -> None:
-    """`_add_fired` for tokens of which `few` (T,) bool is set, `_add_all` for the others."""
-    if few.all() or not few.any():
-        (_add_fired if few.all() else _add_all)(matmul, rows, x, h, out)
-        return
+        def part(array: np.ndarray) -> np.ndarray:
+            return array[first:last] if array.shape[0] else array
 
-    def copy(own_x: np.ndarray, own_h: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
-        own_x[first:last], own_h[first:last] = x[ids[first:last]], h[ids[first:last]]
-
-    def copy_back(own: np.ndarray, ids: np.ndarray, first: int, last: int) -> None:
-        out[ids[first:last]] = own[first:last]
-
-    for add, ids in ((_add_fired, np.flatnonzero(few)), (_add_all, np.flatnonzero(~few))):
-        own_x, own_h, own_out = (
-            matmul.scratch((ids.size, array.shape[1])) for array in (x, h, out)
+        is_transposed = isinstance(arrays, TransposedArrays)
+        return cls(
+            function,
+            np.asarray(arrays.starts[layer] - first, np.int64),
+            *map(part, (arrays.gate, arrays.up, arrays.gate_bias, arrays.up_bias)),
+            layer_blocks(arrays.down, layer) if is_transposed else part(arrays.down),
         )
-        matmul.then_rows(ids.size, partial(copy, own_x, own_h, ids))
-        add(matmul, rows, own_x, own_h, own_out)
-        matmul.then_rows(ids.size, partial(copy_back, own_out, ids))
+
+    def blocks(self, rows: np.ndarray) -> WeightBlocks:
+        """Rows of all neurons, or none, by block."""
+        return weight_blocks(rows, self.bounds if len(rows) else self.bounds * 0)
 
 
-def _add_all(
-    matmul: Matmul, rows: _UpAndDown, x: np.ndarray, h: np.ndarray, out: np.ndarray
+def _empty_rows(matmul: Matmul, shard: _Shard, tokens: BlockTokens) -> ChoiceRows:
+    """Space for a number for each neuron of each choice."""
+    starts = row_starts(tokens, np.diff(shard.bounds))
+    return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
+
+
+def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
+    for block, (first, last) in enumerate(pairwise(shard.bounds)):
+        if len(rows := rows_of_block(h, tokens, block)[0]):
+            counts[first:last] += np.count_nonzero(rows, axis=0)
+
+
+def _add_bias(
+    out: np.ndarray, weights: np.ndarray, biases: np.ndarray, first: int, last: int
 ) -> None:
-    """out = sum over all neurons, once it has been run."""
-    if rows.up.shape[0]:
-        factors = rows.factors[: h.shape[0]]
-        _scale_all(matmul, rows.function, rows.up, rows.up_bias, x, h, factors)
-    matmul.combine(h, rows.down, out)
+    """out += biases (B, d), of each block by its weight."""
+    if not weights.size:
+        out[first:last] += biases.sum(axis=0)
+    for block in range(weights.shape[1]):
+        out[first:last] += weights[first:last, block, None] * biases[block]
 
 
-def _scale_all(
-    matmul: Matmul,
-    function: Activation,
-    up: np.ndarray,
-    up_bias: np.ndarray,
-    x: np.ndarray,
-    h: np.ndarray,
-    factors: np.ndarray,
-) -> None:
-    """h *= x @ up.T, which `factors` is space for, once it has been run."""
-    matmul.linears(x, [(up, up_bias, factors)])
-    matmul.then_rows(h.shape[0], partial(scale_kernel, function, factors, h))
+def _set_zero(out: np.ndarray, first: int, last: int) -> None:
+    out[first:last] = 0
 
 
-def _add_fired(
-    matmul: Matmul, rows: _UpAndDown, x: np.ndarray, h: np.ndarray, out: np.ndarray
-) -> None:
-    """out = sum over the neurons that fire for each token, once it has been run."""
-    up = rows.up
-    fired = empty_fired(h.shape[0], h.shape[1], matmul.scratch)
-    vectors = matmul.vectors(x, up) if up.shape[0] else x
-    sums = matmul.scratch((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS))
+class _Rest(NamedTuple):
+    """What is left to do once gates are activated.
 
-    def scale(thread: int) -> None:
-        blocks = split_range(num_blocks(h.shape[1]), thread, matmul.num_threads, 1)
-        list_fired(h, *blocks, fired)
-        if up.shape[0]:
-            prompt_up_kernel(up, rows.up_bias, vectors, *blocks, fired)
+    factors: space for products with up, or none where `h` is multiplied with them already
+    """
 
-    def add(thread: int) -> None:
-        first, last = split_range(num_parts(out.shape[1]), thread, matmul.num_threads, 1)
-        out[:, first * PART_COLUMNS : last * PART_COLUMNS] = 0
-        prompt_down_kernel(rows.down, fired, first, last, sums, out)
+    matmul: Matmul
+    shard: _Shard
+    x: np.ndarray
+    factors: ChoiceRows
 
-    matmul.then(scale)
-    matmul.then(add)
+    @property
+    def _scales(self) -> bool:
+        return self.factors is not _NO_ROWS
+
+    def add_by_choice(
+        self,
+        tokens: BlockTokens,
+        h: ChoiceRows,
+        is_few: np.ndarray,
+        out: np.ndarray,
+        has_weights: bool,
+    ) -> None:
+        """out = the sum of all choices; for those of which `is_few` is set neuron by neuron."""
+        num_few = np.count_nonzero(is_few)
+        if num_few == 0 and not has_weights and tokens.ids.size == len(out):  # one block
+            self._add_all(tokens, h, one_block(out))
+            return
+        self.matmul.then_rows(len(out), partial(_set_zero, out))
+        if num_few == is_few.size:
+            self._add_fired(tokens, h, out)
+        elif num_few == 0:
+            self._add_all(tokens, h, out)
+        else:
+            for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
+                own = listed(tokens, which)
+                own_h = _empty_rows(self.matmul, self.shard, own)
+                from_rows = np.flatnonzero(which)
+                copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
+                self.matmul.then_rows(own.ids.size, copy)
+                add(own, own_h, out)
+
+    def _add_all(self, tokens: BlockTokens, h: ChoiceRows, out: Rows) -> None:
+        """Add the sum over all neurons of each choice, once it has been run."""
+        matmul, shard = self.matmul, self.shard
+        if self._scales:
+            starts = row_starts(tokens, np.diff(shard.bounds))
+            factors = ChoiceRows(self.factors.values[: starts[-1]], starts)
+            matmul.block_linears(self.x, tokens, [(shard.blocks(shard.up), factors)])
+            scale = partial(
+                scale_kernel, shard.function, shard.up_bias, shard.bounds, tokens, factors, h
+            )
+            matmul.then_rows(tokens.ids.size, scale)
+        if isinstance(shard.down, np.ndarray):
+            matmul.combine(h, tokens, shard.blocks(shard.down), out)
+            return
+        for down in shard.down:
+            matmul.block_linears(h, tokens, [(down, out)])
+
+    def _add_fired(self, tokens: BlockTokens, h: ChoiceRows, out: np.ndarray) -> None:
+        """Add the sum over the neurons that fire for each choice, once it has been run."""
+        matmul, shard, down = self.matmul, self.shard, self.shard.down
+        assert isinstance(down, np.ndarray)
+        num_threads = matmul.num_threads
+        fired = empty_fired(tokens, shard.bounds, matmul.scratch)
+        shares = run_shares(tokens, fired, num_threads)
+        vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
+        sums = matmul.scratch((num_parts(out.shape[1]), len(out), PART_COLUMNS))
+
+        def scale(thread: int) -> None:
+            first, last = shares[thread : thread + 2]
+            list_fired(h, shard.bounds, tokens, first, last, fired)
+            if self._scales:
+                prompt_up_kernel(shard.up, shard.up_bias, vectors, tokens, first, last, fired)
+
+        def add(thread: int) -> None:
+            parts = split_range(num_parts(out.shape[1]) * len(out), thread, num_threads, 1)
+            prompt_down_kernel(down, tokens, fired, *parts, sums, out)
+
+        matmul.then(scale)
+        matmul.then(add)

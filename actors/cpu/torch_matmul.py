@@ -13,13 +13,13 @@ import torch
 
 from hotcold.actors.cpu.kernel_matmul import Rows, row_widths
 from hotcold.actors.cpu.thread_team import Then
+from hotcold.numba_kernels.block_rows import ROW_ITEMS
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.load.convert import widen_kernel
 from hotcold.numba_kernels.prompt.block_tokens import (
     BlockTokens,
     WeightBlocks,
-    matrix_of_block,
     rows_of_block,
 )
 
@@ -79,7 +79,7 @@ class TorchBfloat16Matmul:
                         )
 
                 if ids.size:
-                    self._each_block(thread, matrix_of_block(weights, number), put)
+                    self._each_block(thread, weights.matrix(number), put)
 
         self._then(multiply)
 
@@ -90,10 +90,10 @@ class TorchBfloat16Matmul:
         """
         operand = self.operand(h, rows, tokens)
         most = int(np.diff(tokens.starts).max(initial=0))
-        width = row_width(rows.array.dtype, int(rows.places[:, 2].max(initial=0)))
+        width = row_width(rows.array.dtype, int(rows.places[:, ROW_ITEMS].max(initial=0)))
         sums = np.empty((self._num_threads, most, width), np.float32)
         for block, runs in enumerate(operand.runs):
-            matrix = matrix_of_block(rows, block)
+            matrix = rows.matrix(block)
             if len(runs) and len(matrix):
                 self._combine_block(runs, matrix, *rows_of_block(out, tokens, block), out, sums)
 

@@ -61,6 +61,7 @@ from hotcold.actors.setup.shards import (
     num_kv_pages,
     num_window_pages,
 )
+from hotcold.actors.telemetry.experts import ExpertCounts, expert_counts
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -158,7 +159,7 @@ class Driver:
         drafts = speculation(system.speculate, self.drafter)
         self._scheduler = Scheduler(engine, self._prefixes, speculation=drafts)
         self._queue = RequestQueue(self._scheduler)
-        self.neuron_watch = NeuronWatch(config, exchange.buffers, topology)
+        self.neuron_watch = NeuronWatch(config, exchange.buffers, topology, self._expert_counts)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -206,7 +207,15 @@ class Driver:
     def load(self) -> DriverLoad:
         """Requests that run and wait now. Errors: ServiceError where the system has ended."""
         self._queue.require_running()
-        return DriverLoad(self._scheduler.num_running, self._queue.num_waiting, self._pool.usage)
+        return DriverLoad(
+            self._scheduler.num_running,
+            self._queue.num_waiting,
+            self._pool.usage,
+            experts=self._expert_counts(),
+        )
+
+    def _expert_counts(self) -> ExpertCounts | None:
+        return expert_counts(self.generator.config, self.engine.block_counts)
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""
@@ -339,10 +348,11 @@ class Driver:
                  failed before: nothing has changed then
         """
         topology = change.topology
-        watch = NeuronWatch(self.generator.config, change.exchange.buffers, topology)
+        buffers = change.exchange.buffers
+        watch = NeuronWatch(self.generator.config, buffers, topology, self._expert_counts)
         old = new = self._predictor
         if old is not None:
-            bits = change.exchange.buffers.predictor_bits
+            bits = buffers.predictor_bits
             new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
         self._start_helpers(new, change.exchange, topology)
         try:

@@ -14,7 +14,9 @@ from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.finite import finite_rows
@@ -77,7 +79,9 @@ class Engine:
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
+        self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
         self.use_services(topology)
+        self._is_routed = np.array([layer.ffn.router is not None for layer in config.layers])
         self.times = StepTimes()
         self.num_steps = 0
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
@@ -93,13 +97,14 @@ class Engine:
             attention_of=topology.attention_of,
             ffn_of=ffn_of,
             num_ffn=num_ffn,
-            num_neurons=topology.num_neurons,
+            num_neurons=_block_neurons(config, topology),
             cpu_services=np.array(topology.cpu_services, np.int64),
             output_norm=self.embedding.ffn_output_norm,
             norm_kind=norm_kind(config.norm_kind),
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
             residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
+            block_counts=self.block_counts,
         )
 
     def step(
@@ -177,7 +182,8 @@ class Engine:
         self._run_layers(range(layer, layer + 1), num_tokens, self.mode)
 
     def _run_layers(self, layers: range, num_tokens: int, mode: StepMode) -> None:
-        layer_state, exchange, selector = self._layer_state, self.exchange, mode.selector
+        layer_state, exchange = self._layer_state, self.exchange
+        selector = mode.selector(self._is_routed)
         own_ffn = self._runs_ffn(num_tokens)
         begin_layers(layer_state, layers, num_tokens, own_ffn, mode.weights)
         while True:
@@ -269,6 +275,16 @@ class Engine:
             if num_rounds == _UNKNOWN:
                 num_rounds = int(buffers.replies[cpus, NUM_COMPUTED].max())
             number += 1
+
+
+def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
+    """How many neurons of each block of a layer each service holds: (L, S, B) int64."""
+    blocks, num_blocks = neurons.blocks(config), neurons.most_blocks(config)
+    found = np.zeros((config.num_layers, len(topology.parts), num_blocks), np.int64)
+    for service, part in enumerate(topology.parts):
+        for layer, ids in enumerate(part.neuron_ids or []):
+            found[layer, service] = np.bincount(blocks[layer, ids], minlength=num_blocks)
+    return found
 
 
 def _bad_layer(

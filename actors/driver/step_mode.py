@@ -30,10 +30,9 @@ class StepMode:
     predictor: NeuronPredictor | None = None
     weights: int = TARGET  # or DRAFT: services compute with what they have for it
 
-    @property
-    def selector(self) -> Selector:
-        """What the layer loop asks."""
-        return (self.predictor or self._no_predictor).selector(self._threshold_words)
+    def selector(self, is_routed: np.ndarray) -> Selector:
+        """What the layer loop asks; is_routed (L,) bool: which layers have a router."""
+        return (self.predictor or self._no_predictor).selector(self._threshold_words, is_routed)
 
     @cached_property
     def _threshold_words(self) -> np.ndarray:

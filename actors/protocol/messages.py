@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hotcold.actors.protocol.arena import ArenaLayout
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+    from hotcold.actors.telemetry.experts import ExpertCounts
     from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
@@ -389,6 +390,7 @@ class DriverLoad:
     num_waiting: int
     kv_cache_usage: float  # the share of the KV cache's pages that is allocated
     device: str = "cpu"  # of services with attention
+    experts: ExpertCounts | None = None  # of a mixture, since the system began
 
 
 # Stages that count bytes: of weights, and of files that other hosts lack.

@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.model.errors import UsageError, shown
 
-QUANTIZED = ("q8", "q4_1", "q4")
+QUANTIZED = ("q8", "q4_1", "q4", "mxfp4")
 DTYPES = ("f16", "bf16", *QUANTIZED)
 KV_DTYPES = ("float16", "float32", "q8")
 DEVICES = ("auto", "cpu", "cuda")

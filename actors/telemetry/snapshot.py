@@ -5,12 +5,13 @@ Nothing here is computed in the engine's thread; services count neurons only whi
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
@@ -47,6 +48,7 @@ class NeuronMap:
     mean_computed: np.ndarray
     mean_gates: np.ndarray
     num_steps: int
+    experts: ExpertCounts | None = None  # of a mixture, of steps and prompts since the watch began
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,14 @@ def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarra
 class NeuronWatch:
     """Lets services count neurons while the system is watched, and reads their counts."""
 
-    def __init__(self, config: ModelConfig, buffers: SharedBuffers, topology: Topology) -> None:
-        """`buffers` are those of the services of `topology`."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        buffers: SharedBuffers,
+        topology: Topology,
+        experts: Callable[[], ExpertCounts | None] = lambda: None,
+    ) -> None:
+        """`buffers` are those of the services of `topology`; `experts`: the counts so far."""
         every = [np.arange(size) for size in config.ffn_sizes]
         self._num_neurons = bucket_sizes(config, every)
         self._num_hot = self._num_neurons.copy()
@@ -145,6 +153,7 @@ class NeuronWatch:
         self._ender: threading.Thread | None = None
         self._first_counts = buffers.neuron_counts.copy()
         self._first_steps = buffers.counted_steps.copy()
+        self._experts, self._first_experts = experts, experts()
 
     @property
     def is_watching(self) -> bool:
@@ -159,6 +168,7 @@ class NeuronWatch:
             if self._ender is None and seconds > 0:
                 self._first_counts = self._buffers.neuron_counts.copy()
                 self._first_steps = self._buffers.counted_steps.copy()
+                self._first_experts = self._experts()
                 self._buffers.requests[self._cpus, WATCHED] = 1
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
@@ -180,6 +190,9 @@ class NeuronWatch:
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
         has_counted = (steps > 0)[:, :, None, None]
         last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)
+        experts = self._experts()
+        if experts is not None and self._first_experts is not None:
+            experts = experts.since(self._first_experts)
         return NeuronMap(
             self._num_neurons,
             self._num_hot,
@@ -188,6 +201,7 @@ class NeuronWatch:
             means[:, :, ALL_FIRED],
             means[:, :, ALL_GATES],
             int(steps.min(initial=0 if steps.size == 0 else steps.max())),
+            experts,
         )
 
     def write(self, service: int, counts: np.ndarray, steps: np.ndarray) -> None:

@@ -135,6 +135,13 @@ DEVICE void add_words(
                     sums[q] = __dp4a(five_bits<FORMAT>(word, fifths, s, 1), x1, sums[q]);
                     continue;
                 }
+                if constexpr (has_e2m1(FORMAT)) {
+                    u32 low, high;
+                    look_up(word, low, high);
+                    sums[q] = __dp4a(static_cast<int>(low), x0, sums[q]);
+                    sums[q] = __dp4a(static_cast<int>(high), x1, sums[q]);
+                    continue;
+                }
                 sums[q] = __dp4a(low_nibbles<FORMAT>(word), x0, sums[q]);
                 sums[q] = __dp4a(high_nibbles<FORMAT>(word), x1, sums[q]);
             }

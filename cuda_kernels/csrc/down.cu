@@ -45,7 +45,7 @@ struct Piece {
         if constexpr (!is_quantized(FORMAT)) {
             return float_piece<FORMAT, VECTOR, false>(row, number * ITEMS, width);
         } else if constexpr (!VECTOR) {
-            return make_uint4(load_halves(row + offset), 0, 0, 0);
+            return make_uint4(load_bytes(row + offset), 0, 0, 0);
         } else if constexpr (WORDS == 4) {
             return load(reinterpret_cast<const uint4*>(row + offset));
         } else {

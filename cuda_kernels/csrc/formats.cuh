@@ -12,6 +12,8 @@ SHARED_CONSTANT int QUARTER = 4;  // groups with a word each in a 16-byte piece
 DEVICE constexpr bool is_quantized(int format) { return codes_of(format) != FLOAT_CODES; }
 DEVICE constexpr bool has_bytes(int format) { return codes_of(format) == BYTES_CODES; }
 DEVICE constexpr bool has_fifths(int format) { return codes_of(format) == FIFTHS_CODES; }
+DEVICE constexpr bool has_e2m1(int format) { return codes_of(format) == E2M1_CODES; }
+DEVICE constexpr bool has_exponents(int format) { return factors_of(format) == EXPONENTS_FACTORS; }
 DEVICE constexpr bool has_six_bits(int format) { return factors_of(format) == SIX_BITS_FACTORS; }
 DEVICE constexpr int items_of(int format) { return 128 / bits_of(format); }  // of a float piece
 // Words of a group, but for what stands above nibbles, and the values of each.
@@ -35,8 +37,14 @@ DEVICE void set_word(uint4& piece, int place, u32 word) {
     (place == 0 ? piece.x : place == 1 ? piece.y : place == 2 ? piece.z : piece.w) = word;
 }
 
-// Four bytes at an even address.
-DEVICE u32 load_halves(const u8* from) {
+// Four bytes at any address; rows of a byte a scale begin at odd ones, too.
+DEVICE u32 load_bytes(const u8* from) {
+    if (reinterpret_cast<unsigned long long>(from) & 1) {
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word |= static_cast<u32>(load(from + i)) << 8 * i;
+        return word;
+    }
     const u16* halves = reinterpret_cast<const u16*>(from);
     return load(halves) | static_cast<u32>(load(halves + 1)) << 16;
 }
@@ -120,7 +128,7 @@ DEVICE uint4 quarter_piece(const u8* from, int valid) {
         uint4 piece = make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int q = 0; q < QUARTER; ++q) {
-            if (q < valid) set_word(piece, q, load_halves(from + 4 * q));
+            if (q < valid) set_word(piece, q, load_bytes(from + 4 * q));
         }
         return piece;
     }
@@ -150,9 +158,17 @@ DEVICE float six_bit_factor(const u8* row, int width, int group) {
     return block * static_cast<float>(number);
 }
 
+// 2 ^ (exponent - 128); the smallest two are subnormal numbers.
+DEVICE float power_of_two(u32 exponent) {
+    return __uint_as_float(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
+}
+
 // The scale of a group of a row, and its minimum: 0 where the format has none.
 template <int FORMAT>
 DEVICE float group_scale(const u8* row, int width, int group) {
+    if constexpr (has_exponents(FORMAT)) {
+        return power_of_two(load(row + value_bytes<FORMAT>(width) + group));
+    }
     if constexpr (has_six_bits(FORMAT)) return six_bit_factor<FORMAT, 0>(row, width, group);
     return half_to_float(load(scales_of<FORMAT>(row, width) + group));
 }
@@ -174,6 +190,12 @@ DEVICE void quarter_factors(
         for (int q = 0; q < QUARTER; ++q) {
             out[q] = q < valid ? six_bit_factor<FORMAT, KIND>(row, width, group + q) : 0.0f;
         }
+    } else if constexpr (has_exponents(FORMAT)) {
+        const u8* own = row + value_bytes<FORMAT>(width) + group;
+#pragma unroll
+        for (int q = 0; q < QUARTER; ++q) {
+            out[q] = q < valid ? power_of_two(load(own + q)) : 0.0f;
+        }
     } else if constexpr (VECTOR) {
         uint2 four = load(reinterpret_cast<const uint2*>(factors + group));
         out[0] = half_to_float(static_cast<u16>(four.x & 0xffff));
@@ -193,10 +215,33 @@ DEVICE u32 upper_bits(u32 fifths, int step, int half) {
     return (fifths >> (2 * step + half) & 0x01010101u) << 4;
 }
 
+// The values that a word's low nibbles number, and its high ones, as signed bytes.
+DEVICE void look_up(u32 word, u32& low, u32& high) {
+    u32 numbers = word & 0x77777777u, which = 0x32103210u | (word & 0x88888888u) >> 1;
+    u32 found[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 four = numbers >> 16 * half;
+        u32 first = __byte_perm(E2M1_0, E2M1_4, four), second = __byte_perm(E2M1_8, E2M1_12, four);
+        found[half] = __byte_perm(first, second, which >> 16 * half);
+    }
+    low = __byte_perm(found[0], found[1], 0x6420), high = __byte_perm(found[0], found[1], 0x7531);
+}
+
 // A word's weights without scale and minimum: four bytes; else the four low nibbles, then the high
 // ones.
 template <int FORMAT>
 DEVICE void word_values(u32 word, float (&out)[values_of(FORMAT)]) {
+    if constexpr (has_e2m1(FORMAT)) {
+        u32 low, high;
+        look_up(word, low, high);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            out[b] = unsigned_byte(low ^ 0x80808080u, b) - 128.0f;
+            out[4 + b] = unsigned_byte(high ^ 0x80808080u, b) - 128.0f;
+        }
+        return;
+    }
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
         if constexpr (has_bytes(FORMAT)) {

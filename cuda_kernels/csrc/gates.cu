@@ -5,11 +5,11 @@
 //
 // A neuron fires where |fn(gate . x)| passes the gate threshold and |h|, times its down row's norm
 // where that is known, the product threshold; there is none below zero. With drelu both factors are
-// relu.
+// relu; with clamped_silu both have a limit.
 #include "dot_products.cuh"
 
 // As in hotcold.numba_kernels.checks.
-enum Activation { RELU = 0, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU };
+enum Activation { RELU = 0, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU };
 
 // A NaN stays NaN. gelu by erfc: 1 + erf(v) has no digits left where v is far below zero.
 DEVICE float activate(int code, float threshold, float value) {
@@ -19,8 +19,20 @@ DEVICE float activate(int code, float threshold, float value) {
         float inner = 0.79788456f * (value + 0.044715f * value * value * value);
         return 0.5f * value * (1.0f + tanhf(inner));
     }
+    if (code == CLAMPED_SILU) {
+        if (value > threshold) value = threshold;
+        return value / (1.0f + expf(-1.702f * value));
+    }
     if (code == RELU2) return value <= 0.0f ? 0.0f : value * value;
     return value <= threshold ? 0.0f : value;
+}
+
+// up . x as it multiplies the gate; a NaN stays NaN.
+DEVICE float activate_up(int code, float threshold, float value) {
+    if (code == DRELU) return value <= 0.0f ? 0.0f : value;
+    if (code != CLAMPED_SILU) return value;
+    if (value > threshold) value = threshold;
+    return (value < -threshold ? -threshold : value) + 1.0f;
 }
 
 // A NaN passes, so that it reaches the output.
@@ -123,8 +135,7 @@ DEVICE void gates(
         float factor =
             dot_products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
         if (is_valid && from.up_bias) factor += load(from.up_bias + row);
-        if (rule.code == DRELU && factor <= 0.0f) factor = 0.0f;
-        if (fires) value *= factor;
+        if (fires) value *= activate_up(rule.code, rule.threshold, factor);
     }
     if (fires && chosen.block_weights) value *= block_weight(from, chosen, row, tile.token());
     if (from.up && rule.product_threshold >= 0.0f) {

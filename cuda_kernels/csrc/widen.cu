@@ -13,6 +13,11 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
         return scale * static_cast<float>(static_cast<signed char>(byte));
     } else {
         u32 number = item % 8 < 4 ? byte & 15 : byte >> 4;
+        if constexpr (has_e2m1(FORMAT)) {
+            u32 low, high;
+            look_up(number, low, high);
+            return scale * (unsigned_byte(low ^ 0x80808080u, 0) - 128.0f);
+        }
         if constexpr (has_fifths(FORMAT)) {
             u32 fifths = load(row + place + 4 * 4 * size + item % 4);
             number |= upper_bits(fifths, step, item % 8 / 4) & 16;

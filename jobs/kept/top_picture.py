@@ -9,6 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
+
 _HOT, _COLD = "dark_orange", "dodger_blue1"
 _HOT_MARK = "◆"
 # Of a cell's neurons, those that are computed: above so many its mark is this one.
@@ -33,6 +35,8 @@ def picture(name: str, found: dict[str, Any], width: int, height: int = 0) -> Re
     parts: list[RenderableType] = [_head(name, found), Text()]
     if found["map"]["steps"]:
         parts += [_neuron_map(found["map"], width, max_rows), Text(_legend(found), style="dim")]
+        if found["map"]["experts"] is not None:
+            parts.append(Text(_experts(found["map"]["experts"])))
     else:
         parts.append(Text("no neuron has been counted yet: there was no request", style="dim"))
     parts += [Text(), _step(found), _services(found), Text(_machine(found), style="dim")]
@@ -63,22 +67,26 @@ def _head(name: str, found: dict[str, Any]) -> Text:
 
 
 def _neuron_map(found: dict[str, Any], width: int, max_rows: int) -> Table:
-    """A row for each layer or few of them: what its neurons do, first to last, and shares."""
+    """A row for each layer or few of them: what its neurons do, first to last, and shares.
+
+    Of a mixture a cell is an expert, or few neighbours.
+    """
     mean = found["mean"]
     computed, gates = np.array(mean["computed"]), np.array(mean["gates"])
-    neurons = np.broadcast_to(np.array(found["neurons"], float), computed.shape)
+    neurons = np.array(found["neurons"], float)
     hot = np.zeros(computed.shape) if found["hot"] is None else np.array(found["hot"], float)
     num_layers, num_buckets = computed.shape
     num_cells = next(n for n in (num_buckets, 32, 16, 8) if n <= max(8, width - _BESIDE_MAP))
+    firsts = np.arange(num_cells) * num_buckets // num_cells
     many = -(-num_layers // max_rows) if max_rows else 1
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for head in ("layer", "its neurons, in the checkpoint's order", "hot", "fire", "gates"):
+    what = "its neurons, in the checkpoint's order" if found["experts"] is None else "its experts"
+    for head in ("layer", what, "hot", "fire", "gates"):
         table.add_column(head, justify="left" if " " in head else "right", no_wrap=True)
     for first in range(0, num_layers, many):
         rows = slice(first, min(first + many, num_layers))
         cells = [
-            part[rows].sum(0).reshape(num_cells, -1).sum(1)
-            for part in (neurons, hot, computed, gates)
+            np.add.reduceat(part[rows].sum(0), firsts) for part in (neurons, hot, computed, gates)
         ]
         label = str(first) if rows.stop - first == 1 else f"{first}-{rows.stop - 1}"
         total = cells[0].sum()
@@ -96,6 +104,21 @@ def _cells(neurons: np.ndarray, hot: np.ndarray, computed: np.ndarray) -> Text:
         share = num_computed / max(num, 1)
         line.append(next((mark for least, mark in _MARKS if share > least), " "), _COLD)
     return line
+
+
+def _experts(experts: dict[str, Any]) -> str:
+    """How unevenly tokens chose experts lately."""
+    rows = zip(experts["chosen"], experts["count"], strict=True)
+    rates = np.concatenate([row[:count] for row, count in rows])
+    many = sorted({count for count in experts["count"] if count})
+    text = f"experts: {experts['per_token']} of {' or '.join(map(str, many))} a token"
+    if not rates.any():
+        return text
+    num_unchosen = int((rates == 0).sum())
+    return (
+        f"{text}; {hot_share(rates):.0%} of them are {ACTIVATION_SHARE:.0%} of the choices, the "
+        f"most wanted has {rates.max():.0%} of the tokens, {num_unchosen} of {rates.size} none"
+    )
 
 
 def _legend(found: dict[str, Any]) -> str:

@@ -19,7 +19,12 @@ from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import has_down_outputs
-from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
+from hotcold.model.weights.sizes import (
+    kv_cache_bytes,
+    num_parameters,
+    num_unchosen_parameters,
+    stored_bytes,
+)
 from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
 from hotcold.predictors.powerinfer import has_predictors
@@ -36,6 +41,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     mode = default_mode(config)
     transposed = mode == "dense" and has_down_outputs(checkpoint, config)
     served = stored_config(checkpoint, config, down_transposed=transposed)
+    parameters = num_parameters(checkpoint, config)
     return {
         "path": str(path),
         "name": config.name,
@@ -46,7 +52,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "vocab_size": config.vocab_size,
-        "num_parameters": num_parameters(checkpoint, config),
+        "num_parameters": parameters,
+        "num_active_parameters": parameters - num_unchosen_parameters(config),
+        "experts": _experts(config),
         "max_positions": config.max_positions,
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_DTYPE),
         "kv_bytes_beyond_windows": kv_cache_bytes(config, 1, _KV_DTYPE, 0),
@@ -72,12 +80,15 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The facts as lines: names and texts."""
     yield "model", f"{facts['name']}, in {facts['path']}"
     yield "family", facts["family"]
+    ffn = "" if facts["experts"] else f"FFN {facts['ffn_size']}, "
     yield (
         "sizes",
-        f"{facts['num_parameters'] / 1e6:,.0f} million weights: {facts['num_layers']} layers of d "
-        f"{facts['hidden_size']}, FFN {facts['ffn_size']}, {facts['num_heads']} heads "
+        f"{_weights(facts)}: {facts['num_layers']} layers of d "
+        f"{facts['hidden_size']}, {ffn}{facts['num_heads']} heads "
         f"({facts['num_kv_heads']} of keys and values), vocabulary {facts['vocab_size']}",
     )
+    if facts["experts"]:
+        yield "experts", _expert_words(facts)
     stored = facts["stored_bytes"]
     formats = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in stored.items())
     yield "files", formats
@@ -107,21 +118,77 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "chat", said if facts["has_tokenizer"] else "no tokenizer: prompts are token ids"
 
 
+def _experts(config: ModelConfig) -> dict[str, Any] | None:
+    """What is said of a mixture's experts; None of another model."""
+    experts = config.experts
+    if experts is None:
+        return None
+    chosen = experts.router.num_chosen * experts.size + experts.shared_size
+    layers = [layer.ffn for layer in config.layers]
+    computed = sum(ffn.num_neurons if ffn.router is None else chosen for ffn in layers)
+    return {
+        "num_experts": experts.router.num_experts,
+        "num_chosen": experts.router.num_chosen,
+        "size": experts.size,
+        "shared_size": experts.shared_size,
+        "num_dense_layers": len(experts.dense_layers),
+        "is_routed_early": experts.router.reads == "layer_input",
+        "has_predictors": experts.has_predictors,
+        "chosen_share": computed / config.num_neurons,  # of all layers' neurons
+    }
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    text = f"{facts['num_parameters'] / 1e6:,.0f} million weights"
+    if not facts["experts"]:
+        return text
+    return f"{text}, of which a token takes {facts['num_active_parameters'] / 1e6:,.0f} million"
+
+
+def _expert_words(facts: dict[str, Any]) -> str:
+    experts = facts["experts"]
+    text = (
+        f"{experts['num_experts']} of {experts['size']} neurons a layer, of which a token chooses "
+        f"{experts['num_chosen']}"
+    )
+    if experts["shared_size"]:
+        text += f", and one of {experts['shared_size']} that all tokens share"
+    if experts["num_dense_layers"]:
+        plural = "s have" if experts["num_dense_layers"] > 1 else " has"
+        text += f"; {experts['num_dense_layers']} layer{plural} an FFN of {facts['ffn_size']}"
+    if experts["is_routed_early"]:
+        text += "; they are chosen before attention"
+    return text
+
+
 def _sparsity(facts: dict[str, Any]) -> str:
+    experts = facts["experts"]
+    if experts is None:
+        return _sparsity_of("neurons", facts)
+    text = f"a token chooses experts with {experts['chosen_share']:.1%} of the neurons"
+    if not facts["is_sparse"]:
+        return f"{text}; within them no activation is exactly zero"
+    if experts["has_predictors"]:
+        text += ", and predictors in them leave out more"
+    return f"{text}; {_sparsity_of('their neurons', facts)}"
+
+
+def _sparsity_of(neurons: str, facts: dict[str, Any]) -> str:
     if not facts["is_sparse"]:
         return _NO_ZEROS
     share, published = facts["firing_share"], facts["published_share"]
     if share is not None:
-        return f"{share:.1%} of neurons fire, as profiled"
-    skipped = "neurons whose activation is zero are skipped; `hotcold profile` counts them"
+        return f"{share:.1%} of {neurons} fire, as profiled"
+    skipped = f"{neurons} whose activation is zero are skipped; `hotcold profile` counts them"
     if published is None:
         return skipped
-    return f"about {published:.0%} of neurons fire, as was published of such models; {skipped}"
+    return f"about {published:.0%} of {neurons} fire, as was published of such models; {skipped}"
 
 
 def _mode(facts: dict[str, Any]) -> str:
     if facts["mode"] == "dense":
-        return f"dense: {_NO_ZEROS}" + _threshold_words(facts)
+        why = "all neurons of the chosen experts are computed" if facts["experts"] else _NO_ZEROS
+        return f"dense: {why}" + _threshold_words(facts)
     text = "exact: gates of all neurons, then only those that fire; the same result as dense"
     if facts["predictors"]:
         kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])

@@ -24,6 +24,7 @@ class ExpertsConfig:
     shared_size: int = 0  # neurons of the shared expert, which all tokens have; 0: none
     dense_layers: tuple[int, ...] = ()  # they have one FFN of ffn_size neurons instead
     has_predictors: bool = False  # of which neurons count, in each expert
+    mean_predictor_rank: float = 0.0  # of them, once tensors are known (`stored_config`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,6 @@ TENSOR_TYPES |= {
     29: TensorType("IQ1_M", 256, 56),
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
-    39: TensorType("MXFP4", 32, 17),
 }
 TYPE_OF_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
 READ_NAMES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.dtype is not None)

@@ -14,6 +14,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
 from hotcold.model.weights.down_outputs import empty_down_outputs, sizes_of_blocks
 from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
+from hotcold.model.weights.expert_predictors import predictor_ranks
 from hotcold.model.weights.ffn import FfnWeights, read_ffn
 from hotcold.model.weights.ffn_tensors import ffn_tensors
 from hotcold.model.weights.tensor_reader import RowPart, TensorReader
@@ -71,6 +72,10 @@ def stored_config(
         widths = config.hidden_size, config.attention_size, config.embed_size
         for found in set(loaded.values()):
             require_whole_groups(found, *widths)
+    if config.experts is not None and config.experts.has_predictors:
+        ranks = predictor_ranks(checkpoint, config)
+        mean = float(ranks[ranks > 0].mean())
+        config = replace(config, experts=replace(config.experts, mean_predictor_rank=mean))
     own = dtype_name(loaded["qkv"])
     names = {kind: dtype_name(found) for kind, found in loaded.items()}
     others = tuple((kind, name) for kind, name in names.items() if name != own)

@@ -107,9 +107,10 @@ def read_down_outputs(
             if len(part.rows):
                 key = tensor.name, sizes[block], tensor.count
                 parts.setdefault(key, []).append(part)
-        for (name, width, count), found in parts.items():
-            shape = config.hidden_size, width
-            reader.row_parts(name, (count, *shape) if count else shape, found)
+        with reader.together():
+            for (name, width, count), found in parts.items():
+                shape = config.hidden_size, width
+                reader.row_parts(name, (count, *shape) if count else shape, found)
     return rows
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.expert_predictors import read_predictors
 from hotcold.model.weights.ffn_tensors import NeuronRows, ffn_tensors
 from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
     Touch,
 )
-from hotcold.numba_kernels.ffn_arrays import starts_of
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, starts_of
 
 
 @dataclass
@@ -39,6 +40,7 @@ class FfnWeights:
     gate_bias: np.ndarray  # (N,) float32, or (0,)
     up_bias: np.ndarray  # (N,) float32, or (0,)
     down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
+    predictors: ExpertPredictors  # of experts that have some
 
     def part(self, layer: int) -> slice:
         """The rows of a layer."""
@@ -215,6 +217,7 @@ def _empty_ffn(
     has_rows: bool = True,
     has_down: bool = True,
 ) -> FfnWeights:
+    """Arrays for the neurons `ids`; predictors, which are few, have been read."""
     first = ffn_tensors(reader.checkpoint, config, 0)
     starts = _starts(config, ids)
     total, hidden, num_blocks = int(starts[-1, -1]), config.hidden_size, starts.shape[1] - 1
@@ -237,6 +240,7 @@ def _empty_ffn(
         down_bias=np.zeros(
             (config.num_layers, num_blocks, hidden if has_down_bias else 0), np.float32
         ),
+        predictors=read_predictors(reader, config, ids, starts),
     )
 
 

@@ -8,17 +8,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.numba_kernels.formats import row_width
+from hotcold.model.config.weight_formats import mean_row_bytes, numpy_dtype, row_bytes
+from hotcold.model.files.checkpoint import PREFIXES, Checkpoint
+from hotcold.numba_kernels.formats import Q8, QUANT_GROUP, is_quantized, row_items, row_width
 
 _HEAD, _PREDICTOR = "lm_head", ".predictor."
 
 
 def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
-    """Return the number of weights; a tied head counts once."""
+    """Return the number of weights; a tied head counts once, layers for drafts do not."""
+    layers = tensor_names(config).layers
+    extra = tuple(
+        prefix + layers.format(config.num_layers + index)
+        for index in range(config.num_extra_layers)
+        for prefix in PREFIXES
+    )
     names = [name for name in checkpoint.names() if _PREDICTOR not in name]
+    names = [name for name in names if not name.startswith(extra)]
     if config.tied_embeddings:
         names = [name for name in names if _HEAD not in name]
     shapes = {name: checkpoint.shape(name) for name in names}
@@ -26,6 +34,18 @@ def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
         math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
         for name, shape in shapes.items()
     )
+
+
+def num_unchosen_parameters(config: ModelConfig) -> int:
+    """Return the number of weights of experts that a token does not choose, in all layers."""
+    if config.experts is None:
+        return 0
+    router, experts = config.experts.router, config.experts
+    matrices = 3 if config.has_gate else 2
+    of_one = matrices * experts.size * config.hidden_size
+    of_one += config.ffn_bias * ((matrices - 1) * experts.size + config.hidden_size)
+    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    return num_layers * (router.num_experts - router.num_chosen) * of_one
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -68,10 +88,20 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     num_first = 2 if config.has_gate else 1
     rows: float = num_first * row_bytes(config, config.hidden_size, "gate")
     rows += mean_row_bytes(config, config.hidden_size, "down")
-    per_neuron = rows + 4 * num_first * config.ffn_bias + 4
+    per_neuron = rows + 4 * num_first * config.ffn_bias + 4 + _predictor_bytes(config)
     num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
     down_bias = config.num_layers * num_blocks * config.hidden_size * 4 * config.ffn_bias
     return round(num_neurons_total * per_neuron) + down_bias
+
+
+def _predictor_bytes(config: ModelConfig) -> float:
+    """Bytes of predictors in experts, shared out among their neurons; in 8 bits if quantized."""
+    if config.experts is None or not config.experts.has_predictors:
+        return 0.0
+    weights = config.experts.mean_predictor_rank * (1 + config.hidden_size / config.experts.size)
+    dtype = numpy_dtype(config.dtype_of("gate"))
+    dtype = Q8 if is_quantized(dtype) else dtype
+    return weights * row_items(dtype, QUANT_GROUP) * dtype.itemsize / QUANT_GROUP
 
 
 def kv_row_bytes(head_dim: int, kv_dtype: str) -> int:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.checks import (
+    CLAMPED_SILU,
+    CLAMPED_SLOPE,
     DRELU,
     FATRELU,
     GELU,
@@ -21,7 +23,7 @@ _TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 
 
 class Activation(NamedTuple):
-    """A function as kernels take it: its code, and fatrelu's threshold (0 for all others)."""
+    """A function as kernels take it: its code; a threshold (fatrelu) or limit (clamped_silu)."""
 
     code: int
     threshold: np.float32
@@ -63,12 +65,16 @@ def activate(function, value):
 
     relu, drelu, fatrelu: 0 up to the threshold;  relu2: relu(v)^2;  silu: v / (1 + exp(-v))
     gelu: v Phi(v), exact by erf;  gelu_tanh: v / 2 (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3)))
+    clamped_silu: g / (1 + exp(-1.702 g)), g = min(v, limit)
     """
     code = function.code
     if code in (RELU, FATRELU, DRELU):
         return np.float32(0) if value <= function.threshold else value
     if code == SILU:
         return np.float32(value / (1.0 + math.exp(-value)))
+    if code == CLAMPED_SILU:
+        g = function.threshold if value > function.threshold else value
+        return np.float32(g / (1.0 + math.exp(-CLAMPED_SLOPE * g)))
     if code == GELU:
         return np.float32(0.5 * value * (1.0 + math.erf(value * _SQRT_HALF)))
     if code == GELU_TANH:
@@ -79,5 +85,13 @@ def activate(function, value):
 
 @njit(nogil=True, cache=True)
 def activate_up(function, value):
-    """The factor up . x as it multiplies the gate: itself, or relu of it (drelu)."""
+    """The factor up . x as it multiplies the gate.
+
+    Itself; relu of it (drelu); clamped to -limit..limit, and 1 more (clamped_silu).
+    """
+    if function.code == CLAMPED_SILU:
+        limit = function.threshold
+        if value > limit:
+            value = limit
+        return (-limit if value < -limit else value) + np.float32(1)
     return np.float32(0) if function.code == DRELU and value <= 0 else value

@@ -156,11 +156,23 @@ def attend_segment(
             _exponentials(numbers, begin, positions, first_token, num_tokens, scores, sums, totals)
 
 
+@njit(nogil=True, cache=True, inline="always")
+def sink_share(sinks, head, top):
+    """What a head's sink adds to the sum of exp(score - top): 0 where there are none.
+
+    A sink is a learned logit that joins a head's softmax and has no value; sinks (H,) or (0,).
+    Source:  OpenAI, gpt-oss model card, 2025; Xiao et al., arXiv 2309.17453
+    """
+    if sinks.shape[0] == 0:
+        return np.float32(0)
+    return np.float32(math.exp(np.float64(sinks[head]) - top))
+
+
 @njit(nogil=True, cache=True)
-def merge_segments(count, sums, totals, head, dim, out):
+def merge_segments(count, sums, totals, sinks, head, dim, out):
     """out = the attention of one head, of `count` segments' parts in the order of positions.
 
-    Each is brought from its own largest score to the largest of all.
+    Each is brought from its own largest score to the largest of all; sinks as in `sink_share`.
     Shapes:  sums (segments, H * dim), totals (segments, H, 2), out (H * dim,) float32
     """
     first, top = head * dim, totals[0, head, 0]
@@ -174,7 +186,7 @@ def merge_segments(count, sums, totals, head, dim, out):
         total += share * totals[segment, head, 1]
         for i in range(first, first + dim):
             out[i] += share * sums[segment, i]
-    inverse = np.float32(1) / total
+    inverse = np.float32(1) / (total + sink_share(sinks, head, top))
     for i in range(first, first + dim):
         out[i] *= inverse
 

@@ -8,6 +8,7 @@ from typing import Any
 from numba.core import types
 from numba.extending import intrinsic
 
+from hotcold.numba_kernels.checks import CLAMPED_SLOPE
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vec import F32, Arguments, Vec, codegen_of, for_vectors
@@ -22,6 +23,13 @@ _SQRT_HALF = 0.7071067811865476
 
 def _silu(v: Vec) -> Vec:
     return v / (exp2(v * -LOG2_E) + 1)
+
+
+def _clamped_silu(v: Vec, limit: Vec) -> Vec:
+    """g / (1 + exp(-1.702 g)), g = min(v, limit); NaN stays NaN."""
+    top = limit.spread(v.lanes) if v.lanes > 1 else limit
+    g = (top < v).where(top, v)
+    return g / (exp2(g * (-CLAMPED_SLOPE * LOG2_E)) + 1)
 
 
 def _gelu_tanh(v: Vec) -> Vec:
@@ -42,24 +50,38 @@ def _gelu(v: Vec) -> Vec:
     return v * is_negative.where(below, v.like(1) - below)
 
 
+def _change_row(given: Arguments, function: Callable[[Vec], Vec]) -> None:
+    array = given.array(0)
+    first = array.at(given.number(1))
+
+    def one(index: Vec, lanes: int) -> None:
+        place = first + index * 4
+        place.store(function(place.load(F32, lanes)))
+
+    for_vectors(array.shape[1], LANES, one)
+
+
 def _of_rows(function: Callable[[Vec], Vec]) -> Any:
     """An intrinsic: rows[row] = fn of each of its numbers; rows (T, N) float32, contiguous."""
 
     @intrinsic
     def of_row(typingctx, rows, row):
         def emit(given: Arguments) -> None:
-            array = given.array(0)
-            first = array.at(given.number(1))
-
-            def one(index: Vec, lanes: int) -> None:
-                place = first + index * 4
-                place.store(function(place.load(F32, lanes)))
-
-            for_vectors(array.shape[1], LANES, one)
+            _change_row(given, function)
 
         return types.void(rows, types.int64), codegen_of(emit)
 
     return of_row
+
+
+@intrinsic
+def clamped_silu_row(typingctx, rows, row, limit):
+    """rows[row] = g / (1 + exp(-1.702 g)), g = min(v, limit), of each of its numbers v."""
+
+    def emit(given: Arguments) -> None:
+        _change_row(given, lambda v: _clamped_silu(v, given.number(2)))
+
+    return types.void(rows, types.int64, types.float32), codegen_of(emit)
 
 
 silu_row = _of_rows(_silu)

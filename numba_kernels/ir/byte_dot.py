@@ -10,7 +10,7 @@ from llvmlite import ir
 from hotcold.numba_kernels.formats import RowFormat
 from hotcold.numba_kernels.ir.codes import codes_of
 from hotcold.numba_kernels.ir.quantized_ir import INTS, signed_byte
-from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.target import LANES, has_feature, has_vnni
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
 
@@ -25,9 +25,10 @@ class ByteDot:
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int) -> None:
-        codes, offset = codes_of(row_format), row_format.offset
+        codes = codes_of(row_format)
+        offset = codes.offset
         self.is_signed = codes.is_signed
-        self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
+        self.vnni = has_vnni()
         self.avx2 = has_feature("avx2") and not self.vnni
         self.in_pairs = self.avx2 and codes.fits_pairs
         self.high_in_place = self.vnni and codes.high_can_stay and num_chains == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hotcold.numba_kernels import formats
 from hotcold.numba_kernels.formats import RowFormat
 from hotcold.numba_kernels.ir.quantized_ir import BYTE_LANES, Chunk, Rest, Row
-from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.target import LANES, has_feature, has_vnni
 from hotcold.numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec
 
 # The weights of one step: each one's place in a group, and what takes it out of a lane.
@@ -32,6 +32,7 @@ class Codes:
 
     def __init__(self, row_format: RowFormat) -> None:
         self.format = row_format
+        self.offset = row_format.offset  # what codes are too large by when they are taken out
 
     def unpacked(self, loaded: Vec, in_place: bool = False) -> list[Vec]:
         """The parts of a step, without what stands above nibbles.
@@ -94,13 +95,49 @@ class Nibbles(Codes):
     def weights_of_step(self, number: int) -> StepWeights:
         """Step `number`'s weights without factors, for sums of rows."""
         return [
-            (
-                8 * number + 4 * half + byte,
-                partial(_nibble_weights, self.format.offset, 2 * byte + half),
-            )
+            (8 * number + 4 * half + byte, partial(self._weights, 2 * byte + half))
             for byte in range(4)
             for half in range(2)
         ]
+
+    def _weights(self, number: int, step: Vec) -> Vec:
+        """Nibble `number` of every lane, less the offset; AVX-512 looks it up in a register."""
+        shifted = step >> 4 * number if number else step
+        if has_feature("avx512f"):
+            return _looked_up(shifted, [code - self.offset for code in range(16)])
+        return ((shifted & 0xF) - self.offset).astype(F32)
+
+
+class E2m1(Nibbles):
+    """4 bits that number values, which are looked up. VNNI's are unsigned, so 16 is added."""
+
+    high_can_stay = False
+
+    def __init__(self, row_format: RowFormat) -> None:
+        super().__init__(row_format)
+        self.offset = 16 if has_vnni() else 0
+        self.is_signed = not self.offset
+        self._values = row_format.codes.values
+
+    def unpacked(self, loaded: Vec, in_place: bool = False) -> list[Vec]:
+        """The values of low and of high nibbles, the offset added."""
+        table = [value + self.offset for value in self._values]
+        return [_looked_up_bytes(loaded, table), _looked_up_bytes(loaded >> 4, table)]
+
+    def _weights(self, number: int, step: Vec) -> Vec:
+        shifted = step >> 4 * number if number else step
+        if has_feature("avx512f"):
+            return _looked_up(shifted, self._values)
+        if not has_feature("avx2"):
+            return _e2m1(shifted & 0xF).astype(F32)
+        magnitudes = Vec.of(step.builder, self._values[:8], F32)
+        name, kind = "llvm.x86.avx2.permps", magnitudes.value.type  # which reads three bits
+        low, high = (
+            magnitudes.call(name, kind, magnitudes, shifted.take(range(first, first + 8)))
+            for first in (0, 8)
+        )
+        sign = shifted << 28 & -(1 << 31)
+        return (low.take(range(LANES), high).view(I32) ^ sign).view(F32)
 
 
 class Fifths(Codes):
@@ -166,6 +203,7 @@ _CLASSES: dict[formats.Codes, type[Codes]] = {
     formats.NIBBLES: Nibbles,
     formats.FIFTHS: Fifths,
     formats.PAIRS: Pairs,
+    formats.E2M1: E2m1,
 }
 
 
@@ -194,11 +232,40 @@ def _byte_weights(byte: int, step: Vec) -> Vec:
     return step.view(I8).take(places, zeros).view(I32).astype(F32)
 
 
-def _nibble_weights(offset: int, number: int, step: Vec) -> Vec:
-    """Nibble `number` of every lane, less `offset`; AVX-512 looks it up in a register."""
-    shifted = step >> 4 * number if number else step
-    if has_feature("avx512f"):
-        table = Vec.of(step.builder, [value - offset for value in range(16)], F32)
-        name = "llvm.x86.avx512.permvar.sf.512"  # which reads four bits of a lane
-        return table.call(name, table.value.type, table, shifted)
-    return ((shifted & 0xF) - offset).astype(F32)
+def _looked_up(codes: Vec, values: Sequence[int]) -> Vec:
+    """The value of each lane's low four bits, float32; AVX-512."""
+    table = Vec.of(codes.builder, values, F32)
+    return table.call("llvm.x86.avx512.permvar.sf.512", table.value.type, table, codes)
+
+
+def _looked_up_bytes(codes: Vec, values: Sequence[int]) -> Vec:
+    """The value of each byte's low four bits, a byte; without AVX2 E2M1's own."""
+    places = codes.view(I8)
+    is_whole = places.lanes == BYTE_LANES
+    if is_whole and has_feature("avx512vbmi"):  # which reads six bits
+        return _shuffled("llvm.x86.avx512.permvar.qi.512", values, places).view(I32)
+    places = places & 0xF
+    if is_whole and has_feature("avx512bw"):
+        return _shuffled("llvm.x86.avx512.pshuf.b.512", values, places).view(I32)
+    if not has_feature("avx2"):
+        return _e2m1(places).view(I32)
+    half = BYTE_LANES // 2
+    parts = [
+        _shuffled("llvm.x86.avx2.pshuf.b", values, places.take(range(first, first + half)))
+        for first in range(0, places.lanes, half)
+    ]
+    return (parts[0].take(range(BYTE_LANES), parts[1]) if is_whole else parts[0]).view(I32)
+
+
+def _shuffled(name: str, values: Sequence[int], places: Vec) -> Vec:
+    """Bytes of a table that is repeated through a whole register."""
+    table = Vec.of(places.builder, [*values] * (places.lanes // len(values)), I8)
+    return table.call(name, table.value.type, table, places)
+
+
+def _e2m1(codes: Vec) -> Vec:
+    """Twice the numbers of these bits: of magnitude m the largest of m, 2 m - 4 and 4 m - 16."""
+    found = magnitude = codes & 7
+    for candidate in ((magnitude << 1) - 4, (magnitude << 2) - 16):
+        found = (found < candidate).where(candidate, found)
+    return (codes & 8).equals(0).where(found, -found)

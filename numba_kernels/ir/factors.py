@@ -56,6 +56,27 @@ def _six_bits(chunk: Chunk, row: Row) -> Factors:
     return Factors([scales], minima)
 
 
+def _exponents(chunk: Chunk, row: Row) -> Factors:
+    """A power of two a lane. What other lanes get is finite: no byte gives infinity or NaN."""
+    at = chunk.at(row.first, CHUNK_GROUPS)
+    if chunk.mask is None or has_feature("avx512bw"):
+        return Factors([powers_of_two(chunk.load(at, I8))])
+    if not has_feature("avx2"):
+        return Factors([powers_of_two(at.load_masked(I8, chunk.mask))])
+    # Masked loads of bytes are slow: the 16 bytes that end with the row, moved down.
+    absent = chunk.num_lanes.like(LANES) - chunk.num_lanes
+    places = Vec.of(at.builder, range(LANES), I8) + absent.astype(I8)
+    last = (at + (chunk.num_lanes + -LANES)).load(I8, LANES, align=1)
+    name = "llvm.x86.ssse3.pshuf.b.128"
+    return Factors([powers_of_two(last.call(name, last.value.type, last, places))])
+
+
+def powers_of_two(exponents: Vec) -> Vec:
+    """2 ^ (exponent - 128) of bytes, as float32: two of them are subnormal numbers."""
+    wide = exponents.astype(I32, signed=False)
+    return wide.below(2).where(wide + 1 << 21, wide - 1 << 23).view(F32)
+
+
 def _halves(chunk: Chunk, row: Row) -> Factors:
     """An int8 for each half of a group."""
     at, blocks = _small(chunk, row), _of_blocks(chunk, row)
@@ -68,6 +89,7 @@ _READERS: dict[formats.Factors, Callable[[Chunk, Row], Factors]] = {
     formats.MINIMA: _scales_and_minima,
     formats.SIX_BITS: _six_bits,
     formats.HALVES: _halves,
+    formats.EXPONENTS: _exponents,
 }
 
 

@@ -279,8 +279,7 @@ class _LastChunk:
         if halves is None:
             by_rest()
             return
-        has_whole = self.rest.chunk.index.differs(0)
-        self.products.either(has_whole, lambda: by_halves(halves), by_rest)
+        self.products.either(halves.can_read(), lambda: by_halves(halves), by_rest)
 
 
 class _FewChunks:

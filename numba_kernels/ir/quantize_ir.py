@@ -96,13 +96,13 @@ def _emit_widened(
             place = codes.each * number + codes.high * part
             factors = [scales[part % len(scales)], *minima]
             for quarter in range(LANES // _QUARTER):
-                values = _quarter(row_format, packed, factors, quarter)
+                values = _quarter(codes.offset, packed, factors, quarter)
                 if to_bfloat16:
                     values = round_to_bfloat16(values)
                 _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
 
 
-def _quarter(row_format: RowFormat, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
+def _quarter(offset: int, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
     """The weights in the bytes of four lanes, as float32; `factors` are scales, maybe minima.
 
     A float16 times a nibble is a float32 to the bit, so a sum with a minimum is rounded once.
@@ -112,7 +112,7 @@ def _quarter(row_format: RowFormat, packed: Vec, factors: list[Vec], quarter: in
     scale, *minimum = (factor.take(lanes) for factor in factors)
     if minimum:
         return sixteen.astype(F32) * scale + minimum[0]
-    return (sixteen - row_format.offset).astype(F32) * scale
+    return (sixteen - offset).astype(F32) * scale
 
 
 def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_bytes: int) -> None:

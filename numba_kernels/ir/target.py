@@ -17,6 +17,11 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in features.split(",")
 
 
+def has_vnni() -> bool:
+    """Whether there are products of 64 unsigned with 64 signed bytes, four added up at once."""
+    return has_feature("avx512vnni") and has_feature("avx512f")
+
+
 # An Intel server's own prefetcher keeps too few lines under way for a core that computes meanwhile.
 # AMD's, which alone have SSE4A, want less for quantized rows, none for floats: docs/lab_log.md.
 _IS_FAR = has_feature("avx512f") and not has_feature("sse4a")

@@ -7,11 +7,19 @@ import numpy as np
 from numba import float32, int8, int32, uint8, uint16
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
+from hotcold.numba_kernels.formats import (
+    BLOCK_FORMATS,
+    CHUNK_GROUPS,
+    E2M1_VALUES,
+    MAX_EXPONENT,
+    QUANT_GROUP,
+    block_dtype,
+)
 from hotcold.numba_kernels.ir.bit_ir import float32_of
 from hotcold.numba_kernels.load.quantize_kernels import (
     DONE,
     NOT_FINITE,
+    power_of_two,
     store_codes,
     store_half,
     store_q4,
@@ -31,7 +39,8 @@ _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (
     _code(f"Q{name}") for name in ("4_0", "4_1", "5_0", "5_1", "8_0")
 )
 _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (_code(f"Q{bits}_K") for bits in (2, 3, 4, 5, 6))
-_IQ4_NL = _code("IQ4_NL")
+_IQ4_NL, _MXFP4 = _code("IQ4_NL"), _code("MXFP4")
+_VALUES, _MAX_EXPONENT = np.array(E2M1_VALUES, np.int8), np.uint8(MAX_EXPONENT)
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
@@ -129,6 +138,14 @@ def _q6_k(block, out):
 
 
 @njit(nogil=True, cache=True)
+def _mxfp4(block, out):
+    scale = power_of_two(block[0])
+    for k in range(16):
+        out[k] = scale * float32(_VALUES[block[1 + k] & 15])
+        out[k + 16] = scale * float32(_VALUES[block[1 + k] >> 4])
+
+
+@njit(nogil=True, cache=True)
 def _codes(code, block, codes):
     """The 32 codes, int8 bits, of a block of Q4_0, Q5_0, Q8_0 or IQ4_NL: weight = scale * code."""
     if code == _Q8_0:
@@ -166,6 +183,8 @@ def _values(code, block, codes, out):
         _q3_k(block, out)
     elif code == _Q2_K:
         _q2_k(block, out)
+    elif code == _MXFP4:
+        _mxfp4(block, out)
     else:
         _codes(code, block, codes)
         scale = _half(block, 0)
@@ -289,6 +308,45 @@ def repack_k_kernel(bits, num_bytes, src, src_step, row_ids, dst, dst_step, widt
                 if block[1] & 0x7C == 0x7C or block[3] & 0x7C == 0x7C:
                     worst = NOT_FINITE
     return worst
+
+
+@njit(nogil=True, cache=True)
+def repack_mxfp4_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
+    """Blocks of MXFP4 as rows of it, to the bit. Returns DONE or NOT_FINITE; checks no shapes."""
+    codes = np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        start = row_ids[row] * src_step
+        target = dst[row * dst_step :]
+        exponents = target[width // 2 :]
+        for group in range(num_groups):
+            block = src[start : start + num_bytes]
+            start += num_bytes
+            for k in range(16):
+                codes[k], codes[k + 16] = block[1 + k] & 15, block[1 + k] >> 4
+            store_q4(codes, target, group, num_groups)
+            exponents[group] = block[0]
+            if block[0] > _MAX_EXPONENT:
+                worst = NOT_FINITE
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def paired_blocks_kernel(values, scales, row_ids, first_group, out):
+    """Rows of MXFP4 as blocks of it; checks no shapes.
+
+    values (R, G, 16) uint8, of which each holds weights 2 j (low) and 2 j + 1; scales (R, G) uint8
+    out (N, 17 g): groups first_group to first_group + g - 1 of the rows `row_ids`
+    """
+    for i in range(row_ids.shape[0]):
+        row, target = row_ids[i], out[i]
+        for group in range(target.shape[0] // 17):
+            pairs, block = values[row, first_group + group], target[17 * group : 17 * group + 17]
+            block[0] = scales[row, first_group + group]
+            for k in range(8):
+                even, odd = pairs[k], pairs[k + 8]
+                block[1 + 2 * k] = even & uint8(15) | uint8(odd << uint8(4))
+                block[2 + 2 * k] = even >> uint8(4) | odd & uint8(0xF0)
 
 
 @njit(nogil=True, cache=True)

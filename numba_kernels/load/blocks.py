@@ -14,6 +14,7 @@ import numpy as np
 
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
+    EXPONENTS,
     HALVES,
     MINIMA,
     QUANTIZED,
@@ -22,14 +23,17 @@ from hotcold.numba_kernels.formats import (
     SIX_BITS,
     BlockFormat,
     Factors,
+    block_dtype,
     row_items,
     row_width,
 )
 from hotcold.numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     dequantize_kernel,
+    paired_blocks_kernel,
     repack_k_kernel,
     repack_kernel,
+    repack_mxfp4_kernel,
     repack_q6_kernel,
     repack_with_min_kernel,
 )
@@ -47,6 +51,7 @@ _REPACK: dict[Factors, _Repack] = {
     ),
     SIX_BITS: lambda block, bits, places: repack_k_kernel(bits, block.num_bytes, *places),
     HALVES: lambda block, bits, places: repack_q6_kernel(block.num_bytes, *places),
+    EXPONENTS: lambda block, bits, places: repack_mxfp4_kernel(block.num_bytes, *places),
 }
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
@@ -123,6 +128,32 @@ def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray
         values = dequantize_rows(rows, all_rows, first // weights, num_columns // weights)
         transposed[is_here] = values[:, column_ids[is_here] - first].T
     return quantize_into(transposed, np.arange(column_ids.size), out)
+
+
+def paired_blocks(
+    values: np.ndarray,
+    scales: np.ndarray,
+    row_ids: np.ndarray,
+    first_group: int = 0,
+    num_groups: int | None = None,
+) -> np.ndarray:
+    """Rows of MXFP4 as safetensors files have them, values beside scales, as rows of its blocks.
+
+    Shapes:  values (R, G, 16): byte j of a group has weights 2 j (low) and 2 j + 1; scales (R, G);
+             row_ids (N,); result (N, bytes of some groups, or of all)
+    Dtypes:  values, scales uint8; row_ids int; result of BLOCK_FORMATS
+    Errors:  ValueError for other shapes or dtypes
+    Source:  OpenAI's gpt_oss/torch/weights.py
+    """
+    are_bytes = values.dtype == scales.dtype == np.uint8
+    if not are_bytes or values.shape != (*scales.shape, 16) or scales.ndim != 2:
+        raise ValueError(f"{values.dtype} {values.shape} beside {scales.dtype} {scales.shape}")
+    dtype = block_dtype("MXFP4")
+    count = scales.shape[1] - first_group if num_groups is None else num_groups
+    out = np.empty((row_ids.size, BLOCK_FORMATS[dtype].num_bytes * count), np.uint8)
+    ids = np.ascontiguousarray(row_ids, np.int64)
+    paired_blocks_kernel(values, scales, ids, np.int64(first_group), out)
+    return out.view(dtype)
 
 
 def blocks_status(rows: np.ndarray) -> int:

@@ -1,16 +1,19 @@
-"""Weights into rows of Q8, Q4 and Q4_1; `formats` says how such rows are laid out.
+"""Weights into rows of Q8, Q4, Q4_1 and MXFP4; `formats` says how such rows are laid out.
 
-The rules are those of llama.cpp's Q8_0, Q4_0 and Q4_1, so that bytes and errors compare:
+The rules are those of llama.cpp's formats, so that bytes and errors compare:
 
     Q8:   scale = max |x| / 127,  value = x / scale, rounded, halves away from zero
     Q4:   scale = m / -8 with m the value of the largest magnitude, the first of equals,
           nibble = min(15, trunc(x / scale + 8.5))
     Q4_1: minimum = min x, scale = (max x - min x) / 15,
           nibble = min(15, trunc((x - minimum) / scale + 0.5))
+    MXFP4: 2 ^ (exponent - 125) the largest power of two that is not above max |x|,
+          nibble of the nearest value, the smaller one of two
 
 A division by the scale is a product with its float32 reciprocal; scales and minima are then stored
 rounded to float16. A group of zeros, or one too small for a reciprocal, has zeros.
-Source:  ggml-quants.c, quantize_row_q8_0_ref, quantize_row_q4_0_ref and quantize_row_q4_1_ref
+Source:  ggml-quants.c, quantize_row_q8_0_ref, quantize_row_q4_0_ref, quantize_row_q4_1_ref and
+         quantize_row_mxfp4_ref, which finds powers of two by logarithms rounded to float32
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import numpy as np
 
 from hotcold.numba_kernels.formats import (
     BYTES,
+    EXPONENTS,
     FLOATS,
+    MXFP4,
     Q4,
     Q4_1,
     Q8,
@@ -34,12 +39,18 @@ from hotcold.numba_kernels.load.quantize_kernels import (
     NOT_FINITE,
     TOO_LARGE,
     copy_rows_kernel,
+    quantize_mxfp4_kernel,
     quantize_q4_1_kernel,
     quantize_q4_kernel,
     quantize_q8_kernel,
 )
 
-_KERNELS = {Q8: quantize_q8_kernel, Q4: quantize_q4_kernel, Q4_1: quantize_q4_1_kernel}
+_KERNELS = {
+    Q8: quantize_q8_kernel,
+    Q4: quantize_q4_kernel,
+    Q4_1: quantize_q4_1_kernel,
+    MXFP4: quantize_mxfp4_kernel,
+}
 
 __all__ = [
     "DONE",
@@ -52,10 +63,10 @@ __all__ = [
 
 
 def quantize_rows(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `weights` as rows of Q8, Q4 or Q4_1.
+    """Return `weights` as rows of Q8, Q4, Q4_1 or MXFP4.
 
     Shapes:  weights (R, W), W a multiple of 32; result (R, row_items(dtype, W))
-    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype Q8, Q4 or Q4_1
+    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
     Errors:  ValueError for another dtype or width, for weights that are not finite, and for weights
              so large (8.3e6 for Q8, 5.2e5 for Q4) that their scale or minimum is beyond float16
     """
@@ -77,7 +88,7 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
 
     Returns DONE; NOT_FINITE or TOO_LARGE (see `quantize_rows`) leave `rows` unspecified.
     Shapes:  weights (R, W), row_ids (N,), rows (N, row_items); contiguous rows at any distance
-    Dtypes:  weights float32, uint16 or int16; row_ids int, rows of Q8, Q4 or Q4_1
+    Dtypes:  weights float32, uint16 or int16; row_ids int, rows as of `quantize_rows`
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
     if weights.dtype not in FLOATS or rows.dtype not in _KERNELS:
@@ -92,7 +103,8 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
 def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
     """Copy the rows `row_ids` of `src` into `dst`; return whether they are what rows can be.
 
-    They are unless a scale or minimum is not finite, or a value of 8 bits is -128.
+    They are unless a scale or minimum is not finite, an exponent above 252, or a value of 8 bits
+    -128.
     Shapes:  src (R, B), row_ids (N,), dst (N, B); contiguous rows at any distance
     Dtypes:  src, dst of ROW_FORMATS, alike; row_ids int
     Errors:  ValueError on any mismatch or an id outside [0, R)
@@ -104,10 +116,12 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     ids = _checked_ids(row_ids, src.shape[0])
     row_format = ROW_FORMATS[src.dtype]
     num_blocks = row_width(src.dtype, src.shape[1]) // row_format.block_weights
-    factor_bytes = num_blocks * row_format.factor_bytes
+    are_exponents = row_format.factors == EXPONENTS
+    of_block = row_format.group_factor_bytes if are_exponents else row_format.factor_bytes
+    factor_bytes = num_blocks * of_block
     source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
-    value_bytes = np.int64(src.shape[1] - factor_bytes)
-    nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(factor_bytes))
+    sizes = np.int64(src.shape[1] - factor_bytes), np.int64(factor_bytes)
+    nearest, is_good = copy_rows_kernel(*source, ids, *target, *sizes, are_exponents)
     return bool(is_good and (nearest > 0 or row_format.codes != BYTES))
 
 

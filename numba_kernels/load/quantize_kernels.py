@@ -4,7 +4,7 @@ import numpy as np
 from numba import float32, int32, uint8, uint32
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
+from hotcold.numba_kernels.formats import CHUNK_GROUPS, E2M1_VALUES, MAX_EXPONENT, QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import float32_bits, float32_from_bits, float32_of, half_bits
 
 # What became of rows; the largest of all rows' is returned.
@@ -14,6 +14,8 @@ _SIGN = np.uint32(1 << 31)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
 _MAX_SCALE = np.float32(65520.0)  # from here on float16 is infinite
+_MAGNITUDES = np.array(E2M1_VALUES[:8], np.float32)
+_MAX_EXPONENT = np.uint8(MAX_EXPONENT)
 _CHUNK_GROUPS, _GROUP = np.int64(CHUNK_GROUPS), np.int64(QUANT_GROUP)
 
 
@@ -76,6 +78,30 @@ def _q4_1_group(values, codes):
 
 
 @njit(nogil=True, cache=True)
+def power_of_two(exponent):
+    """2 ^ (exponent - 128) of a byte; the smallest two are subnormal numbers. NaN of 255."""
+    if exponent == uint8(255):
+        return float32(np.nan)
+    if exponent < uint8(2):
+        return float32_from_bits(uint32(1 << 21) << uint32(exponent))
+    return float32_from_bits(uint32(exponent - uint8(1)) << uint32(23))
+
+
+@njit(nogil=True, cache=True)
+def _mxfp4_group(values, highest, lowest, codes):
+    """Fill `codes` with nibbles; returns the exponent: the largest value is 8 to 16 times it."""
+    power = int32(max(highest, lowest & _MAGNITUDE) >> uint32(23))
+    exponent = uint8(min(int32(_MAX_EXPONENT), max(int32(0), power - int32(2))))
+    unit = power_of_two(exponent)
+    for k in range(codes.shape[0]):
+        size, code = abs(values[k]), 0
+        while code < 7 and size - unit * _MAGNITUDES[code] > unit * _MAGNITUDES[code + 1] - size:
+            code += 1
+        codes[k] = uint8(code + 8 if values[k] < 0 and code else code)
+    return exponent
+
+
+@njit(nogil=True, cache=True)
 def _first_extreme(values, magnitude):
     for value in values:
         bits = float32_bits(value)
@@ -113,7 +139,7 @@ def store_q8(codes, target, group, num_groups):
 
 @njit(nogil=True, cache=True)
 def store_q4(codes, target, group, num_groups):
-    """Lay a group's codes (nibbles) into the row `target` of Q4 or Q4_1."""
+    """Lay a group's codes (nibbles) into the row `target` of Q4, Q4_1, Q4_K or MXFP4."""
     first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
     step = 4 * min(_CHUNK_GROUPS, num_groups - first)
     place = target[first * _GROUP // 2 + 4 * (group - first) :]
@@ -229,6 +255,23 @@ def quantize_q4_1_kernel(src, src_step, row_ids, dst, dst_step, width):
 
 
 @njit(nogil=True, cache=True)
+def quantize_mxfp4_kernel(src, src_step, row_ids, dst, dst_step, width):
+    """As `quantize_q8_kernel`, into rows of MXFP4; never returns TOO_LARGE."""
+    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        source = src[row_ids[row] * src_step :][:width]
+        target = dst[row * dst_step :]
+        exponents = target[width // 2 :]
+        for group in range(num_groups):
+            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
+            exponents[group] = _mxfp4_group(values, highest, lowest, codes)
+            worst = max(worst, _group_status(highest, lowest, float32(0)))
+            store_q4(codes, target, group, num_groups)
+    return worst
+
+
+@njit(nogil=True, cache=True)
 def store_half(factors, number, value):
     """Lay a scale or a minimum into those of a row, as float16."""
     bits = half_bits(value)
@@ -237,11 +280,13 @@ def store_half(factors, number, value):
 
 
 @njit(nogil=True, cache=True)
-def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, factor_bytes):
+def copy_rows_kernel(
+    src, src_step, row_ids, dst, dst_step, value_bytes, factor_bytes, are_exponents
+):
     """Copy quantized rows; checks no shapes.
 
-    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales and minima are
-    finite.
+    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales and minima, float16
+    or exponents, are finite.
     """
     is_good, nearest = True, uint8(255)
     for row in range(row_ids.shape[0]):
@@ -252,6 +297,11 @@ def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, factor_
             byte = values[k]
             target[k] = byte
             nearest = min(nearest, byte ^ uint8(0x80))
+        if are_exponents:
+            for k in range(value_bytes, value_bytes + factor_bytes):
+                target[k] = source[k]
+                is_good &= source[k] <= _MAX_EXPONENT
+            continue
         for k in range(value_bytes, value_bytes + factor_bytes, 2):
             target[k], target[k + 1] = source[k], source[k + 1]
             is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)

@@ -10,7 +10,18 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
+from hotcold.numba_kernels import block_rows as places_of_blocks
+from hotcold.numba_kernels.block_rows import (
+    BEGIN,
+    END,
+    IS_SECOND,
+    NUM_PLACE_NUMBERS,
+    ROW_ITEMS,
+    BlockRows,
+)
 from hotcold.numba_kernels.compiler import njit
+
+block_matrix = njit(nogil=True, cache=True)(places_of_blocks.block_matrix)
 
 
 class BlockTokens(NamedTuple):
@@ -43,17 +54,28 @@ def every_token(num_tokens: int) -> BlockTokens:
     return BlockTokens(ids, np.array([0, num_tokens], np.int64), ids)
 
 
-def chosen_tokens(is_chosen: np.ndarray) -> BlockTokens:
-    """By the choices is_chosen (T, B) bool."""
-    counts = np.count_nonzero(is_chosen, axis=0)
-    _, ids = np.nonzero(is_chosen.T)
-    return BlockTokens(ids, _starts(counts), np.arange(len(is_chosen), dtype=np.int64))
+def choices(
+    sizes: np.ndarray, num_tokens: int, weights: np.ndarray
+) -> tuple[BlockTokens, np.ndarray]:
+    """Which tokens chose which blocks, and with what weights (P,) float32.
+
+    Blocks of sizes[b] > 0 neurons are chosen where weights (T, B) float32 are not 0; with weights
+    (0, 0) by all tokens, and the result's are (0,).
+    """
+    order = np.arange(num_tokens, dtype=np.int64)
+    is_chosen = np.ones((sizes.size, num_tokens), bool)
+    if weights.size:
+        is_chosen = np.ascontiguousarray(weights.T != 0)
+    is_chosen[sizes == 0] = False
+    blocks, ids = np.nonzero(is_chosen)
+    starts = _starts(np.count_nonzero(is_chosen, axis=1))
+    chosen = weights[ids, blocks] if weights.size else np.empty(0, np.float32)
+    return BlockTokens(ids, starts, order), chosen
 
 
-def listed_tokens(tokens: BlockTokens, is_listed: np.ndarray) -> BlockTokens:
+def listed(tokens: BlockTokens, is_listed: np.ndarray) -> BlockTokens:
     """Only the choices of which is_listed (P,) bool is set."""
-    before = _starts(is_listed)
-    return BlockTokens(tokens.ids[is_listed], before[tokens.starts], tokens.order)
+    return tokens._replace(ids=tokens.ids[is_listed], starts=_starts(is_listed)[tokens.starts])
 
 
 def row_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
@@ -67,20 +89,18 @@ def one_block(matrix: np.ndarray) -> ChoiceRows:
 
 
 class WeightBlocks(NamedTuple):
-    """Of each block a matrix, all in one format.
+    """Of each of B blocks a matrix, all in one format.
 
-    array (items,): the weights; places (B, 3) int64: block b's are array[first:last] in rows of so
-    many items, (first, last, items of a row) == places[b]; first == last where it has none
+    array (items,): the weights; places (B, 4) int64: where the matrices are, as in
+    `hotcold.numba_kernels.block_rows`; a block without rows has no items
     """
 
     array: np.ndarray
     places: np.ndarray
 
-    @property
-    def heights(self) -> np.ndarray:
-        """Rows of each block (B,) int64."""
-        first, last, items = self.places.T
-        return (last - first) // np.maximum(items, 1)
+    def matrix(self, block: int) -> np.ndarray:
+        """The rows of a block, a view."""
+        return places_of_blocks.block_matrix(self.array, self.places[block])
 
 
 def weight_blocks(matrix: np.ndarray, bounds: np.ndarray | None = None) -> WeightBlocks:
@@ -88,24 +108,23 @@ def weight_blocks(matrix: np.ndarray, bounds: np.ndarray | None = None) -> Weigh
 
     Without `bounds` it is one block.
     """
-    if bounds is None:
-        bounds = np.array([0, len(matrix)], np.int64)
-    ends = bounds * matrix.shape[1]
-    places = np.stack([ends[:-1], ends[1:], np.full(len(bounds) - 1, matrix.shape[1])], axis=1)
+    ends = np.array([0, len(matrix)]) if bounds is None else bounds
+    places = np.zeros((len(ends) - 1, NUM_PLACE_NUMBERS), np.int64)
+    places[:, BEGIN], places[:, END] = ends[:-1] * matrix.shape[1], ends[1:] * matrix.shape[1]
+    places[:, ROW_ITEMS] = matrix.shape[1]
     return WeightBlocks(_flat(matrix), places)
 
 
-def matrix_of_block(weights: WeightBlocks, block: int) -> np.ndarray:
-    """The block's matrix, a view."""
-    first, last, items = weights.places[block]
-    return weights.array[first:last].reshape((last - first) // max(items, 1), items)
-
-
-@njit(nogil=True, cache=True)
-def block_matrix(array, place):
-    """The matrix at `place` (3,) of an array of weights; see `WeightBlocks`."""
-    first, last, items = place[0], place[1], place[2]
-    return array[first:last].reshape((last - first) // max(items, 1), items)
+def layer_blocks(rows: BlockRows, layer: int) -> list[WeightBlocks]:
+    """A layer's blocks, once for each format that it has; those in the other one have no rows."""
+    found = []
+    for is_second, array in enumerate((rows.first, rows.second)):
+        places = rows.places[layer].copy()
+        places[places[:, IS_SECOND] != is_second, END] = 0
+        places[places[:, END] == 0, BEGIN] = 0
+        if places[:, END].any():
+            found.append(WeightBlocks(array, places))
+    return found
 
 
 def _flat(matrix: np.ndarray) -> np.ndarray:

@@ -95,8 +95,8 @@ def _pack_groups(x, ids, tokens, buffer, first, last):
 def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of each block's rows times its choices; checks nothing.
 
-    out[t, n] = weights[n] . x[t] of row n and choice t of a block; where `out` has rows of tokens the
-    products are added to them.
+    out[t, n] = weights[n] . x[t] of row n and choice t of a block; where `out` has rows of tokens
+    the products are added to them.
     weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
     out: see `block_rows`
     packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed

@@ -50,10 +50,12 @@ def prompt_scratch_shapes(head_dim: int) -> list[tuple[int, ...]]:
 
 @njit(nogil=True, cache=True)
 def prompt_attention_kernel(
-    numbers, qkv, first, keys, values, pages, queries, page_keys, page_values, scores, sums,
+    numbers, sinks, qkv, first, keys, values, pages, queries, page_keys, page_values, scores, sums,
     weighted, counters, out,
 ):  # fmt: skip
     """out[t] = softmax(scale * keys . queries[t]) . values of all heads, for blocks it takes.
+
+    `sinks` (H,) are logits that join the heads' softmax and have no value; (0,): there are none.
 
     Token t is at position first + t and sees the positions up to its own, with a window the last of
     them; scores are brought between -softcap and softcap first, where that is not 0. Keys and
@@ -84,7 +86,7 @@ def prompt_attention_kernel(
             numbers, first + begin, first + end - 1, kv_head, count, keys, values, pages, queries,
             page_keys, page_values, scores, sums, weighted,
         )  # fmt: skip
-        _unpack(weighted, sums, begin, end, head, count, numbers.head_dim, out)
+        _unpack(weighted, sums, sinks, begin, end, head, count, numbers.head_dim, out)
         taken = next_block(counters, 0)
 
 
@@ -110,15 +112,18 @@ def _pack(numbers, qkv, begin, end, head, count, queries):
 
 
 @njit(nogil=True, cache=True)
-def _unpack(weighted, sums, begin, end, head, count, dim, out):
-    """out = weighted sums of values, by the sums of shares.
+def _unpack(weighted, sums, sinks, begin, end, head, count, dim, out):
+    """out = weighted sums of values, by the sums of shares and a sink's.
 
     Zeros are positive, since positions that a token does not see may add 0 to -0.
     """
     for group in range(-(-(end - begin) // LANES) * count):
         h, token = head + group % count, begin + group // count * LANES
         for lane in range(min(LANES, end - token)):
-            share = np.float32(1) / sums[group, 1, lane]
+            total = sums[group, 1, lane]
+            if sinks.shape[0]:
+                total += np.float32(2 ** (np.float64(sinks[h]) * LOG2_E - sums[group, 0, lane]))
+            share = np.float32(1) / total
             vector = out[token + lane, h * dim : (h + 1) * dim]
             for i in range(dim):
                 vector[i] = weighted[group, i, lane] * share + np.float32(0)

@@ -10,11 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.checks import DRELU, GELU, GELU_TANH, SILU
+from hotcold.numba_kernels.checks import ACTIVATES_UP, CLAMPED_SILU, GELU, GELU_TANH, SILU
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up
 from hotcold.numba_kernels.decode.rows import add_in_order
-from hotcold.numba_kernels.ir.activation_ir import gelu_row, gelu_tanh_row, silu_row
+from hotcold.numba_kernels.ir.activation_ir import (
+    clamped_silu_row,
+    gelu_row,
+    gelu_tanh_row,
+    silu_row,
+)
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.ir.vector_ir import (
     add_part1,
@@ -35,9 +40,9 @@ class FiredNeurons(NamedTuple):
 
     runs (R, 5) int64: of each run of at most RUN neurons of a block: the block, its first neuron
     and the one after its last, where its lists begin in `ids`, `values` and in `starts`
-    Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down is
-    multiplied with, in the same way; ids count from the layer's first. ids int32, values float32,
-    starts int32
+    Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down
+    is multiplied with, in the same way; ids count from the layer's first. ids int32, values
+    float32, starts int32
     """
 
     runs: np.ndarray
@@ -89,6 +94,8 @@ def _activate_row(function, bias, first, h, t):
         gelu_row(h, t)
     elif function.code == GELU_TANH:
         gelu_tanh_row(h, t)
+    elif function.code == CLAMPED_SILU:
+        clamped_silu_row(h, t, function.threshold)
     else:
         for n in range(own.shape[0]):
             own[n] = activate(function, own[n])
@@ -107,11 +114,26 @@ def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
 
 
 @njit(nogil=True, cache=True)
+def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last):
+    """target[i] = source[from_choices[i]] for choices first..last-1 of `tokens`.
+
+    source, target: `ChoiceRows` of the same blocks; from_choices (P,) int64. Checks nothing.
+    """
+    for b in range(tokens.starts.shape[0] - 1):
+        begin, end = choice_share(tokens, b, first, last)
+        if begin < end:
+            own, _ = block_rows(target, tokens, b)
+            given, _ = block_rows(source, source_tokens, b)
+            for t in range(begin, end):
+                own[t] = given[from_choices[tokens.starts[b] + t] - source_tokens.starts[b]]
+
+
+@njit(nogil=True, cache=True)
 def _scale(function, bias, first, factors, h):
     if bias.shape[0]:
         for n in range(h.shape[0]):
             factors[n] += bias[first + n]
-    if function.code == DRELU:
+    if function.code in ACTIVATES_UP:
         for n in range(h.shape[0]):
             h[n] *= activate_up(function, factors[n])
     else:

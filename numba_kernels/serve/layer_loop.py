@@ -29,6 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     PRODUCT_THRESHOLD,
     TARGET,
+    WEIGHS_BLOCKS,
     send_requests,
 )
 from hotcold.numba_kernels.serve.selector import announce, predicts, select
@@ -47,6 +48,8 @@ PREDICTOR_NS = 16
 WEIGHTS = 17  # TARGET or DRAFT
 NUM_STATE_WORDS = 24  # whole cache lines
 
+CHOSEN, READ = range(2)  # of `block_counts`
+
 # phases of a layer
 _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
 _NUM_PHASES = 4
@@ -64,10 +67,12 @@ class LayerFacts(NamedTuple):
 
     attention_of (L,) int64: the service with a layer's attention
     ffn_of (L, S) int64: the num_ffn[l] services with its FFN, in the order in which they are added
-    num_neurons (L, S) int64: how many of a layer's neurons each service holds
+    num_neurons (L, S, B) int64: how many neurons of each block of a layer each service holds
     cpu_services (C,) int64: those whose neurons predictors choose, in the predictors' order
     output_norm (L, d) or (L, 0) float32: of the FFN's output
     residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
+    block_counts (L, B, 2) int64: how often the model's own weights of each block were chosen so
+    far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
     """
 
     attention_of: np.ndarray
@@ -80,6 +85,7 @@ class LayerFacts(NamedTuple):
     norm_epsilon: np.float32
     residual_scale: np.float32
     residual: int
+    block_counts: np.ndarray = np.zeros((0, 0, 2), np.int64)
 
 
 def new_layer_state() -> np.ndarray:
@@ -188,8 +194,22 @@ def _add(layer_state, buffers, facts):
     # Before the next request: a NaN gate does not fire, which would hide it.
     if not finite_pair(buffers.ffn_input, buffers.hidden, num_tokens):
         return NOT_FINITE
+    is_weighed = buffers.requests[services[0], WEIGHS_BLOCKS]
+    if is_weighed and layer_state[WEIGHTS] == TARGET and facts.block_counts.shape[1]:
+        count_blocks(buffers.block_weights, num_tokens, facts.block_counts[layer])
     layer_state[AT_LAYER] = layer + 1
     return DONE
+
+
+@njit(nogil=True, cache=True)
+def count_blocks(block_weights, num_tokens, counts):
+    """Add to counts (B, 2) int64 how many of the tokens, and whether any, chose each block."""
+    for block in range(counts.shape[0]):
+        num_chosen = 0
+        for t in range(num_tokens):
+            num_chosen += block_weights[t, block] != 0
+        counts[block, CHOSEN] += num_chosen
+        counts[block, READ] += num_chosen > 0
 
 
 @njit(nogil=True, cache=True)
@@ -267,7 +287,20 @@ def _count_ffn(layer_state, buffers, facts):
     for service in requested_services(layer_state, facts):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
         layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
-        num_gates = buffers.requests[service, NUM_IDS]
-        if num_gates == ALL_NEURONS:
-            num_gates = facts.num_neurons[layer_state[AT_LAYER], service]
-        layer_state[SUM_GATES] += num_gates
+        sizes = facts.num_neurons[layer_state[AT_LAYER], service]
+        layer_state[SUM_GATES] += _num_gates(buffers, service, sizes)
+
+
+@njit(nogil=True, cache=True)
+def _num_gates(buffers, service, sizes):
+    """How many gates the service was asked for, of `sizes` (B,) neurons in each block."""
+    request = buffers.requests[service]
+    if request[NUM_IDS] != ALL_NEURONS:
+        return request[NUM_IDS]
+    num_gates = np.int64(0)
+    for block in range(sizes.shape[0]):
+        is_chosen = not request[WEIGHS_BLOCKS]
+        for t in range(0 if is_chosen else request[NUM_TOKENS]):
+            is_chosen = is_chosen or buffers.block_weights[t, block] != 0
+        num_gates += sizes[block] if is_chosen else 0
+    return num_gates

@@ -16,6 +16,7 @@ from hotcold.numba_kernels.decode.attention import (
     merge_segments,
     num_segments,
     rope_kernel,
+    sink_share,
     softcap_kernel,
     store_kernel,
 )
@@ -191,7 +192,9 @@ def _run_length(slots, first, num_tokens, most):
 
 
 @njit(nogil=True, cache=True)
-def _put_away(numbers, group, segment, positions, first, num_tokens, found, scratch_heads, parts):
+def _put_away(
+    numbers, sinks, group, segment, positions, first, num_tokens, found, scratch_heads, parts
+):  # fmt: skip
     """Rows of `attend_segment` to `heads` where a token has one segment, else to its parts."""
     (sums, totals), (part_sums, part_totals) = found, parts
     dim, heads = numbers.head_dim, numbers.num_heads // numbers.num_kv_heads
@@ -204,7 +207,8 @@ def _put_away(numbers, group, segment, positions, first, num_tokens, found, scra
         for h in range(heads):
             head, row = group * heads + h, (t - first) * heads + h
             if is_whole:
-                share = np.float32(1) / totals[row, 1]
+                sink = sink_share(sinks, head, totals[row, 0])
+                share = np.float32(1) / (totals[row, 1] + sink)
                 for i in range(dim):
                     scratch_heads[t, head * dim + i] = sums[row, i] * share
             else:
@@ -227,6 +231,7 @@ def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
         buffers.positions,
     )
     num_groups, scores = numbers.num_kv_heads, scratch.scores[thread]
+    sinks = arrays.vectors.sinks[layer]
     keys, values = arrays.keys[layer], arrays.values[layer]
     found = scratch.sums[thread], scratch.totals[thread]
     parts = scratch.part_sums, scratch.part_totals
@@ -252,7 +257,9 @@ def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
                 numbers, keys, values, group, pages, segment, positions, first, count, scratch.qkv,
                 scores, found[0], found[1],
             )  # fmt: skip
-            _put_away(numbers, group, segment, positions, first, count, found, scratch.heads, parts)
+            _put_away(
+                numbers, sinks, group, segment, positions, first, count, found, scratch.heads, parts
+            )  # fmt: skip
             taken = next_block(counters, 0)
         base += num_items
         first += count
@@ -262,13 +269,13 @@ def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
 @njit(nogil=True, cache=True)
 def _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens):
     """Merge the segments of every num_threads-th head of the tokens that have several."""
-    numbers = arrays.numbers[layer]
+    numbers, sinks = arrays.numbers[layer], arrays.vectors.sinks[layer]
     for t in range(num_tokens):
         count = num_segments(numbers.window, buffers.positions[t])
         for head in range(thread, numbers.num_heads if count > 1 else 0, num_threads):
             merge_segments(
-                count, scratch.part_sums[t], scratch.part_totals[t], head, numbers.head_dim,
-                scratch.heads[t],
+                count, scratch.part_sums[t], scratch.part_totals[t], sinks, head,
+                numbers.head_dim, scratch.heads[t],
             )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import ALL
 from hotcold.model.config import activations
-from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
+from hotcold.numba_kernels.checks import ACTIVATION_NAMES
 from hotcold.numba_kernels.load.convert import to_float32
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
@@ -58,7 +58,8 @@ def activated(function, x: np.ndarray) -> np.ndarray:
 
 def activated_up(function, x: np.ndarray) -> np.ndarray:
     """What multiplies it."""
-    return np.maximum(x, 0) if function.code == DRELU else x
+    name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
+    return activations.activated_up(name, tensor, float(function.threshold)).numpy()
 
 
 class Queue:

@@ -23,6 +23,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PRODUCT_THRESHOLD,
+    threshold_words,
 )
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess, a_third
@@ -157,7 +158,7 @@ def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     requests[:, OPERATION], requests[:, LAYER], requests[:, NUM_TOKENS] = operation, 0, num_tokens
     requests[:, NUM_IDS] = ALL_NEURONS
     thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
-    requests[:, thresholds] = engine.mode.selector.thresholds[0]
+    requests[:, thresholds] = threshold_words(engine.mode.thresholds)[0]
     engine.exchange.request(range(requests.shape[0]))
 
 

@@ -15,6 +15,7 @@ import pytest
 from hotcold.actors.cpu.matmul import matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.products import combine, linear
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
 pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("one_torch_thread")]
@@ -40,9 +41,9 @@ def product(matmul: Any, name: str, x: np.ndarray, weights: np.ndarray) -> np.nd
     width = HEIGHT if name == "linear" else WIDTH
     out = np.full((len(x), width), np.nan, np.float32)
     if name == "linear":
-        matmul.linear(matmul.operand(x, weights), weights, out)
+        linear(matmul, x, weights, out)
     else:
-        matmul.combine(x, weights, out)
+        combine(matmul, x, weights, out)
     return out
 
 

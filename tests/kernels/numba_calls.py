@@ -63,6 +63,7 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     scale: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Without `pages`, keys and values (G, P, hd) are one page."""
     if pages is None:
@@ -89,7 +90,7 @@ def decode_attention(
         own = slice(group * heads, (group + 1) * heads)
         part_sums[part].reshape(num_heads, dim)[own], part_totals[part, own] = sums, totals
     for head in range(num_heads):
-        merge_segments(count, part_sums, part_totals, head, dim, out)
+        merge_segments(count, part_sums, part_totals, floats(sinks), head, dim, out)
     return out.reshape(queries.shape)
 
 

@@ -34,6 +34,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.page_end import at_page_end
+from tests.kernels.products import combine, linear
 from tests.kernels.prompt_texts import a_text, attend
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
@@ -43,7 +44,7 @@ from tests.kernels.quantized_rows import (
     random_rows,
 )
 
-KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6")
+KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6", "mxfp4")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 WIDTH_IN_BLOCKS = 2304  # eight groups more
@@ -118,11 +119,11 @@ def _prompt_products(gate: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray
     for tokens in (range(PROMPT_TOKENS), PROMPT_PART):
         h = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, NUM_ROWS)[tokens]
         found[f"combine{len(h)}"] = np.empty((len(h), width), np.float32)
-        matmul.combine(h, down, found[f"combine{len(h)}"])
+        combine(matmul, h, down, found[f"combine{len(h)}"])
         if not is_quantized(gate.dtype):
             x = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, width)[tokens]
             found[f"linear{len(x)}"] = np.empty((len(x), NUM_ROWS), np.float32)
-            matmul.linear(matmul.operand(x, gate), gate, found[f"linear{len(x)}"])
+            linear(matmul, x, gate, found[f"linear{len(x)}"])
     return found
 
 

@@ -90,6 +90,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     scale: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Outputs (last - first, H, hd) of positions first..last-1 as one chunk.
 
@@ -114,12 +115,15 @@ def attend(
     qkv[:, : num_heads * head_dim] = queries.reshape(len(queries), -1)
     out = np.full((len(queries), num_heads * head_dim), np.nan, np.float32)
     counters = np.zeros(INTS_A_CELL, np.int32)
+    own_sinks = np.empty(0, np.float32) if sinks is None else sinks
 
     def run(thread: int) -> None:
         scratch = [aligned_empty(shape, np.float32) for shape in prompt_scratch_shapes(head_dim)]
         for array in scratch:
             array[:] = np.nan
-        prompt_attention_kernel(numbers, qkv, first, keys, values, pages, *scratch, counters, out)
+        prompt_attention_kernel(
+            numbers, own_sinks, qkv, first, keys, values, pages, *scratch, counters, out
+        )
 
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(run, range(num_threads)))

@@ -18,8 +18,10 @@ IN_LAYERS = [kind for kind in KINDS if not kind.endswith("_k")]
 SUMMED = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].is_summed]
 _LIMITS = {
     "q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15), "q4_k": (0, 15), "q5": (-16, 15),
-    "q5_k": (0, 31), "q6": (-32, 31),
+    "q5_k": (0, 31), "q6": (-32, 31), "mxfp4": (0, 15),
 }  # fmt: skip
+# OCP Microscaling Formats 1.0, E2M1, by the number of the bits.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 KINDS_AND_WIDTHS = [
     (kind, width) for kind in KINDS for width in (WIDTHS_IN_BLOCKS if kind in IN_BLOCKS else WIDTHS)
 ]
@@ -53,6 +55,8 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     values = rng.integers(*_LIMITS[kind], (num_rows, width // 32, 32), endpoint=True)
     if kind in IN_BLOCKS:
         return _random_q6(rng, values) if kind == "q6" else _random_k(kind, rng, values)
+    if kind == "mxfp4":
+        return _random_mxfp4(rng, values)
     scales = rng.uniform(0.001, 0.02, (num_rows, width // 32)).astype(np.float16)
     minima = np.zeros_like(scales)
     if kind == "q4_1":
@@ -61,6 +65,16 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     packed = np.hstack([*_pack(kind, values), *map(_bytes, factors)])
     doubles = (factor.astype(np.float64)[:, :, None] for factor in (scales, minima))
     return Quantized(packed.view(KINDS[kind]), values, *doubles)
+
+
+def _random_mxfp4(rng: np.random.Generator, numbers: np.ndarray) -> Quantized:
+    """Rows of numbers 0..15 of E2M1 values; a power of two for each group."""
+    num_rows, groups, _ = numbers.shape
+    exponents = rng.integers(119, 124, (num_rows, groups), np.uint8)
+    packed = np.hstack([*_pack("mxfp4", numbers), exponents])
+    scales = np.exp2(exponents.astype(np.float64) - 127)[:, :, None]
+    values = np.concatenate([_E2M1, -_E2M1])[numbers] + 0.0  # no negative zeros
+    return Quantized(packed.view(KINDS["mxfp4"]), values, scales, np.full_like(scales, -0.0))
 
 
 def _random_q6(rng: np.random.Generator, values: np.ndarray) -> Quantized:

@@ -48,6 +48,10 @@ def activate(values: np.ndarray, activation_fn: str, threshold: float = 0.0) -> 
     if activation_fn == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)
         return 0.5 * values * (1 + np.tanh(inner))
+    if activation_fn == "clamped_silu":
+        values = np.minimum(values, threshold)
+        with np.errstate(over="ignore"):
+            return values / (1 + np.exp(-1.702 * values))
     if activation_fn == "silu":
         with np.errstate(over="ignore"):
             return values / (1 + np.exp(-values))
@@ -79,6 +83,8 @@ def sparse_ffn(
         if activation_fn == "drelu":
             factors = np.maximum(factors, 0)
             fires &= factors != 0
+        if activation_fn == "clamped_silu":
+            factors = np.clip(factors, -threshold, threshold) + 1
         h = h * factors
         if thresholds is not None:
             fires &= np.abs(h) * (1 if down_norms is None else down_norms[ids]) > thresholds[1]
@@ -126,8 +132,12 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     scale: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group."""
+    """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group.
+
+    `sinks` (H,) are scores of a position that each head sees besides, whose value is 0.
+    """
     group = queries.shape[0] // keys.shape[0]
     k = np.repeat(widened(keys[:, :length]), group, axis=0)
     v = np.repeat(widened(values[:, :length]), group, axis=0)
@@ -137,9 +147,18 @@ def decode_attention(
         scores = softcap * np.tanh(scores / softcap)
     if window:
         scores[:, : max(0, length - window)] = -np.inf
-    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    return np.einsum("hp,hpd->hd", shares, v)
+    return np.einsum("hp,hpd->hd", _shares(scores, sinks), v)
+
+
+def _shares(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
+    """Softmax of scores (H, ..., P), with a sink a head (H,)."""
+    if sinks is not None:
+        column = sinks.astype(np.float64).reshape(-1, *[1] * (scores.ndim - 1))
+        column = np.broadcast_to(column, (*scores.shape[:-1], 1))
+        return _shares(np.concatenate([scores, column], axis=-1), None)[..., :-1]
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    found: np.ndarray = shares / shares.sum(axis=-1, keepdims=True)
+    return found
 
 
 def prompt_attention(
@@ -150,6 +169,7 @@ def prompt_attention(
     window: int = 0,
     softcap: float = 0.0,
     scale: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """`decode_attention` of queries (T, H, hd), each of which sees keys up to its own position.
 
@@ -165,9 +185,7 @@ def prompt_attention(
     own = positions[first:, None]
     is_seen = (positions <= own) & (positions > own - (window or keys.shape[1]))
     scores = np.where(is_seen, scores, -np.inf)
-    shares = np.exp(scores - scores.max(axis=2, keepdims=True))
-    shares /= shares.sum(axis=2, keepdims=True)
-    return np.einsum("htp,hpd->thd", shares, v)
+    return np.einsum("htp,hpd->thd", _shares(scores, sinks), v)
 
 
 def to_bfloat16(weights: np.ndarray) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
+    MXFP4,
     Q4,
     Q4_1,
     Q4_K,
@@ -27,6 +29,7 @@ from hotcold.numba_kernels.load.blocks import (
     blocks_into,
     blocks_status,
     dequantize_rows,
+    paired_blocks,
 )
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import (
@@ -72,6 +75,8 @@ def test_values_are_ggmls_to_the_bit_for_any_bytes(name: str) -> None:
     raw = rng.integers(0, 256, (HEIGHT, 6 * num_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         wanted = expected(raw, name)
+        if name == "MXFP4":  # 255 is NaN: OCP Microscaling Formats 1.0, E8M0
+            wanted = np.where((raw[:, ::num_bytes] == 255).repeat(32, axis=1), np.nan, wanted)
     found = dequantize_rows(raw.view(block_dtype(name)), np.arange(HEIGHT))
     same = np.isfinite(wanted)
     assert same.mean() > 0.5
@@ -88,14 +93,14 @@ def test_some_rows_and_blocks(name: str) -> None:
     assert np.array_equal(to_float32(rows[2]), values[2])
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"])
 @pytest.mark.parametrize("dtype", FROM_FLOATS, ids=str)
 def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
     rows, values = blocks(name)
     if name == "Q8_0":
         rows.view(np.uint8)[rows.view(np.uint8) == 0x80] = 0x81  # scales here have no such byte
         values = expected(rows.view(np.uint8), name)
-    exact = {"Q4_0": (Q8, Q4), "Q4_1": (Q4_1,)}
+    exact = {"Q4_0": (Q8, Q4), "Q4_1": (Q4_1,), "MXFP4": (MXFP4,)}
     is_exact = dtype in exact.get(name, (Q8,))
     assert (dtype in BLOCK_FORMATS[rows.dtype].exact) == is_exact
     ids = np.array([3, 3, 0, 6])
@@ -144,6 +149,48 @@ def test_what_has_a_format_of_its_own(
         assert blocks_into(spoilt.view(rows.dtype), ids, np.zeros_like(out)) == NOT_FINITE
     out.view(np.uint8)[1, -1] |= 0x7C
     assert not copy_quantized(out, np.arange(4), copied)
+
+
+def test_mxfp4_has_every_power_of_two() -> None:
+    """Subnormal numbers, and what is beyond float16; more than 252 may be infinite."""
+    raw = random_blocks((253, 32), "MXFP4")
+    raw[:, 0] = np.arange(253)
+    rows, values = raw.view(block_dtype("MXFP4")), expected(raw, "MXFP4")
+    out = np.zeros((253, row_items(MXFP4, 32)), MXFP4)
+    assert blocks_into(rows, np.arange(253), out) == DONE
+    assert np.array_equal(to_float32(out), values) and np.isfinite(values).all()
+    copied = np.zeros_like(out)
+    assert copy_quantized(out, np.arange(253), copied) and np.array_equal(copied, out)
+    for exponent in (253, 254, 255):
+        raw[7, 0] = exponent
+        assert blocks_into(rows, np.arange(253), np.zeros_like(out)) == NOT_FINITE
+        out.view(np.uint8)[7, -1] = exponent
+        assert not copy_quantized(out, np.arange(253), copied)
+
+
+@pytest.mark.parametrize("width", [32, 96, 576])
+def test_mxfp4_of_safetensors(width: int) -> None:
+    """Values beside scales, two neighbours a byte, as transformers dequantizes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(width)
+    values = rng.integers(0, 256, (3, 5, width // 32, 16), np.uint8)
+    scales = rng.integers(1, 252, values.shape[:-1], np.uint8)
+    tensors = map(torch.from_numpy, (values, scales))
+    wanted = convert_moe_packed_tensors(*tensors, dtype=torch.float32).numpy().swapaxes(1, 2)
+    rows = values.reshape(15, -1, 16), scales.reshape(15, -1)
+    ids = np.array([14, 0, 3, 3])
+    blocks = paired_blocks(*rows, ids)
+    expected = wanted.reshape(15, width)[ids]
+    assert np.array_equal(to_float32(blocks), expected)
+    out = np.zeros((4, row_items(MXFP4, width)), MXFP4)
+    assert blocks_into(blocks, np.arange(4), out) == DONE
+    assert np.array_equal(to_float32(out), expected)
+    last = paired_blocks(*rows, ids, width // 32 - 1, 1)
+    assert np.array_equal(to_float32(last), expected[:, -32:])
+    for wrong in ((rows[0], rows[1][:, 1:]), (rows[0].view(np.int8), rows[1]), (values, scales)):
+        with pytest.raises(ValueError, match="beside"):
+            paired_blocks(*wrong, ids)
 
 
 @pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
@@ -202,8 +249,8 @@ def test_columns_become_rows(name: str) -> None:
 def test_infinite_scales_are_found(name: str) -> None:
     rows, _ = blocks(name)
     assert blocks_status(rows) == DONE
-    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(name, 0)
-    rows.view(np.uint8)[4, at + 1] = 0x7C
+    at = {"Q2_K": 81, "Q3_K": 109, "Q6_K": 209, "MXFP4": 0}.get(name, 1)
+    rows.view(np.uint8)[4, at] = 255 if name == "MXFP4" else 0x7C
     assert blocks_status(rows) == NOT_FINITE
     out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
     assert blocks_into(rows, np.arange(HEIGHT), out) == NOT_FINITE

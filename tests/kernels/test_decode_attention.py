@@ -79,6 +79,24 @@ def test_windows_and_softcaps_over_segments(kind: str, window: int, softcap: flo
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+def test_sinks(kind: str, window: int, softcap: float) -> None:
+    """Below, among and far above the scores of a head's keys; of one segment and of several."""
+    dim, length = 32, 700
+    queries, pages = random_floats(1, 4, dim), shuffled_pages(length)
+    keys, values = (cached(random_floats(seed, 2, length, dim), kind, pages) for seed in (2, 3))
+    k, v = (read(each, pages, length, dim) for each in (keys, values))
+    sinks = np.array([-70, 1, 5, 300], np.float32)
+    for used in (1, 255, 257, length):
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+        expected = reference.decode_attention(queries, k, v, used, **options)
+        found = numba_calls.decode_attention(queries, keys, values, used, pages, **options)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+        assert not found[3].any()
+
+
 @pytest.mark.parametrize("dim", [1, 3, 16, 20, 32, 64, 80, 128, 256])
 def test_rows_in_8_bits(dim: int) -> None:
     """Within half a step of the scale of 32 items; zeros stay zeros; the largest is kept."""

@@ -144,7 +144,7 @@ def test_activation_functions(
     backend: SimpleNamespace, activation_fn: str, gated: bool, num_tokens: int
 ) -> None:
     case = make_case("f32", 97, 17, num_tokens, gated=gated, bias=True)
-    threshold = 1.5 if activation_fn == "fatrelu" else 0.0
+    threshold = {"fatrelu": 1.5, "clamped_silu": 0.8}.get(activation_fn, 0.0)
     case = replace(case, activation_fn=activation_fn, threshold=threshold)
     assert_right(backend, case)
     assert_right(backend, replace(case, ids=np.arange(3, 90, 2, dtype=np.int32)))
@@ -175,6 +175,7 @@ def test_drelu_fires_where_gate_and_up_do(
 
 @pytest.mark.parametrize("activation_fn", ACTIVATION_CODES)
 def test_activation_far_from_zero(backend: SimpleNamespace, activation_fn: str) -> None:
+    limit = 7.0 if activation_fn == "clamped_silu" else 0.0
     values = np.array([-1e4, -200, -90, -20, -5, -1e-3, 0, 1e-3, 5, 20, 200, 1e4], np.float32)
     case = Case(
         gate=values[:, None],
@@ -182,10 +183,11 @@ def test_activation_far_from_zero(backend: SimpleNamespace, activation_fn: str) 
         down=np.eye(values.size, dtype=np.float32)[:, :1] * 0 + 1,
         x=np.ones((1, 1), np.float32),
         activation_fn=activation_fn,
+        threshold=limit,
     )
     for i in range(values.size):
         found, _ = replace(case, ids=np.array([i], np.int32)).run(backend)
-        expected = reference.activate(values[i : i + 1].astype(np.float64), activation_fn)
+        expected = reference.activate(values[i : i + 1].astype(np.float64), activation_fn, limit)
         np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-7)
 
 

@@ -12,6 +12,7 @@ from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Float32Matmul, Floa
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.products import combine, linear
 from tests.kernels.quantized_rows import SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep
@@ -49,9 +50,9 @@ def run(
     """x @ weights.T ("linear") or x @ weights ("combine"), so many columns."""
     out = np.full((x.shape[0], width), np.nan, np.float32)
     if name == "linear":
-        matmul.linear(matmul.operand(x, weights), weights, out)
+        linear(matmul, x, weights, out)
     else:
-        matmul.combine(x, weights, out)
+        combine(matmul, x, weights, out)
     return out
 
 

@@ -15,6 +15,7 @@ from hotcold.actors.cpu.kernel_matmul import Int16Matmul
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.products import linear
 
 pytestmark = [
     pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI"),
@@ -55,7 +56,7 @@ def multiply(x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.nda
     """x @ weights.T."""
     out = np.full((x.shape[0], weights.shape[0]), np.nan, np.float32)
     matmul = in_turn(num_threads)
-    matmul.linear(matmul.operand(x, weights), weights, out)
+    linear(matmul, x, weights, out)
     return out
 
 
@@ -120,18 +121,19 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
         if seed == 0:
             weights[0, 0] = 0x7C00
         out = np.empty((num_tokens, height), np.float32)
-        matmul.linear(matmul.operand(x, weights), weights, out)
+        linear(matmul, x, weights, out)
         assert out.tobytes() == multiply(x, weights).tobytes()
 
 
 MULTIPLY = """
 import numpy as np
 from hotcold.actors.cpu.kernel_matmul import Int16Matmul
+from tests.kernels.products import linear
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)
 matmul = Int16Matmul(1, lambda phase: phase(0))
-matmul.linear(matmul.operand(np.ones((2, 64), np.float32), weights), weights, out)
+linear(matmul, np.ones((2, 64), np.float32), weights, out)
 assert np.allclose(out, 64)
 """
 

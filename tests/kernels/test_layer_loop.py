@@ -56,10 +56,10 @@ LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 4
 LONG = 120_000_000_000
 # Services 0 and 3 have attention, 3 of the last layer alone; 3 and, of layer 1, 0 have hot neurons.
 ATTENTION_OF, CPUS = (0, 0, 3), [1, 2]
-NUM_NEURONS = np.array([[0, 14, 16, 0], [4, 12, 14, 0], [0, 11, 13, 6]])
+NUM_NEURONS = np.array([[0, 14, 16, 0], [4, 12, 14, 0], [0, 11, 13, 6]])[..., None]  # one block
 FFN_OF = ([1, 2], [0, 1, 2], [3, 1, 2])
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
-EVERYTHING = no_predictor(LAYERS).selector(threshold_words(THRESHOLDS))
+EVERYTHING = no_predictor(LAYERS).selector(threshold_words(THRESHOLDS), np.zeros(LAYERS, np.bool_))
 
 
 def new_buffers() -> SharedBuffers:

@@ -92,8 +92,7 @@ class Listing:
     @property
     def selector(self) -> Selector:
         is_routed = np.isin(np.arange(LAYERS), self.routed)
-        found = self.predictor.selector(threshold_words(THRESHOLDS))
-        return found._replace(is_routed=is_routed)
+        return self.predictor.selector(threshold_words(THRESHOLDS), is_routed)
 
     def answer(self, service: int) -> None:
         buffers, at = self.model.buffers, int(self.model.layer_state[AT_LAYER])
@@ -209,3 +208,17 @@ def test_a_router_weighs_blocks_with_and_without_a_predictor(kind: str) -> None:
             assert weights.size == 0
     has_ids = {layer for (layer, _), rows in listing.found.items() if rows is not None}
     assert has_ids == ({0, 2} if kind else set())
+
+
+def test_gates_of_chosen_blocks_are_counted() -> None:
+    listing = Listing("", routed=(0, 1))
+    sizes = np.random.default_rng(6).integers(0, 9, (LAYERS, SERVICES, BLOCKS))
+    listing.model.facts = listing.model.facts._replace(num_neurons=sizes)
+    with predicting(listing, 1):
+        assert listing.model.run(new_request_state(1, LONG), listing.selector) == layer_loop.DONE
+    expected = 0
+    for layer, services in enumerate(FFN_OF):
+        is_chosen = routing(layer).any(axis=0) if layer in listing.routed else np.ones(BLOCKS, bool)
+        expected += sizes[layer, services][:, is_chosen].sum()
+    assert not routing(0).any(axis=0).all()
+    assert listing.model.layer_state[layer_loop.SUM_GATES] == expected

@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 # Without AVX2 all formats' last chunks go one way.
 OLDER = {
     "avx2": (HASWELL, ["avx2", "f16c", "fma"], KINDS),
-    "plain": ("", [], ("f16", "q8", "q5", "q6")),
+    "plain": ("", [], ("f16", "q8", "q5", "q6", "mxfp4")),
 }
 
 
@@ -148,14 +148,15 @@ def test_older_x86(run_for: Callable[..., Run], cpu: str, kind: str) -> None:
         assert found[name].tobytes() == own[name].tobytes(), name
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8"])
+@pytest.mark.parametrize("kind", ["f16", "q8", "mxfp4"])
 def test_arm(run_for: Callable[..., Run], kind: str) -> None:
-    assembly = (run_for("generic", "", "aarch64", "f16", "q8").folder / kind).read_text()
+    assembly = (run_for("generic", "", "aarch64", "f16", "q8", "mxfp4").folder / kind).read_text()
     instructions = {line.split()[0] for line in assembly.splitlines() if line.startswith("\t")}
     assert re.search(r"\tfmla\tv\d+\.4s, v\d+\.4s, v\d+\.4s", assembly)
-    assert re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)
-    assert ("prfm" in instructions) == (kind == "q8")  # rows of floats are left to the hardware
-    if kind == "q8":
+    widens = re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)
+    assert (widens is None) == (kind == "mxfp4")  # whose scales are powers of two
+    assert ("prfm" in instructions) == (kind != "f16")  # rows of floats are left to the hardware
+    if kind != "f16":
         assert re.search(r"\ts?ml[a-z0-9]*\tv\d+\.4s", assembly)
     called = re.findall(r"\tbl?\t([A-Za-z_]\S*)", assembly)
     # But for what Numba compiled and what every C library has: nothing that only x86 machines know.

@@ -106,6 +106,22 @@ def test_earlier_tokens_beyond_a_window_change_no_bit() -> None:
         np.testing.assert_array_equal(attend(text, window=50)[from_there], expected[from_there])
 
 
+@EACH_DTYPE
+@pytest.mark.parametrize("heads", [(4, 2), (9, 1)], ids=str)
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+def test_sinks(dtype: type, heads: tuple[int, int], window: int, softcap: float) -> None:
+    """Below, among and far above the scores of a head's keys."""
+    text, sinks = a_text(dtype, 200, heads, 20), np.linspace(-60, 9, heads[0], dtype=np.float32)
+    sinks[-2:] = 2, 300
+    changes: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    check(text, 70, **changes)
+    whole = attend(text, **changes)
+    assert not whole[:, -1].any()
+    for first, last in ((0, 1), (33, 90), (199, 200)):
+        np.testing.assert_array_equal(attend(text, first, last, **changes), whole[first:last])
+
+
 def test_nan_reaches_every_token_that_sees_it() -> None:
     for array in ("keys", "values"):
         text = a_text(np.float32, 150, (2, 1), 20)

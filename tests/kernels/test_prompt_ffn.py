@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,17 +11,19 @@ import torch
 from hotcold.model.config.activations import activated
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.prompt.block_tokens import ChoiceRows, choices, every_token, one_block
 from hotcold.numba_kernels.prompt.prompt_ffn import (
-    BLOCK,
+    RUN,
     activate_kernel,
     empty_fired,
     list_fired,
-    num_blocks,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
+    run_shares,
 )
 from hotcold.numba_kernels.prompt.quantized_matmul import quantize_kernel
 from tests.kernels import reference
@@ -48,9 +52,11 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> tuple[np.nd
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
-@pytest.mark.parametrize(("height", "width"), [(5, 32), (BLOCK + 9, 512), (2 * BLOCK + 3, 1184)])
+@pytest.mark.parametrize(("height", "width"), [(5, 32), (RUN + 9, 512), (2 * RUN + 3, 1184)])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
-def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_blocks: int) -> None:
+    """Of the blocks that each token chose, one of which is empty and one chosen by nobody."""
     num_tokens = 37
     if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
@@ -59,38 +65,57 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
     down, down_values = random_weights(2, summed, height, width)
     x, bias = random_floats(3, num_tokens, width), random_floats(4, height)
     h = np.maximum(random_floats(5, num_tokens, height) - 1, 0)
+    bounds, weights = np.array([0, height]), NO_WEIGHTS
+    if num_blocks > 1:
+        bounds = np.array([0, height // 3, height // 3, height // 3 * 2, height])
+        weights = (random_floats(8, num_tokens, num_blocks) > 0).astype(np.float32)
+        weights[:, 2] = 0
+        h *= np.repeat(weights, np.diff(bounds), axis=1)
+    tokens, _ = choices(np.diff(bounds), num_tokens, weights)
+    of_blocks = [
+        h[ids, first:last]
+        for ids, (first, last) in zip(
+            np.split(tokens.ids, tokens.starts[1:-1]), pairwise(bounds), strict=True
+        )
+    ]
+    values = np.concatenate([own.ravel() for own in of_blocks])
+    sizes = [own.size for own in of_blocks]
+    rows = ChoiceRows(values, np.concatenate([[0], np.cumsum(sizes)]))
     vectors: np.ndarray | QuantizedVectors = x
     rounded = x.astype(np.float64)
     if is_quantized(up.dtype):
         vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
-        quantize_kernel(up, x, vectors, 0, num_tokens)
+        quantize_kernel(up, x, every_token(num_tokens), vectors, 0, num_tokens)
         rounded = quantized_vectors(x)
     factors = rounded @ up_values.T + bias if gated else np.ones_like(h)
     expected = (h * factors) @ down_values
-    sizes = (h * (np.abs(rounded) @ np.abs(up_values).T + 1)) @ np.abs(down_values)
+    most = (h * (np.abs(rounded) @ np.abs(up_values).T + 1)) @ np.abs(down_values)
 
-    fired = empty_fired(num_tokens, height)
+    fired = empty_fired(tokens, bounds)
     out = np.full((num_tokens, width), 2, np.float32)
     sums = np.full((num_parts(width), num_tokens, 512), np.nan, np.float32)
-    for first, last in ((0, 1), (1, num_blocks(height))):  # as two threads share them
-        list_fired(h, first, last, fired)
+    for first, last in pairwise(run_shares(tokens, fired, 3)):
+        list_fired(rows, bounds, tokens, first, last, fired)
         if gated:
-            prompt_up_kernel(up, bias, vectors, first, last, fired)
-    assert fired.starts[:, -1].sum() == (h != 0).sum()
-    for first, last in ((0, 1), (1, num_parts(width))):
-        prompt_down_kernel(down, fired, first, last, sums, out)
-    assert (np.abs(out - 2 - expected) <= 4e-6 * sizes + 1e-5).all()
+            prompt_up_kernel(up, bias, vectors, tokens, first, last, fired)
+    counts = np.diff(tokens.starts)[fired.runs[:, 0]]
+    assert fired.starts[fired.runs[:, 4] + counts].sum() == (h != 0).sum()
+    units = num_parts(width) * num_tokens
+    for first, last in pairwise([0, 11, 50 % units, units] if units > 50 else [0, 11, units]):
+        prompt_down_kernel(down, tokens, fired, first, last, sums, out)
+    assert (np.abs(out - 2 - expected) <= 4e-6 * most + 1e-5).all()
 
 
 def test_without_a_bias() -> None:
     up, values = random_weights(6, "f32", 20, 64)
     x, h = random_floats(7, 3, 64), np.maximum(random_floats(8, 3, 20), 0)
     expected = h * (x @ values.T)
-    fired = empty_fired(3, 20)
-    list_fired(h, 0, 1, fired)
-    prompt_up_kernel(up, NO_BIAS, x, 0, 1, fired)
+    tokens, bounds = every_token(3), np.array([0, 20])
+    fired = empty_fired(tokens, bounds)
+    list_fired(one_block(h), bounds, tokens, 0, 1, fired)
+    prompt_up_kernel(up, NO_BIAS, x, tokens, 0, 1, fired)
     found = np.zeros_like(h)
-    found[h != 0] = fired.values[0, : np.count_nonzero(h)]
+    found[h != 0] = fired.values[: np.count_nonzero(h)]
     assert np.allclose(found, expected, atol=1e-4)
 
 
@@ -99,14 +124,21 @@ def test_activations(name: str) -> None:
     """Of numbers of all sizes, in any column: the vectors' and the last ones."""
     values = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -100, -0.0, 1e-30, 100, 1e4]])
     values = values.astype(np.float32)
-    threshold = 0.5 if name == "fatrelu" else 0.0
-    function, none = activation(name, threshold), np.empty((2, 0), np.float32)
+    threshold = {"fatrelu": 0.5, "clamped_silu": 7.0}.get(name, 0.0)
+    function = activation(name, threshold)
     h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty(2, np.int64)
-    activate_kernel(function, none, np.zeros(1, np.int64), none, h, num_fired, 0, 2)
+
+    def activate(last: int) -> None:
+        none, ends = ChoiceRows(NO_BIAS, np.zeros(2, np.int64)), np.array([0, values.size])
+        of_rows = none, one_block(h), num_fired
+        tokens = every_token(2)
+        activate_kernel(function, NO_BIAS, NO_BIAS, NO_BIAS, ends, tokens, *of_rows, 0, last)
+
+    activate(2)
     exact = activated(name, torch.from_numpy(values.astype(np.float64)), threshold).numpy()
     assert (np.abs(h[0] - exact) <= 4e-7 * np.maximum(np.abs(values), np.abs(exact))).all()
     assert h[0].tobytes() == np.roll(h[1], -7).tobytes()
     assert num_fired.tolist() == np.count_nonzero(h, axis=1).tolist()
     h[0, :20] = np.nan
-    activate_kernel(function, none, np.zeros(1, np.int64), none, h, num_fired, 0, 1)
+    activate(1)
     assert np.isnan(h[0, :20]).all() and np.isfinite(h[0, 20:]).all()

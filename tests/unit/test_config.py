@@ -148,8 +148,7 @@ def test_ropes_that_stretch_the_context(rope: dict[str, Any], longest: int) -> N
 
 
 def test_names_of_functions_are_those_of_kernels() -> None:
-    without_kernels = {"clamped_silu"}
-    assert set(get_args(ActivationFn)) == set(ACTIVATION_CODES) | without_kernels
+    assert set(get_args(ActivationFn)) == set(ACTIVATION_CODES)
 
 
 def test_several_eos_ids_and_dtype_spellings() -> None:

@@ -18,7 +18,14 @@ from hotcold.model.errors import CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
-from hotcold.model.weights.ffn import FfnWeights, ffn_layers, load_ffn, load_gate, load_up
+from hotcold.model.weights.ffn import (
+    FfnWeights,
+    ffn_layers,
+    load_ffn,
+    load_ffn_biases,
+    load_gate,
+    load_up,
+)
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
@@ -150,9 +157,12 @@ def test_rows_are_the_checkpoints(variant: str, tmp_path: Path) -> None:
         ):
             found, own_bias = load(checkpoint, config, layer)
             assert np.array_equal(found, rows[part]) and np.array_equal(own_bias, bias[part])
-    stored = stored_config(checkpoint, config)
+    stored, weights = stored_config(checkpoint, config), whole
     arrays = (weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias)
     counted = sum(array.nbytes for array in (*arrays, weights.down_bias, weights.neuron_ids))
+    outer = whole.predictors.outer
+    counted += whole.predictors.inner.nbytes  # and outer's without gaps
+    counted += sum(outer.matrix(*at).nbytes for at in np.ndindex(*outer.places.shape[:2]))
     assert ffn_bytes(stored, len(weights.neuron_ids)) == counted
 
 
@@ -167,6 +177,39 @@ def require_rows_alone(
                 whole_rows, own = getattr(whole, name), getattr(one, name)
                 assert np.array_equal(own, whole_rows[part] if whole_rows.size else own)
             assert np.array_equal(one.down_bias[layer], whole.down_bias[layer])
+
+
+def test_predictors_are_the_checkpoints(tmp_path: Path) -> None:
+    make_tiny("turbosparse-mixtral", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    form = "model.layers.{}.block_sparse_moe.experts.{}.predictor.fc{}.weight"
+    for expert in range(5):  # layers' predictors are of different sizes
+        tensors[form.format(1, expert, 1)] = np.tile(tensors[form.format(1, expert, 1)], (2, 1))
+        tensors[form.format(1, expert, 2)] = np.tile(tensors[form.format(1, expert, 2)], (1, 2))
+    save_file(tensors, file, metadata={"format": "pt"})
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    check_tensors(checkpoint, config)
+    rng = np.random.default_rng(3)
+    some = [shuffled(list(layer.ffn.block_sizes), rng) for layer in config.layers]
+    for ids in (everything(config), some):
+        weights = load_ffn(checkpoint, config, ids, include_down_bias=True)
+        inner, starts, outer = weights.predictors
+        biases = load_ffn_biases(checkpoint, config, ids, include_down_bias=True)
+        assert np.array_equal(biases.predictors.inner, inner)
+        for layer, expert in np.ndindex(3, 5):
+            own = ids[layer][ids[layer] // 40 == expert] % 40
+            part = slice(*starts[layer, expert : expert + 2])
+            first, second = (tensors[form.format(layer, expert, i)] for i in (1, 2))
+            assert np.array_equal(inner[part], first if len(own) else first[:0])
+            if len(own):
+                assert np.array_equal(outer.matrix(layer, expert), second[own])
+    assert not load_ffn(*_dense(tmp_path / "dense"), include_down_bias=True).predictors.inner.size
+
+
+def _dense(path: Path) -> tuple[Checkpoint, Any, list[np.ndarray]]:
+    config = read_config(make_tiny("mixtral", path))
+    return Checkpoint(path), config, everything(config)
 
 
 @pytest.mark.parametrize("variant", MIXTURES)
@@ -341,6 +384,14 @@ HOSTILE: dict[str, tuple[str, Change, str]] = {
     "no sinks": ("gpt-oss", _without(f"{LAYER}self_attn.sinks"), "self_attn.sinks' is missing"),
     "sinks of fewer": ("gpt-oss", _put(f"{LAYER}self_attn.sinks", lambda rows: rows[1:]),
                        "self_attn.sinks' has shape [3]"),
+    "no predictor": ("turbosparse-mixtral", _without(f"{GRANITE}experts.3.predictor.fc2.weight"),
+                     "experts.3.predictor.fc2.weight' is missing"),
+    "predictor of other ranks": ("turbosparse-mixtral",
+                                 _put(f"{GRANITE}experts.3.predictor.fc1.weight", lambda r: r[1:]),
+                                 "fc2.weight' has shape [40, 12], the model's configuration asks"),
+    "predictor of no rows": ("turbosparse-mixtral",
+                             _put(f"{GRANITE}experts.3.predictor.fc1.weight", lambda r: r[:0]),
+                             "fc1.weight' has shape [0, 48], and is no matrix"),
     "no bias": ("gpt-oss", _without(f"{QWEN}experts.down_proj_bias"),
                 "experts.down_proj_bias' is missing"),
     "bias of gate alone": ("gpt-oss", _put(f"{QWEN}experts.gate_up_proj_bias",

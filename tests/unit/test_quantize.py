@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotcold.numba_kernels.formats import Q4, Q4_1, Q8, row_items, row_width
+from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8, row_items, row_width
 from hotcold.numba_kernels.load.convert import from_float32, to_float32, widen_kernel
 from hotcold.numba_kernels.load.quantize import (
     DONE,
@@ -21,7 +21,7 @@ from hotcold.numba_kernels.load.quantize import (
 )
 from tests.quantized_models import dequantized, laid_out
 
-NAMES: list[tuple[np.dtype, str]] = [(Q8, "q8"), (Q4, "q4"), (Q4_1, "q4_1")]
+NAMES: list[tuple[np.dtype, str]] = [(Q8, "q8"), (Q4, "q4"), (Q4_1, "q4_1"), (MXFP4, "mxfp4")]
 FLOATS = [np.float32, np.uint16, np.int16]
 WIDTHS = [32, 64, 512, 544, 1024, 1504]
 
@@ -83,14 +83,14 @@ def test_dequantized_is_ggufs(dtype: np.dtype, name: str, width: int) -> None:
     assert np.isnan(part[[0, 1, 5]]).all()
 
 
-@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1])
+@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1, MXFP4])
 def test_zeros_and_what_is_too_small(dtype: np.dtype) -> None:
     tiny = np.full((1, 32), 1e-44, np.float32)  # its scale has no reciprocal
     for weights in (np.zeros((2, 64), np.float32), -np.zeros((1, 32), np.float32), tiny):
         assert not to_float32(quantize_rows(weights, dtype)).any()
 
 
-@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1])
+@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1, MXFP4])
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite(dtype: np.dtype, source: Any, bad: float) -> None:
@@ -119,7 +119,7 @@ def test_scales_beyond_float16(dtype: np.dtype, most: float) -> None:
             quantize_rows(weights, dtype)
 
 
-@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1])
+@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1, MXFP4])
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_rows_of_a_mapped_file(dtype: np.dtype, offset: int) -> None:
     """Sources are read-only, unaligned and picked; destinations are parts of larger arrays."""
@@ -135,16 +135,18 @@ def test_rows_of_a_mapped_file(dtype: np.dtype, offset: int) -> None:
     assert not rows[[0, 5]].view(np.uint8).any()
 
 
-@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1])
+@pytest.mark.parametrize("dtype", [Q8, Q4, Q4_1, MXFP4])
 def test_copies_find_damage(dtype: np.dtype) -> None:
     rows = quantize_rows(random_bits((5, 96), np.float32), dtype)
     copy, ids = np.zeros((3, rows.shape[1]), dtype), np.array([4, 0, 2], np.int32)
     assert copy_quantized(rows, ids, copy)
     np.testing.assert_array_equal(copy, rows[ids])
-    for scale in (np.inf, -np.inf, np.nan):
+    wrong = [253, 254, 255] if dtype == MXFP4 else [np.inf, -np.inf, np.nan]
+    kind = np.uint8 if dtype == MXFP4 else np.float16
+    for scale in wrong:
         for group in range(3):
             damaged = rows.copy()
-            scales = damaged.view(np.uint8)[2, -6:].view(np.float16)
+            scales = damaged.view(np.uint8)[2, -3 * np.dtype(kind).itemsize :].view(kind)
             scales[group] = scale
             assert not copy_quantized(damaged, ids, copy)
             assert copy_quantized(damaged, np.array([0, 1, 3]), copy)
@@ -177,3 +179,15 @@ def test_mismatches(wrong: Any) -> None:
 def test_nothing() -> None:
     rows = quantize_rows(np.zeros((0, 64), np.float32), Q4)
     assert rows.shape == (0, 36) and to_float32(rows).shape == (0, 64)
+
+
+def test_mxfp4_has_a_power_of_two_for_any_weight() -> None:
+    """Of the largest float32 and of subnormal ones too; halves go to the smaller value."""
+    sizes = np.array([[3.4028235e38], [1.0], [2.0**-125], [2.0**-126], [3e-39]], np.float32)
+    weights = sizes * np.linspace(-1, 1, 32, dtype=np.float32)
+    found = to_float32(quantize_rows(weights, MXFP4))
+    steps = np.maximum(np.abs(weights) / 4, np.exp2(np.floor(np.log2(sizes)) - 3))
+    assert (np.abs(found - weights) <= steps + np.float32(2.0**-128)).all()
+    halves = np.array([[6, 2.5, -2.5, 5, -0.25, 0.25, 1.75, 0.75] * 4], np.float32)
+    expected = np.array([[6, 2, -2, 4, 0, 0, 1.5, 0.5] * 4], np.float32)
+    np.testing.assert_array_equal(to_float32(quantize_rows(halves, MXFP4)), expected)

@@ -45,6 +45,58 @@ def test_sizes_are_transformers(
     assert ("dense: no activation is exactly zero" in text) == (facts["mode"] == "dense")
 
 
+@pytest.mark.parametrize(
+    ("variant", "experts", "words"),
+    [
+        ("qwen2-moe", (7, 3, 24, 36, 0), "and one of 36 that all tokens share"),
+        ("qwen3-moe-dense", (7, 3, 24, 0, 1), "1 layer has an FFN of 40"),
+        ("glm4-moe-groups", (8, 3, 24, 48, 2), "2 layers have an FFN of 40"),
+        ("gpt-oss", (5, 3, 40, 0, 0), "5 of 40 neurons a layer, of which a token chooses 3"),
+    ],
+)
+def test_a_mixture(
+    variant: str,
+    experts: tuple[int, ...],
+    words: str,
+    tiny: Callable[..., TinyCheckpoint],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny(variant).path
+    facts, text = shown(capsys, str(path))
+    assert tuple(facts["experts"].values())[:5] == experts
+    model = AutoModelForCausalLM.from_pretrained(path)
+    total = sum(weight.numel() for weight in model.parameters())
+    buffers = sum(b.numel() for n, b in model.named_buffers() if n.endswith("correction_bias"))
+    assert facts["num_parameters"] == total + buffers
+    num_experts, chosen, size = experts[:3]
+    layers = model.config.num_hidden_layers - experts[4]
+    biases = 2 * size + 48 if variant == "gpt-oss" else 0
+    left_out = layers * (num_experts - chosen) * (3 * size * 48 + biases)
+    assert facts["num_active_parameters"] == total + buffers - left_out
+    assert words in text and "of which a token takes" in text
+    assert "within them no activation is exactly zero" in text and facts["mode"] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("smallthinker", "chosen before attention"),
+        ("smallthinker", "about 40% of their neurons fire, as was published"),
+        ("turbosparse-mixtral", "40.0% of the neurons, and predictors in them leave out more"),
+    ],
+)
+def test_sparse_experts(
+    variant: str,
+    words: str,
+    tiny: Callable[..., TinyCheckpoint],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts, text = shown(capsys, str(tiny(variant).path))
+    assert words in text and facts["mode"] == "exact"
+
+
 def test_what_is_no_model(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -10,10 +11,11 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hotcold.actors.protocol.messages import DriverLoad, Generation
+from hotcold.actors.telemetry.experts import ExpertCounts
 
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -36,6 +38,7 @@ class Metrics:
         disable_created_metrics()
         self._registry = CollectorRegistry()
         self._model_name = model_name
+        self._experts: ExpertCounts | None = None
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
@@ -150,10 +153,30 @@ class Metrics:
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_cache_usage)
+        self._experts = load.experts or self._experts
 
     def families(self) -> Iterable[Metric]:
         """All of it, by name."""
-        return self._registry.collect()
+        yield from self._registry.collect()
+        if self._experts is not None:
+            yield self._by_expert(
+                "hotcold:expert_tokens", "Tokens that had each expert.", self._experts.chosen
+            )
+            yield self._by_expert(
+                "hotcold:expert_reads",
+                "Steps, or chunks of prompts, that read each expert.",
+                self._experts.read,
+            )
+
+    def _by_expert(self, name: str, text: str, counts: np.ndarray) -> CounterMetricFamily:
+        """Counts (L, B) of the experts that routers choose from."""
+        found = CounterMetricFamily(name, text, labels=["model_name", "layer", "expert"])
+        assert self._experts is not None
+        for layer, num_experts in enumerate(self._experts.num_experts.tolist()):
+            for expert in range(num_experts):
+                labels = [self._model_name, str(layer), str(expert)]
+                found.add_metric(labels, int(counts[layer, expert]))
+        return found
 
     def _count_end(self, reason: str) -> None:
         name = "abort" if reason == "cancelled" else reason

@@ -86,7 +86,7 @@ class Device(Protocol):
         """float32 x rounded to a new array of `dtype`; float16 saturates."""
 
     def activate(self, function: Activation, gates: Any, factors: Any | None) -> None:
-        """gates = fn(gates) [* factors, or relu of them with drelu]; a NaN stays NaN."""
+        """gates = fn(gates) [* factors, which drelu and clamped_silu change]; a NaN stays NaN."""
 
     def mark(self) -> Any:
         """An event of the stream with a timestamp."""

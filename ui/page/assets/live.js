@@ -40,12 +40,22 @@ function view() {
 
 // Neurons of one cell by kind, in the order of KINDS.
 function countsOf(map, layer, bucket) {
-  const { computed, gates } = map[view()];
+  const { computed, gates } = map[view() === "last" ? "last" : "mean"];
   const hot = map.hot ? map.hot[layer][bucket] : 0;
   const done = computed[layer][bucket];
   const gate = Math.max(gates[layer][bucket] - done, 0);
   if (map.steps === 0) return [hot, 0, 0, 0];
   return [hot, done, gate, Math.max(map.neurons[layer][bucket] - hot - done - gate, 0)];
+}
+
+// In a mixture, whether a cell is an expert that the layer's router chooses or leaves.
+function isExpert(map, layer, bucket) {
+  return map.experts !== null && bucket < map.experts.count[layer];
+}
+
+function mostChosen(map) {
+  const routed = map.experts.chosen.flatMap((row, layer) => row.slice(0, map.experts.count[layer]));
+  return Math.max(...routed, 0) || 1;
 }
 
 function drawMap(map) {
@@ -63,15 +73,26 @@ function drawMap(map) {
   const [w, h] = [target.width / buckets, target.height / layers];
   const gap = h > 8 * scale ? scale : 0;
   const totals = [0, 0, 0, 0];
+  const most = view() === "chosen" ? mostChosen(map) : 0;
   context.fillStyle = fills[3];
   context.fillRect(0, 0, target.width, target.height);
   for (let layer = 0; layer < layers; layer++) {
     for (let bucket = 0; bucket < buckets; bucket++) {
       const counts = countsOf(map, layer, bucket);
+      const neurons = map.neurons[layer][bucket] || 1;
       let bottom = (layer + 1) * h - gap;
+      if (most && isExpert(map, layer, bucket)) {
+        // The more often, the darker: routers are far from even, so shades follow the square root.
+        context.globalAlpha = Math.sqrt(map.experts.chosen[layer][bucket] / most);
+        context.fillStyle = fills[1];
+        context.fillRect(bucket * w, layer * h, w + 0.5, h - gap);
+        context.globalAlpha = 1;
+        counts.forEach((count, kind) => (totals[kind] += count));
+        continue;
+      }
       counts.forEach((count, kind) => {
         totals[kind] += count;
-        const size = (count / map.neurons[layer][bucket]) * (h - gap);
+        const size = (count / neurons) * (h - gap);
         context.fillStyle = fills[kind];
         if (kind < 3 && count > 0) context.fillRect(bucket * w, bottom - size, w + 0.5, size);
         bottom -= size;
@@ -107,7 +128,8 @@ function showMap() {
   const all = totals.reduce((sum, count) => sum + count, 0) || 1;
   const share = (index) => `${((100 * totals[index]) / all).toFixed(1)}%`;
   const words = kindsOf(map).map(({ words: name, index }) => `${name} ${share(index)}`);
-  canvas().setAttribute("aria-label", `Neuron map, ${view()} token: ${words.join(", ")}`);
+  const what = view() === "chosen" ? "experts chosen" : `${view()} token`;
+  canvas().setAttribute("aria-label", `Neuron map, ${what}: ${words.join(", ")}`);
   if (cell.chosen) showCell();
 }
 
@@ -118,8 +140,14 @@ function showCell() {
   const counts = countsOf(map, cell.layer, cell.bucket);
   const parts = kindsOf(map).map(({ words, index }) => `${words} ${+counts[index].toFixed(1)}`);
   const last = size(cell.bucket + 1) - 1;
-  const place = `layer ${cell.layer}, neurons ${size(cell.bucket)}–${last}`;
-  find("where").textContent = `${place}: ${parts.join(", ")}`;
+  let place = `neurons ${size(cell.bucket)}–${last}`;
+  if (isExpert(map, cell.layer, cell.bucket)) {
+    const share = 100 * map.experts.chosen[cell.layer][cell.bucket];
+    place = `expert ${cell.bucket}, chosen by ${share.toFixed(1)}% of tokens`;
+  } else if (map.experts !== null && map.experts.count[cell.layer] > 0) {
+    place = size(cell.bucket) > last ? "no expert" : "the shared expert, of all tokens";
+  }
+  find("where").textContent = `layer ${cell.layer}, ${place}: ${parts.join(", ")}`;
 }
 
 function chooseCell(layer, bucket) {
@@ -129,6 +157,16 @@ function chooseCell(layer, bucket) {
   cell.bucket = Math.max(0, Math.min(map.neurons[0].length - 1, bucket));
   cell.chosen = true;
   showCell();
+}
+
+// Of a mixture the map begins with its experts.
+function showExperts() {
+  const choice = find("experts");
+  choice.hidden = false;
+  choice.querySelector("input").checked = true;
+  find("sentence").textContent =
+    "Each row is a layer of the model, each column an expert: the darker, the more tokens chose it " +
+    "lately. The other choices show how many of an expert's neurons were needed: the fuller its bar, the more.";
 }
 
 function showTimes(times) {
@@ -193,6 +231,7 @@ function show(found) {
     }
   }
   if (latest && !isRunning && found.map.steps === 0) found.map = latest.map;
+  if (!latest && found.map.experts !== null) showExperts();
   latest = found;
   find("speed").textContent = found.tokens_per_s ? Math.round(found.tokens_per_s) : "–";
   const share = (100 * found.neurons_computed).toFixed(1);

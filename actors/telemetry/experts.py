@@ -1,0 +1,59 @@
+"""How often each expert of a mixture was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotcold.model.config import neurons
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.serve.layer_loop import CHOSEN, READ
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCounts:
+    """Counts of each layer's experts; a shared one comes after those that its router chooses.
+
+    num_experts: those that a layer's router chooses from, 0 of a dense layer
+    num_chosen: how many of them each token has
+    chosen: tokens that had it; read: steps, or chunks of prompts, that had it for some token
+    Shapes:  num_experts (L,), chosen, read (L, B)
+    Dtypes:  int64
+    """
+
+    num_experts: np.ndarray
+    num_chosen: int
+    chosen: np.ndarray
+    read: np.ndarray
+
+    @property
+    def rates(self) -> np.ndarray:
+        """The share of tokens that had each expert: (L, B) float64, 0 where none was counted."""
+        routed = np.arange(self.chosen.shape[1]) < self.num_experts[:, None]
+        num_tokens = (self.chosen * routed).sum(axis=1) / self.num_chosen
+        return self.chosen / np.maximum(num_tokens, 1)[:, None]
+
+    def since(self, earlier: ExpertCounts) -> ExpertCounts:
+        """The counts since an earlier moment."""
+        chosen, read = self.chosen - earlier.chosen, self.read - earlier.read
+        return ExpertCounts(self.num_experts, self.num_chosen, chosen, read)
+
+
+def new_block_counts(config: ModelConfig) -> np.ndarray:
+    """Zeros for `LayerFacts.block_counts`; without experts there is nothing to count."""
+    num_blocks = 0 if config.experts is None else neurons.most_blocks(config)
+    return np.zeros((config.num_layers, num_blocks, 2), np.int64)
+
+
+def expert_counts(config: ModelConfig, block_counts: np.ndarray) -> ExpertCounts | None:
+    """The counts so far of `LayerFacts.block_counts`, copied; None without experts."""
+    if config.experts is None:
+        return None
+    routers = [layer.ffn.router for layer in config.layers]
+    return ExpertCounts(
+        np.array([0 if router is None else router.num_experts for router in routers], np.int64),
+        config.experts.router.num_chosen,
+        block_counts[:, :, CHOSEN].copy(),
+        block_counts[:, :, READ].copy(),
+    )
