@@ -78,15 +78,15 @@ def _products(source, share, scratch, gates, ups, spans, has_ups):
     """Gates of the spans' candidates, and up products with `has_ups`, by work stealing."""
     rows, selection = share.rows, share.selection
     take_products(
-        gates, share.thread, share.num_threads, share.x.shape[0], selection, spans, rows.gate,
-        rows.gate_bias, selection.ids, share.vectors, share.function, True, scratch.values,
-        share.lists,
+        gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
+        spans, rows.gate, rows.gate_bias, selection.ids, share.vectors, share.function, True,
+        scratch.values, share.lists,
     )  # fmt: skip
     if has_ups:
         take_products(
-            ups, share.thread, share.num_threads, share.x.shape[0], selection, spans, rows.up,
-            rows.up_bias, selection.ids, share.vectors, share.function, False, scratch.ups,
-            share.lists,
+            ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
+            spans, rows.up, rows.up_bias, selection.ids, share.vectors, share.function, False,
+            scratch.ups, share.lists,
         )  # fmt: skip
 
 
