@@ -17,7 +17,8 @@ from pathlib import Path
 
 import click
 import numpy as np
-from numba import njit
+
+from hotcold.numba_kernels.compiler import njit
 
 SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
 LRU, DECAYED, PINNED, OPTIMUM = range(4)

@@ -25,7 +25,13 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
     BOTH,
     NUM_OPTIONS,
     OffloadedExperts,
+    await_blocks,
+    begin_experts,
+    request_ahead,
+    request_experts,
 )
+
+_NO_BLOCKS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +169,9 @@ class ExpertStore:
         self.arrays = self._new_arrays(num_rows)
         self.stored = self._new_stored(share, num_slots)
         self._reads.start(self.stored.slots, self.stored.slots, self._row_bytes())  # type: ignore[arg-type]
+        self.request(0, _NO_BLOCKS)  # compiled now, so that no prompt waits for it
+        self.request_ahead(0, _NO_BLOCKS)
+        self.await_blocks(0, _NO_BLOCKS)
         try:
             self._fill(on_bytes)
         except ServiceError:
@@ -282,6 +291,26 @@ class ExpertStore:
             if own.size and own.ndim == 1:
                 rows[row : row + last - first] = own[first:last]
 
+    def request(self, layer: int, blocks: np.ndarray) -> None:
+        """Start to read those of a layer's `blocks`, ascending, that are not in memory."""
+        begin_experts(self.stored)
+        request_experts(self.stored, layer, blocks)
+
+    def request_ahead(self, layer: int, blocks: np.ndarray) -> None:
+        """Start to read `blocks` of a layer that will probably be requested next."""
+        request_ahead(self.stored, layer, blocks)
+
+    def await_blocks(self, layer: int, blocks: np.ndarray) -> None:
+        """Return when `blocks`, which were requested, are in memory. Errors: ServiceError."""
+        if not await_blocks(self.stored, layer, blocks):
+            raise ServiceError(self.failure())
+
+    def block_firsts(self, layer: int) -> np.ndarray:
+        """The first row in memory of each block of a layer; 0 of one that has none."""
+        num_blocks = self._weights.starts.shape[1] - 1
+        rows = self.stored.slots.row_of[layer * num_blocks : (layer + 1) * num_blocks]
+        return np.maximum(rows, 0)
+
     def failure(self) -> str:
         """Why the last read failed; "" where none did."""
         return self._reads.failure()
@@ -298,12 +327,3 @@ def _unit_rates(rates: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         firsts = (np.cumsum(sizes) - sizes)[sizes > 0]
         found[sizes > 0] = np.maximum.reduceat(rates, firsts)
     return found
-
-
-def least_neurons(config_sizes: Sequence[FfnSpec]) -> int:
-    """Of how many neurons there must be rows in memory: all that stay, and a layer's experts."""
-    stay = sum(
-        sum(ffn.block_sizes[ffn.router.num_experts if ffn.router else 0 :]) for ffn in config_sizes
-    )
-    experts = [ffn.block_sizes[: ffn.router.num_experts] for ffn in config_sizes if ffn.router]
-    return stay + max((sum(sizes) for sizes in experts), default=0)
