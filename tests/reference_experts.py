@@ -175,13 +175,16 @@ class Tensors:
     def _values(self, name: str, part: int | None) -> torch.Tensor:
         whole = slice(None) if part is None else part
         if name.endswith("_blocks"):
-            scales = name.removesuffix("blocks") + "scales"
-            return _mxfp4(self._bytes(name)[whole], self._bytes(scales)[whole])
+            # Each group of 32 weights has 16 bytes here, and one among the scales.
+            *matrices, num_bytes = self._checkpoint.shape(name)
+            groups = *matrices, num_bytes // 17
+            blocks, scales = (
+                self._checkpoint.stored_bytes(name.removesuffix("blocks") + kind).reshape(shape)
+                for kind, shape in (("blocks", (*groups, 16)), ("scales", groups))
+            )
+            return _mxfp4(blocks[whole], scales[whole])
         array = self._checkpoint.array(name)[whole]
         return torch.from_numpy(to_float32(np.array(array))).double()
-
-    def _bytes(self, name: str) -> np.ndarray:
-        return self._checkpoint.stored_bytes(name).reshape(self._checkpoint.shape(name))
 
 
 def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> torch.Tensor:

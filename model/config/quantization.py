@@ -10,6 +10,8 @@ from hotcold.numba_kernels.formats import QUANT_GROUP, QUANTIZED_TO, WeightDtype
 
 KEY = "quantization_config"
 METHOD = "hotcold"
+# Of some modules alone, whose tensors say it themselves: `model/files/mxfp4_pairs.py`.
+MXFP4_METHOD = "mxfp4"
 _MINIMUM = "minimum"  # whether groups have a minimum; absent for no
 
 
@@ -42,7 +44,7 @@ def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
 
 
 def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
-    """Return the format that config.json declares for matrices; None without the key.
+    """Return the format that config.json declares for all matrices; None for none.
 
     Errors:  the reader's, one line, for another method, version, group size or number of bits
     """
@@ -52,6 +54,8 @@ def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
     if not isinstance(values, dict):
         raise reader.fail(KEY, f"is {shown(values, 60)}, not an object; download it again")
     method = values.get("quant_method")
+    if method == MXFP4_METHOD:
+        return None
     if method != METHOD:
         *others, last = _FORMS
         raise reader.fail(

@@ -1,23 +1,29 @@
 """The feed-forward network of several tokens at once, each with its own active neurons.
 
-Neurons are taken in blocks. Within a block each token goes through its own list of neurons: the
-first token that needs a row reads it from memory, the others find it in the L2 cache. A list is in
-ascending order, so a token's sums do not depend on its batch-mates (batch invariance).
+Neurons are taken in pieces of a block's rows. Rows without gaps are multiplied with all tokens that
+want them at once, in tiles; of a block that only some tokens chose, with vectors of these, gathered
+side by side. Where each token has its own list of neurons, the first one that needs a row reads it
+from memory, the others find it in the L2 cache. A list is in ascending order, so a token's sums do
+not depend on its batch-mates (batch invariance).
 """
 
 from typing import NamedTuple
 
 import numpy as np
+from numba.core import types
+from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
+from hotcold.numba_kernels.decode.candidates import FIRED_END
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
     axpy4_ahead,
     dot_ahead,
-    dot_row,
     prefetch_row,
 )
 
@@ -28,43 +34,104 @@ _ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 class TokenLists(NamedTuple):
-    """Each token's active neurons of a block, as indices into the list that the block is cut from.
+    """Each token's active neurons of a piece, as indices into the list that it is cut from.
 
     places (T, 243) int32: counts[t] of them; counts (T,) int64
-    products (T, 240) float32: of a block's rows with all tokens
+    products (T, 240) float32: of a piece's rows with all tokens, or with some
+    floats (T * d,) float32, vectors: activations of some tokens side by side
     """
 
     places: np.ndarray
     counts: np.ndarray
     products: np.ndarray
+    floats: np.ndarray
+    vectors: QuantizedVectors
 
 
-@njit(nogil=True, cache=True)
-def empty_lists(num_threads, num_tokens):
-    """Work space for `num_tokens`; arrays have a leading axis of threads."""
+def empty_lists(num_threads: int, num_tokens: int, width: int) -> TokenLists:
+    """Work space for `num_tokens` of `width` numbers; arrays have a leading axis of threads."""
     return TokenLists(
         np.empty((num_threads, num_tokens, _MAX_NEURONS + _CARRIED), np.int32),
         np.zeros((num_threads, num_tokens), np.int64),
         np.empty((num_threads, num_tokens, _MAX_NEURONS), np.float32),
+        np.empty((num_threads, num_tokens * width), np.float32),
+        empty_vectors(num_threads, num_tokens, width),
     )
 
 
 @njit(nogil=True, cache=True)
 def thread_lists(lists, thread, num_tokens):
     """One thread's work space for `num_tokens`."""
+    vectors = lists.vectors
     return TokenLists(
         lists.places[thread, :num_tokens],
         lists.counts[thread, :num_tokens],
         lists.products[thread, :num_tokens],
+        lists.floats[thread],
+        QuantizedVectors(vectors.values[thread], vectors.scales[thread], vectors.sums[thread]),
     )
+
+
+def gathered(x, width, lists):  # type: ignore[no-untyped-def]
+    """What `gather` wrote for x, as kernels take it; for compiled code."""
+    raise NotImplementedError("gathered() is for compiled code")
+
+
+@overload(gathered, inline="always")
+def _gathered(x, width, lists):  # type: ignore[no-untyped-def]
+    if not isinstance(x, types.Array):
+        return lambda x, width, lists: lists.vectors
+
+    def floats(x, width, lists):  # type: ignore[no-untyped-def]
+        return lists.floats[: x.shape[0] * width].reshape(x.shape[0], width)
+
+    return floats
+
+
+def gather(x, tokens, width, lists):  # type: ignore[no-untyped-def]
+    """Copy `tokens` of x, `quantize_activations` of vectors (T, width), side by side.
+
+    For compiled code.
+    """
+    raise NotImplementedError("gather() is for compiled code")
+
+
+@overload(gather)
+def _gather(x, tokens, width, lists):  # type: ignore[no-untyped-def]
+    return _gather_floats if isinstance(x, types.Array) else _gather_vectors
+
+
+def _gather_floats(x, tokens, width, lists):  # type: ignore[no-untyped-def]
+    row, some = 0, gathered(x, width, lists)
+    for t in range(x.shape[0]):
+        if np.int64(tokens) >> t & 1:
+            some[row] = x[t]
+            row += 1
+
+
+def _gather_vectors(x, tokens, width, lists):  # type: ignore[no-untyped-def]
+    groups, row, some = width // QUANT_GROUP, 0, lists.vectors
+    for t in range(lists.counts.shape[0]):
+        if np.int64(tokens) >> t & 1:
+            some.values[row, :width] = x.values[t, :width]
+            some.scales[row, :groups] = x.scales[t, :groups]
+            some.sums[row, :groups] = x.sums[t, :groups]
+            row += 1
+
+
+@njit(nogil=True, cache=True)
+def are_all(tokens, num_tokens):
+    """Whether the bits of all of the first `num_tokens` tokens are set."""
+    some = _ALL_TOKENS >> np.uint32(32 - num_tokens)
+    return np.uint32(tokens) & some == some
 
 
 @njit(nogil=True, cache=True)
 def count_tokens(tokens, num_tokens):
     """How many of the first `num_tokens` tokens have their bit set."""
-    count = 0
+    count = np.int64(0)
     for t in range(num_tokens):
-        count += tokens >> t & 1
+        count += np.int64(tokens) >> t & 1
     return count
 
 
@@ -105,25 +172,43 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
 
 
 @njit(nogil=True, cache=True)
+def first_of_rows(ids, token_masks, shift, first, last):
+    """Row of candidate `first` where the rows of candidates first..last-1 have no gaps, else -1.
+
+    Nor have they where single neurons are for some tokens only.
+    """
+    if ids.shape[0] == 0:
+        return np.int64(first + shift)
+    if token_masks.shape[0] or not _is_range(ids[first:last]):
+        return np.int64(-1)
+    return np.int64(ids[first])
+
+
+@njit(nogil=True, cache=True)
 def products_kernel(
-    weights, ids, token_masks, tokens, shift, x, first, last, products, lists
+    weights, ids, token_masks, tokens, first_row, x, width, first, last, products, lists
 ):  # fmt: skip
     """products[i - first, t] = weights[n] . x[t] of candidates i in first..last-1; checks nothing.
 
-    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`. They are multiplied with
-    `tokens`, listed ones only with those of their masks; other products stay as they are.
+    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`, first_row as of
+    `first_of_rows`. They are multiplied with `tokens`, listed ones only with those of their masks;
+    other products stay as they are. Of vectors (T, width) x, `gather` has copied these tokens',
+    unless they are all, or first_row is -1.
     """
-    num_tokens = products.shape[1]
-    some = _ALL_TOKENS >> np.uint32(32 - num_tokens)
-    if ids.shape[0]:
+    num_tokens, end_row = products.shape[1], first_row + last - first
+    if first_row < 0:
         _listed_products(weights, ids, token_masks, tokens, x, first, last, products, lists)
-    elif tokens & some == some:
-        block_products(weights, x, products.T, first + shift, last + shift, 0)
+    elif are_all(tokens, num_tokens):
+        block_products(weights, x, products.T, first_row, end_row, 0)
     else:
+        count, row = count_tokens(tokens, num_tokens), 0
+        some_x = gathered(x, width, lists)
+        block_products(weights, some_x, lists.products[:count], first_row, end_row, 0)
         for t in range(num_tokens):
             if tokens & (np.uint32(1) << np.uint32(t)):
-                for i in range(first, last):
-                    products[i - first, t] = dot_row(weights, i + shift, x, t)
+                for i in range(last - first):
+                    products[i, t] = lists.products[row, i]
+                row += 1
 
 
 @njit(nogil=True, cache=True)
@@ -194,36 +279,56 @@ def _is_range(rows):
 
 
 @njit(nogil=True, cache=True)
-def _scale_block(up, bias, ids, rows, first, last, x, function, gates, lists):
-    """`_scale` of all tokens' places.
+def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, gates, lists):
+    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i], of a piece.
 
-    Where most neurons are active for most tokens, as in dense mode, rows without gaps are
-    multiplied with all tokens at once.
+    Where most neurons are active for most tokens that have any, as in dense mode, rows without gaps
+    are multiplied with all of these at once.
     """
-    num_active = lists.counts.sum()
-    if 2 * num_active < (last - first) * gates.shape[1] or not _is_range(rows[first:last]):
+    lists.counts[:] = 0
+    _list_active(masks, _ALL_TOKENS, first, last, lists)
+    num_active, tokens, count = np.int64(0), np.int64(0), 0
+    for t in range(gates.shape[1]):
+        if lists.counts[t]:
+            tokens |= np.int64(1) << t
+            num_active += lists.counts[t]
+            count += 1
+    if 2 * num_active < (last - first) * count or not _is_range(rows[first:last]):
         for t in range(gates.shape[1]):
             _scale(
                 up, bias, ids, rows, x, t, lists.places[t], lists.counts[t], function, gates
             )  # fmt: skip
         return
     begin, end = np.int64(rows[first]), np.int64(rows[last - 1]) + 1
-    block_products(up, x, lists.products, begin, end, 0)
-    for i in range(first, last):
-        shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
-        for t in range(gates.shape[1]):
-            gates[i, t] *= activate_up(function, lists.products[t, i - first] + shift)
+    if count == gates.shape[1]:
+        block_products(up, x, lists.products, begin, end, 0)
+    else:
+        gather(x, tokens, width, lists)
+        block_products(up, gathered(x, width, lists), lists.products[:count], begin, end, 0)
+    row = 0
+    for t in range(gates.shape[1]):
+        if tokens >> t & 1:
+            for i in range(first, last):
+                shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
+                gates[i, t] *= activate_up(function, lists.products[row, i - first] + shift)
+            row += 1
 
 
 @njit(nogil=True, cache=True)
-def scale_some_kernel(up, bias, ids, rows, masks, num_fired, gates, x, function, lists):
-    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i]."""
-    size = block_size(up, 1)
-    for first in range(0, num_fired, size):
-        last = min(first + size, num_fired)
-        lists.counts[:] = 0
-        _list_active(masks, _ALL_TOKENS, first, last, lists)
-        _scale_block(up, bias, ids, rows, first, last, x, function, gates, lists)
+def scale_some_kernel(up, bias, ids, rows, masks, spans, gates, x, width, function, lists):
+    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i].
+
+    The neurons i that fired are those of `spans`, block after block. x: `quantize_activations` of
+    vectors (T, width).
+    """
+    size, begin = block_size(up, gates.shape[1]), np.int64(0)
+    for span in spans:
+        for first in range(begin, span[FIRED_END], size):
+            last = min(first + size, span[FIRED_END])
+            _scale_piece(
+                up, bias, ids, rows, masks, first, last, x, width, function, gates, lists
+            )  # fmt: skip
+        begin = span[FIRED_END]
 
 
 @njit(nogil=True, cache=True)

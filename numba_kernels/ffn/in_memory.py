@@ -15,8 +15,11 @@ from hotcold.numba_kernels.decode.activations import Activation, Thresholds
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
     add_some_kernel,
+    are_all,
     block_size,
     empty_lists,
+    first_of_rows,
+    gather,
     products_kernel,
     scale_some_kernel,
 )
@@ -73,8 +76,9 @@ class FfnScratch(NamedTuple):
 
 
 def scratch_of(
-    sums: np.ndarray, num_threads: int, num_candidates: int, num_blocks: int, input_width: int
-) -> FfnScratch:
+    sums: np.ndarray, num_threads: int, num_candidates: int, num_blocks: int, width: int,
+    input_width: int,
+) -> FfnScratch:  # fmt: skip
     """Work space whose `sums` (…, T, …) are given; vectors of up to `input_width` are quantized."""
     num_tokens = sums.shape[1]
     return FfnScratch(
@@ -88,7 +92,7 @@ def scratch_of(
         counts=np.zeros(num_threads, np.int64),
         up_counts=np.zeros(num_threads, np.int64),
         spans=np.zeros((num_threads, num_blocks, NUM_SPAN_NUMBERS), np.int64),
-        lists=empty_lists(num_threads, num_tokens),
+        lists=empty_lists(num_threads, num_tokens, width),
         inputs=empty_vectors(num_threads, num_tokens, input_width),
         counters=new_block_counters(_NUM_KINDS, num_threads),
     )
@@ -99,7 +103,7 @@ def new_scratch(
 ) -> FfnScratch:
     """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons."""
     sums = np.zeros((num_threads, num_tokens, whole_chunks(width)), np.float32)
-    return scratch_of(sums, num_threads, num_candidates, num_blocks, width)
+    return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width)
 
 
 class Share(NamedTuple):
@@ -173,12 +177,12 @@ def layer_rows(source, layer):
 
 @njit(nogil=True, cache=True)
 def _take_products(
-    counters, thread, num_threads, num_tokens, selection, spans, weights, bias, places, x, function,
-    activates, values, lists,
+    counters, thread, num_threads, num_tokens, width, selection, spans, weights, bias, places, x,
+    function, activates, values, lists,
 ):  # fmt: skip
     """`share_products` without a `Share`: to pass one takes longer than a short row."""
     products, activates_one = by_neuron(values, num_tokens), False
-    size = block_size(weights, num_tokens)
+    size, masks = block_size(weights, num_tokens), selection.token_masks
     if num_tokens == 1:
         size, activates_one = block_rows(weights), activates
     for turn in range(num_threads):
@@ -188,6 +192,7 @@ def _take_products(
             first, last = own_part(span, selection, part, num_threads)
             shift, tokens = shift_of(span), np.uint32(span[TOKENS])
             count = (last - first + size - 1) // size
+            is_gathered = are_all(tokens, num_tokens)
             while taken < passed + count:
                 begin = first + (taken - passed) * size
                 end = min(begin + size, last)
@@ -197,8 +202,12 @@ def _take_products(
                         values[begin:end],
                     )  # fmt: skip
                 else:
+                    row = first_of_rows(places, masks, shift, begin, end)
+                    if row >= 0 and not is_gathered:
+                        gather(x, tokens, width, lists)
+                        is_gathered = True
                     products_kernel(
-                        weights, places, selection.token_masks, tokens, shift, x, begin, end,
+                        weights, places, masks, tokens, row, x, width, begin, end,
                         products[begin:end], lists,
                     )  # fmt: skip
                 taken = next_block(counters, part)
@@ -213,8 +222,9 @@ def share_products(counters, share, weights, bias, places, activates, values):
     places[i], or row i of the chosen blocks where `places` is empty.
     """
     _take_products(
-        counters, share.thread, share.num_threads, share.x.shape[0], share.selection, share.spans,
-        weights, bias, places, share.vectors, share.function, activates, values, share.lists,
+        counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
+        share.selection, share.spans, weights, bias, places, share.vectors, share.function,
+        activates, values, share.lists,
     )  # fmt: skip
 
 
@@ -278,8 +288,9 @@ def scale(source, share, scratch):
             )  # fmt: skip
         else:
             scale_some_kernel(
-                rows.up, rows.up_bias, share.fired_ids, share.places, share.fired_masks, num_fired,
-                share.gates, share.vectors, share.function, share.lists,
+                rows.up, rows.up_bias, share.fired_ids, share.places, share.fired_masks,
+                share.spans, share.gates, share.vectors, share.x.shape[1], share.function,
+                share.lists,
             )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from hotcold.numba_kernels.serve.work_stealing import next_block
 _GROUP = 16  # neurons of a cache line
 _BYTES_AT_ONCE = 1 << 19  # of all chosen blocks' rows that a thread takes
 _UNIT = 48  # rows; whole tiles of every format
-_MOST_UNITS = 5  # `TokenLists.products` has place for as many rows
+_MOST_UNITS = 5  # `TokenLists.products` has place for 240 rows
 _ROWS_AHEAD = 4  # of the next block, which begins a new stream
 
 _matrix = njit(nogil=True, cache=True)(block_matrix)
@@ -45,7 +45,7 @@ def new_transposed_scratch(
 ) -> FfnScratch:
     """`new_scratch` for `TransposedArrays` with up to `num_neurons` a layer."""
     sums = np.zeros((1, num_tokens, num_neurons), np.float32)
-    return scratch_of(sums, num_threads, num_neurons, num_blocks, max(num_neurons, width))
+    return scratch_of(sums, num_threads, num_neurons, num_blocks, width, max(num_neurons, width))
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -137,7 +137,7 @@ def _choose_quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
 
     def quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
         for row in range(h.shape[0]):
-            quantize_vector(weights, h, row, vectors)
+            quantize_vector(weights, h, row, vectors, row)
 
     return quantize
 

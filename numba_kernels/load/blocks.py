@@ -17,6 +17,7 @@ from hotcold.numba_kernels.formats import (
     EXPONENTS,
     HALVES,
     MINIMA,
+    QUANT_GROUP,
     QUANTIZED,
     ROW_FORMATS,
     SCALES,
@@ -57,8 +58,67 @@ COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
 
+class PairedBlocks:
+    """Rows of MXFP4 as safetensors files have them, values beside scales: an array of its blocks.
+
+    It has what functions of this module, and who hands rows to them, take of an array of bytes of
+    blocks; `gathered` makes one of some rows.
+    Shapes:  values (..., R, G, 16): byte j of a group has weights 2 j (low) and 2 j + 1; scales
+             (..., R, G); as an array (..., R, 17 G)
+    Dtypes:  uint8
+    Errors:  ValueError for other shapes or dtypes
+    Source:  OpenAI's gpt_oss/torch/weights.py
+    """
+
+    dtype = block_dtype("MXFP4")
+    itemsize = 1
+
+    def __init__(self, values: np.ndarray, scales: np.ndarray) -> None:
+        are_bytes = values.dtype == scales.dtype == np.uint8
+        if not are_bytes or values.shape != (*scales.shape, QUANT_GROUP // 2) or scales.ndim < 2:
+            raise ValueError(f"{values.dtype} {values.shape} beside {scales.dtype} {scales.shape}")
+        self._values, self._scales = values, scales
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In bytes of blocks."""
+        return *self._scales.shape[:-1], row_items(self.dtype, QUANT_GROUP * self._scales.shape[-1])
+
+    def reshape(self, *shape: int) -> PairedBlocks:
+        """Matrices joined or taken apart; rows stay."""
+        groups = self._scales.shape[-1]
+        values = self._values.reshape(*shape[:-1], groups, QUANT_GROUP // 2)
+        return PairedBlocks(values, self._scales.reshape(*shape[:-1], groups))
+
+    def __getitem__(self, index: int | tuple[slice, slice]) -> PairedBlocks:
+        """One of several matrices, or [:, bytes of whole blocks]."""
+        if isinstance(index, tuple):
+            first, last, _ = index[1].indices(self.shape[-1])
+            groups = slice(*(row_width(self.dtype, at) // QUANT_GROUP for at in (first, last)))
+            return PairedBlocks(self._values[index[0], groups], self._scales[index[0], groups])
+        return PairedBlocks(self._values[index], self._scales[index])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """All rows as an array of blocks."""
+        rows = self.reshape(-1, self.shape[-1])
+        return rows.gathered(np.arange(rows.shape[0])).reshape(self.shape)
+
+    def gathered(
+        self, row_ids: np.ndarray, first_block: int = 0, num_blocks: int | None = None
+    ) -> np.ndarray:
+        """The rows `row_ids` of a matrix, or some blocks of each, as an array of blocks."""
+        count = self._scales.shape[1] - first_block if num_blocks is None else num_blocks
+        out = np.empty((row_ids.size, row_items(self.dtype, QUANT_GROUP * count)), np.uint8)
+        ids = np.ascontiguousarray(row_ids, np.int64)
+        paired_blocks_kernel(self._values, self._scales, ids, np.int64(first_block), out)
+        return out.view(self.dtype)
+
+
 def dequantize_rows(
-    rows: np.ndarray, row_ids: np.ndarray, first_block: int = 0, num_blocks: int | None = None
+    rows: np.ndarray | PairedBlocks,
+    row_ids: np.ndarray,
+    first_block: int = 0,
+    num_blocks: int | None = None,
 ) -> np.ndarray:
     """The values of the rows `row_ids`, or of some blocks of each; the GIL is free meanwhile.
 
@@ -68,6 +128,9 @@ def dequantize_rows(
     """
     if rows.dtype not in BLOCK_FORMATS:
         raise ValueError(f"dtype {rows.dtype} holds no blocks")
+    if isinstance(rows, PairedBlocks):
+        own = rows.gathered(row_ids, first_block, num_blocks)
+        return dequantize_rows(own, np.arange(len(own)))
     block = BLOCK_FORMATS[rows.dtype]
     if num_blocks is None:
         num_blocks = rows.shape[1] // block.num_bytes - first_block
@@ -78,7 +141,7 @@ def dequantize_rows(
     return out
 
 
-def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
+def blocks_into(rows: np.ndarray | PairedBlocks, row_ids: np.ndarray, out: np.ndarray) -> int:
     """Fill `out` with the rows `row_ids`; returns DONE, or what is wrong, as `quantize_into` does.
 
     Shapes:  rows (R, row bytes), row_ids (N,), out (N, row_items)
@@ -90,11 +153,16 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
         raise ValueError(f"{row_ids.size} rows of {rows.dtype} {rows.shape} to {out.shape}")
     ids = np.ascontiguousarray(row_ids, np.int64)
     block = BLOCK_FORMATS[rows.dtype]
+    step, worst = max(1, _FLOAT_BYTES // (4 * max(1, width))), DONE
+    if isinstance(rows, PairedBlocks):
+        for first in range(0, ids.size, step):
+            own = rows.gathered(ids[first : first + step])
+            worst = max(worst, blocks_into(own, np.arange(len(own)), out[first : first + step]))
+        return worst
     if out.dtype in (*block.exact, *block.rounded):
         status = _repacked(rows, ids, out, np.int64(width))
         if status != DOES_NOT_FIT:
             return status
-    step, worst = max(1, _FLOAT_BYTES // (4 * max(1, width))), DONE
     for first in range(0, ids.size, step):
         values = dequantize_rows(rows, ids[first : first + step])
         worst = max(worst, quantize_into(values, np.arange(len(values)), out[first : first + step]))
@@ -128,32 +196,6 @@ def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray
         values = dequantize_rows(rows, all_rows, first // weights, num_columns // weights)
         transposed[is_here] = values[:, column_ids[is_here] - first].T
     return quantize_into(transposed, np.arange(column_ids.size), out)
-
-
-def paired_blocks(
-    values: np.ndarray,
-    scales: np.ndarray,
-    row_ids: np.ndarray,
-    first_group: int = 0,
-    num_groups: int | None = None,
-) -> np.ndarray:
-    """Rows of MXFP4 as safetensors files have them, values beside scales, as rows of its blocks.
-
-    Shapes:  values (R, G, 16): byte j of a group has weights 2 j (low) and 2 j + 1; scales (R, G);
-             row_ids (N,); result (N, bytes of some groups, or of all)
-    Dtypes:  values, scales uint8; row_ids int; result of BLOCK_FORMATS
-    Errors:  ValueError for other shapes or dtypes
-    Source:  OpenAI's gpt_oss/torch/weights.py
-    """
-    are_bytes = values.dtype == scales.dtype == np.uint8
-    if not are_bytes or values.shape != (*scales.shape, 16) or scales.ndim != 2:
-        raise ValueError(f"{values.dtype} {values.shape} beside {scales.dtype} {scales.shape}")
-    dtype = block_dtype("MXFP4")
-    count = scales.shape[1] - first_group if num_groups is None else num_groups
-    out = np.empty((row_ids.size, BLOCK_FORMATS[dtype].num_bytes * count), np.uint8)
-    ids = np.ascontiguousarray(row_ids, np.int64)
-    paired_blocks_kernel(values, scales, ids, np.int64(first_group), out)
-    return out.view(dtype)
 
 
 def blocks_status(rows: np.ndarray) -> int:

@@ -25,11 +25,11 @@ from hotcold.numba_kernels.formats import (
 )
 from hotcold.numba_kernels.load.blocks import (
     COLUMNS_AT_ONCE,
+    PairedBlocks,
     block_columns_into,
     blocks_into,
     blocks_status,
     dequantize_rows,
-    paired_blocks,
 )
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import (
@@ -178,19 +178,32 @@ def test_mxfp4_of_safetensors(width: int) -> None:
     scales = rng.integers(1, 252, values.shape[:-1], np.uint8)
     tensors = map(torch.from_numpy, (values, scales))
     wanted = convert_moe_packed_tensors(*tensors, dtype=torch.float32).numpy().swapaxes(1, 2)
-    rows = values.reshape(15, -1, 16), scales.reshape(15, -1)
+    stacked = PairedBlocks(values, scales)
+    assert stacked.shape == (3, 5, width // 32 * 17)
+    assert np.array_equal(to_float32(np.asarray(stacked)), wanted)
+    rows, matrix = stacked.reshape(-1, stacked.shape[-1]), wanted.reshape(15, width)
     ids = np.array([14, 0, 3, 3])
-    blocks = paired_blocks(*rows, ids)
-    expected = wanted.reshape(15, width)[ids]
-    assert np.array_equal(to_float32(blocks), expected)
-    out = np.zeros((4, row_items(MXFP4, width)), MXFP4)
-    assert blocks_into(blocks, np.arange(4), out) == DONE
-    assert np.array_equal(to_float32(out), expected)
-    last = paired_blocks(*rows, ids, width // 32 - 1, 1)
-    assert np.array_equal(to_float32(last), expected[:, -32:])
-    for wrong in ((rows[0], rows[1][:, 1:]), (rows[0].view(np.int8), rows[1]), (values, scales)):
+    assert np.array_equal(dequantize_rows(rows, ids), matrix[ids])
+    assert np.array_equal(dequantize_rows(rows, ids, width // 32 - 1, 1), matrix[ids, -32:])
+    for part, expected in ((rows, matrix), (stacked[2], wanted[2]), (rows[:, 17:], matrix[:, 32:])):
+        row_ids = ids % len(expected)
+        out = np.zeros((4, row_items(MXFP4, expected.shape[1])), MXFP4)
+        assert blocks_into(part, row_ids, out) == DONE
+        assert np.array_equal(to_float32(out), expected[row_ids])
+    for wrong in ((values, scales[:, 1:]), (values.view(np.int8), scales), (scales, scales)):
         with pytest.raises(ValueError, match="beside"):
-            paired_blocks(*wrong, ids)
+            PairedBlocks(*wrong)
+
+
+def test_columns_of_pairs_are_quantized_again() -> None:
+    rng = np.random.default_rng(8)
+    values = rng.integers(0, 256, (64, 40, 16), np.uint8)
+    pairs = PairedBlocks(values, rng.integers(117, 120, (64, 40), np.uint8))
+    ids = rng.permutation(WIDTH)[:100]
+    found, expected = (np.zeros((100, row_items(Q8, 64)), Q8) for _ in range(2))
+    assert block_columns_into(pairs, ids, found) == DONE
+    assert block_columns_into(np.asarray(pairs), ids, expected) == DONE
+    assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
