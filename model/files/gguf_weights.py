@@ -132,6 +132,7 @@ class GgufWeights(WeightFile):
     def _find(self, config: ModelConfig) -> dict[str, _Place]:
         places = {}
         for ours, theirs, role in _pairs(tensor_names(config), self._architecture.names, config):
+            self._own_names[ours] = f"{theirs}.weight"
             for suffix in (".weight", ".bias"):
                 self._own_names[ours + suffix] = theirs + suffix
                 if theirs + suffix in self._model.names:

@@ -265,7 +265,7 @@ class TensorReader:
         if not is_quantized(dst.dtype):
             self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
             return
-        ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
+        ids = np.arange(len(dst), dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
     def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:

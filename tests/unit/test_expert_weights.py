@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError
+from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
@@ -26,6 +26,7 @@ from hotcold.model.weights.ffn import (
     load_gate,
     load_up,
 )
+from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
@@ -300,6 +301,22 @@ def test_rows_are_quantized_as_others(variant: str, dtype: str, tmp_path: Path) 
             assert not np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("variant", ["qwen2-moe", "granite-moe", "gpt-oss", "glm4-moe-groups"])
+def test_a_quantized_copy_has_the_rows_of_dtype(variant: str, tmp_path: Path) -> None:
+    original, copy = wide(variant, tmp_path / "original"), tmp_path / "copy"
+    write_quantized(original, copy, "q8")
+    config = read_config(copy)
+    check_tensors(Checkpoint(copy), config)
+    assert stored_config(Checkpoint(copy), config).dtype_of("down") == "q8"
+    ids = everything(config)
+    found = load_ffn(Checkpoint(copy), config, ids, include_down_bias=True)
+    expected = load_ffn(Checkpoint(original), config, ids, include_down_bias=True, dtype="q8")
+    for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "starts"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    routers = [load_attention(Checkpoint(path), config).routers for path in (copy, original)]
+    assert all(np.array_equal(a, b) for a, b in zip(*routers, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["qwen2-moe", "granite-moe-shared", "gpt-oss"])
 def test_halves_are_kept_to_the_bit(variant: str, dtype: str, tmp_path: Path) -> None:
@@ -420,6 +437,68 @@ def test_a_wrong_file_is_told_in_one_line(case: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as early:
             check_tensors(checkpoint, config)
         assert str(early.value) == str(error.value)
+
+
+B = "blk.1."
+HOSTILE_GGUF: dict[str, tuple[str, str, Change, dict[str, Any], str]] = {
+    "no stack": ("mixtral", "stacked", _without(f"{B}ffn_up_exps.weight"), {},
+                 "tensor 'blk.1.ffn_up_exps.weight' is missing"),
+    "no experts at all": ("mixtral", "stacked", lambda tensors: [
+                              tensors.pop(name) for name in list(tensors) if B in name], {},
+                          "tensor 'blk.1.ffn_gate_inp.weight' is missing"),
+    "no expert": ("mixtral", "split", _without(f"{B}ffn_up.3.weight"), {},
+                  "tensor 'blk.1.ffn_up.3.weight' is missing"),
+    "one more expert": ("mixtral", "split", _and(f"{B}ffn_up.5.weight", f"{B}ffn_up.4.weight"), {},
+                        "tensor 'blk.1.ffn_up.5.weight' has no place in the model"),
+    "a matrix": ("mixtral", "stacked", _put(f"{B}ffn_gate_exps.weight", lambda rows: rows[0]), {},
+                 "'blk.1.ffn_gate_exps.weight' has shape [40, 48], the model's configuration asks"),
+    "fewer": ("mixtral", "stacked", _put(f"{B}ffn_down_exps.weight", lambda rows: rows[1:]), {},
+              "'blk.1.ffn_down_exps.weight' has shape [4, 48, 40]"),
+    "half of gate and up": ("mixtral", "merged", _put(f"{B}ffn_gate_up_exps.weight",
+                                                      lambda rows: rows[:, :40]), {},
+                            "'blk.1.ffn_gate_up_exps.weight' has shape [5, 40, 48]"),
+    "NaN": ("mixtral", "merged", _put(f"{B}ffn_gate_up_exps.weight", _nan), {},
+            "'blk.1.ffn_gate_up_exps.weight' has NaN or infinite"),
+    "other count": ("mixtral", "stacked", lambda tensors: None, {"expert_count": 6},
+                    "has shape [5, 48], the model's configuration asks for [6, 48]"),
+    "too many used": ("mixtral", "stacked", lambda tensors: None, {"expert_used_count": 6},
+                      "num_experts_per_tok is 6"),
+    "experts in a dense layer": ("glm4moe", "stacked", _and("blk.0.ffn_gate_exps.weight",
+                                                            "blk.2.ffn_gate_exps.weight"), {},
+                                 "'blk.0.ffn_gate_exps.weight' is not part of the model"),
+    "shared, not named": ("granitemoe", "stacked", lambda tensors: tensors.update(
+                              {f"{B}ffn_gate_shexp.weight": np.ones((8, 48), np.float32)}), {},
+                          "'blk.1.ffn_gate_shexp.weight' is not part of the model"),
+    "sinks of others": ("mixtral", "stacked", lambda tensors: tensors.update(
+                            {f"{B}attn_sinks.weight": np.ones(4, np.float32)}), {},
+                        "'blk.1.attn_sinks.weight' has no place in the model"),
+    "bias of others": ("mixtral", "stacked", lambda tensors: tensors.update(
+                           {f"{B}ffn_gate_exps.bias": np.ones((5, 40), np.float32)}), {},
+                       "'blk.1.ffn_gate_exps.bias' is not part of the model"),
+    "selection bias of others": ("qwen3moe", "stacked", lambda tensors: tensors.update(
+                                     {f"{B}exp_probs_b.bias": np.ones(7, np.float32)}), {},
+                                 "'blk.1.exp_probs_b.bias' is not part of the model"),
+    "no sinks": ("gpt-oss", "stacked", _without(f"{B}attn_sinks.weight"), {},
+                 "attn_sinks.weight' is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE_GGUF)
+def test_a_wrong_gguf_file_is_told_in_one_line(case: str, tmp_path: Path) -> None:
+    kind, layout, change, keys, said = HOSTILE_GGUF[case]
+    make_tiny(FILES[kind][0], tmp_path)
+    write_gguf(tmp_path, kind, layout, change=change, changed_keys=keys)
+    path = tmp_path / "m.gguf"
+
+    def load_all(loads: bool) -> None:
+        config, checkpoint = read_config(path), Checkpoint(path)
+        check_tensors(checkpoint, config)
+        if loads:
+            load_ffn(checkpoint, config, everything(config), include_down_bias=True)
+
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        load_all(case == "NaN")
+    assert said in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
 def test_experts_of_a_gguf_file_keep_their_blocks(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,14 +133,20 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 
 
 def write_gguf(
-    path: Path, case: str, layout: str = "stacked", kinds: dict[str, str] | None = None
+    path: Path,
+    case: str,
+    layout: str = "stacked",
+    kinds: dict[str, str] | None = None,
+    change: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
+    changed_keys: dict[str, Any] | None = None,
 ) -> None:
     """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
 
-    kinds: as of `LlamaFile`.
+    kinds: as of `LlamaFile`; change: of the experts' tensors.
     layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
     """
     _, arch, pairs_rows, keys = FILES[case]
+    keys = dict(keys)
     config, checkpoint = read_config(path), Checkpoint(path)
     values = json.loads((path / "config.json").read_text())
     drafts = keys.get("nextn_predict_layers", 0)
@@ -171,6 +177,8 @@ def write_gguf(
         extra |= {f"blk.{layer}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
     if drafts:
         extra[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    change(extra)
+    keys |= changed_keys or {}
     LlamaFile(
         values | sizes,
         plain,
