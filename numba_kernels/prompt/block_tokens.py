@@ -88,6 +88,11 @@ def one_block(matrix: np.ndarray) -> ChoiceRows:
     return ChoiceRows(_flat(matrix), np.array([0, matrix.size], np.int64))
 
 
+def choice_rows(matrix: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
+    """The rows of a contiguous matrix, one for each choice."""
+    return ChoiceRows(_flat(matrix), row_starts(tokens, np.array(matrix.shape[1])))
+
+
 class WeightBlocks(NamedTuple):
     """Of each of B blocks a matrix, all in one format.
 
