@@ -6,8 +6,9 @@ Formats are those that llama.cpp's quantizer gives a file's tensors: with q4_k_m
 and for half of the layers' values and down projections, Q4_K for the others; with q4_0 all Q4_0 but
 the head; with mxfp4 experts in MXFP4, all else in Q8_0, as in gpt-oss's own files.
 
-Some rows are drawn, quantized and repeated in all layers: what they are does not matter for speed.
-What is chosen does. Neurons fire at the shape's rates, by a part of all gate rows along what all
+Some rows are drawn and quantized, and all layers have them, in other orders: what weights are does
+not matter for speed.
+What is chosen does: neurons fire at the shape's rates, by a part of all gate rows along what all
 inputs have in common; a mixture's router, embeddings and head are those of `hotcold make-model`, so
 that experts are chosen with a skew, and kept from token to token.
 """
@@ -173,8 +174,10 @@ class RandomModel:
             rows = self._drawn[key]
             parts = tensor.shape[0] if len(tensor.shape) == 3 else 1
             count = int(np.prod(tensor.shape[:-1])) // parts
-            for part in range(parts):  # of each expert, other rows first
-                yield np.resize(np.roll(rows, 97 * part, axis=0), (count, rows.shape[1]))
+            layer = int(tensor.name.split(".")[1])
+            for part in range(parts):  # of each layer and expert, other rows first
+                rolled = np.roll(rows, 61 * layer + 97 * part, axis=0)
+                yield np.resize(rolled, (count, rows.shape[1]))
 
     def _layer(self, layer: int) -> Iterator[Tensor]:
         config, block = self._config, f"blk.{layer}."
