@@ -26,7 +26,6 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     BlockTokens,
     ChoiceRows,
     WeightBlocks,
-    choice_rows,
     choices,
     every_token,
     layer_blocks,
@@ -34,6 +33,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     one_block,
     row_starts,
     rows_of_block,
+    token_rows,
     weight_blocks,
 )
 from hotcold.numba_kernels.prompt.prompt_ffn import (
@@ -249,7 +249,7 @@ class _Rest(NamedTuple):
         """out = the sum of all choices; for those of which `is_few` is set neuron by neuron."""
         num_few = np.count_nonzero(is_few)
         if num_few == 0 and not has_weights and tokens.ids.size == len(out):  # one block
-            self._add_all(tokens, h, choice_rows(out, tokens))
+            self._add_all(tokens, h, token_rows(tokens, out))
             return
         self.matmul.then_rows(len(out), partial(_set_zero, out))
         if num_few == is_few.size:

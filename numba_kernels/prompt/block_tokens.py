@@ -83,14 +83,14 @@ def row_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
     return _starts(np.diff(tokens.starts) * widths)
 
 
+def token_rows(tokens: BlockTokens, matrix: np.ndarray) -> ChoiceRows:
+    """The rows of a contiguous matrix (T, width), where each token has one choice, in order."""
+    return ChoiceRows(_flat(matrix), tokens.starts * matrix.shape[1])
+
+
 def one_block(matrix: np.ndarray) -> ChoiceRows:
     """The rows of a contiguous matrix, as those of one block."""
     return ChoiceRows(_flat(matrix), np.array([0, matrix.size], np.int64))
-
-
-def choice_rows(matrix: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
-    """The rows of a contiguous matrix, one for each choice."""
-    return ChoiceRows(_flat(matrix), row_starts(tokens, np.array(matrix.shape[1])))
 
 
 class WeightBlocks(NamedTuple):
