@@ -178,9 +178,12 @@ def assumptions(
     request: PlanRequest,
     profile: ActivationProfile | None,
     predictor: PredictorCost | None,
+    has_experts: bool = False,
 ) -> Iterator[str]:
     """What a plan assumes: a clause for each assumption, the most important first."""
-    if profile is None:
+    if profile is None and has_experts:
+        yield "tokens choose all experts equally often (no profile; `hotcold profile` counts)"
+    elif profile is None:
         yield "every neuron fires at every token (no profile; `hotcold profile` counts)"
     elif profile.is_stated:
         yield profile.text_name
