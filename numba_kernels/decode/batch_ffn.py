@@ -221,16 +221,16 @@ def keep_some_kernel(
     A neuron fires for one of `tokens` where fn(product + bias) passes `threshold`; below zero all
     neurons are kept. `products` (N, T) is as in `products_kernel`. fired_ids (N,) int32,
     fired_masks (N,) uint32 and gates (N, T) receive each fired neuron's row, the bits of its
-    tokens, and fn(product + bias), zero for other tokens. Checks nothing.
+    tokens, and fn(product + bias), zero for others of `tokens`. Checks nothing.
     """
-    num_fired = 0
+    num_fired, some = 0, tokens & (_ALL_TOKENS >> np.uint32(32 - gates.shape[1]))
     for candidate in range(first, last):
         n = ids[candidate] if ids.shape[0] else candidate + shift
-        active = tokens & (token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS)
+        active = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
         bias_of_n = bias[n] if bias.shape[0] else np.float32(0)
-        fires = np.uint32(0)
-        for t in range(gates.shape[1]):
-            bit = np.uint32(1) << np.uint32(t)
+        fires, bits = np.uint32(0), some
+        while bits:
+            t, bit = lowest_bit(bits), bits & (~bits + np.uint32(1))
             value = np.float32(0)
             if active & bit:
                 value = activate(function, products[candidate - first, t] + bias_of_n)
@@ -239,6 +239,7 @@ def keep_some_kernel(
                 else:
                     value = np.float32(0)
             gates[num_fired, t] = value
+            bits ^= bit
         if fires or threshold < 0:
             fired_ids[num_fired] = n
             fired_masks[num_fired] = fires
@@ -250,10 +251,11 @@ def keep_some_kernel(
 def scale_by_products(bias, ids, masks, products, function, gates):
     """gates[i, t] *= products[i, t] + bias[ids[i]] for the tokens t of masks[i]."""
     for i in range(gates.shape[0]):
-        shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
-        for t in range(gates.shape[1]):
-            if masks[i] & (np.uint32(1) << np.uint32(t)):
-                gates[i, t] *= activate_up(function, products[i, t] + shift)
+        shift, bits = bias[ids[i]] if bias.shape[0] else np.float32(0), masks[i]
+        while bits:
+            t = lowest_bit(bits)
+            gates[i, t] *= activate_up(function, products[i, t] + shift)
+            bits &= bits - np.uint32(1)
 
 
 @njit(nogil=True, cache=True)

@@ -103,15 +103,18 @@ def scale_by_up(up, bias, ids, places, num_fired, x, function, h):
 def weigh(block_weights, spans, gates):
     """gates[i, t] *= block_weights[t, b], of the neurons i that fired in each chosen block b.
 
-    gates (N, T): the product of gate and up. Without weights nothing is multiplied.
+    gates (N, T): the product of gate and up, of tokens t that chose b. Without weights nothing is
+    multiplied.
     """
     if block_weights.shape[0] == 0:
         return
     first = np.int64(0)
     for span in spans:
-        for i in range(first, span[FIRED_END]):
-            for t in range(gates.shape[1]):
-                gates[i, t] *= block_weights[t, span[BLOCK]]
+        for t in range(gates.shape[1]):
+            weight = block_weights[t, span[BLOCK]]
+            if weight != 0:
+                for i in range(first, span[FIRED_END]):
+                    gates[i, t] *= weight
         first = span[FIRED_END]
 
 

@@ -85,7 +85,8 @@ def block_rows(matrices: Sequence[Sequence[np.ndarray]]) -> BlockRows:
     sizes = counts[0], counts[1] if len(dtypes) > 1 else 0
     rows = BlockRows(np.zeros(sizes[0], dtypes[0]), np.zeros(sizes[1], dtypes[-1]), places)
     for layer, block in np.ndindex(*widths.shape):
-        rows.matrix(layer, block)[:] = matrices[layer][block]
+        if widths[layer, block]:
+            rows.matrix(layer, block)[:] = matrices[layer][block]
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.model.config.build import read_config
+from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
@@ -25,6 +27,7 @@ from hotcold.model.weights.ffn import (
     load_ffn_biases,
     load_gate,
     load_up,
+    read_ffn,
 )
 from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
@@ -267,11 +270,11 @@ def test_rows_of_gguf_are_the_checkpoints(case: str, layout: str, tmp_path: Path
     require_routers(attention.routers, tensors, variant, config.num_layers)
 
 
-def wide(variant: str, path: Path) -> Path:
-    """With rows of whole groups and blocks."""
+def wide(variant: str, path: Path, **others: Any) -> Path:
+    """With rows of whole groups and blocks, or other sizes, of those that it has."""
     made = MIXTURES[variant]
     sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "intermediate_size": 96}
-    sizes |= {"shared_expert_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"shared_expert_intermediate_size": 32, "head_dim": 16} | others
     name = f"{variant}-wide"
     changed = {
         key: value for key, value in sizes.items() if key in made.keywords or "hidden" in key
@@ -331,6 +334,29 @@ def test_halves_are_kept_to_the_bit(variant: str, dtype: str, tmp_path: Path) ->
     require_routers(
         load_attention(Checkpoint(tmp_path), config).routers, tensors, variant, config.num_layers
     )
+
+
+@pytest.mark.parametrize("dtype", ["", "q8"])
+@pytest.mark.parametrize("variant", ["gpt-oss", "granite-moe", "qwen3-moe"])
+def test_no_tensor_is_held_twice(variant: str, dtype: str, tmp_path: Path) -> None:
+    """Beside the rows themselves little is allocated; mapped files are not counted."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512}
+    experts = dict.fromkeys(("num_local_experts", "num_experts"), 12)
+    wide(variant, tmp_path, **sizes, **experts, num_hidden_layers=2)
+    config = read_config(tmp_path)
+    ids = everything(config)
+    with TensorReader(Checkpoint(tmp_path), dtype=requested_dtype(dtype), max_rows=1) as reader:
+        read_ffn(reader, config, ids, include_down_bias=True)  # compiles
+    tracemalloc.start()
+    try:
+        weights = load_ffn(Checkpoint(tmp_path), config, ids, include_down_bias=True, dtype=dtype)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    expert = 2 * 4 * 512 * 512  # the bytes of its gate and up
+    assert weights.gate.nbytes > (3 if dtype else 10) * expert
+    # Threads quantize columns from 2 MiB each.
+    assert peak < (4 * expert if dtype else expert)
 
 
 Change = Callable[[Tensors], Any]

@@ -1,0 +1,198 @@
+"""A shard of whole experts in a bundle file, some of them in memory: lookups, reads, waits."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.candidates import BLOCK
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.storage.expert_slots import (
+    ExpertSlots,
+    begin_epoch,
+    claim_unit,
+    evict_units,
+    list_missing,
+    unit_state,
+    use,
+)
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
+from hotcold.numba_kernels.storage.read_queue import (
+    NOW,
+    NUM_BATCHES,
+    ReadQueue,
+    await_batch,
+    await_more,
+    cancel_reads,
+    drain,
+    num_completed,
+    num_pending,
+    submit_reads,
+)
+
+# words of `OffloadedExperts.options`
+MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(4)
+NUM_OPTIONS = 4
+BOTH = GATE | UP_DOWN
+_ANY_WEIGHT = np.float32(np.inf)
+
+
+class OffloadedExperts(NamedTuple):
+    """A shard of experts in a bundle file; L layers of B blocks, unit l * B + b is block b's.
+
+    arrays: `FfnArrays` with `starts` and down biases of all neurons, but matrices, other biases and
+    norms by rows in memory; own: the biases and norms of all neurons, in their order
+    order (B,) int32: a request's chosen blocks, those in memory first, as indices of its spans;
+    num_loaded (1,) int64: how many were in memory
+    counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
+    ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`
+    options (4,) int64: the words above; the last two are for benchmarks
+    waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
+    it needed in this request failed
+    """
+
+    arrays: Any
+    own: Any
+    file: NeuronFile
+    slots: ExpertSlots
+    queue: ReadQueue
+    order: np.ndarray
+    num_loaded: np.ndarray
+    counters: np.ndarray
+    places: np.ndarray
+    options: np.ndarray
+    waited_ns: np.ndarray
+    failed: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _copy_part(source, target, first, row, count):
+    if source.shape[0]:
+        target[row : row + count] = source[first : first + count]
+
+
+@njit(nogil=True, cache=True)
+def _fill_vectors(shard, layer, block):
+    """Copy a block's biases and norms to its rows in memory."""
+    starts, own, arrays = shard.arrays.starts[layer], shard.own, shard.arrays
+    first, count = starts[block], starts[block + 1] - starts[block]
+    row = shard.slots.row_of[layer * (starts.shape[0] - 1) + block]
+    _copy_part(own.gate_bias, arrays.gate_bias, first, row, count)
+    _copy_part(own.up_bias, arrays.up_bias, first, row, count)
+    _copy_part(own.down_norms, arrays.down_norms, first, row, count)
+
+
+@njit(nogil=True, cache=True)
+def _give_rows(shard, layer, block, most):
+    """`claim_unit` of a block, whose biases and norms are copied to new rows."""
+    slots, unit = shard.slots, layer * (shard.arrays.starts.shape[1] - 1) + block
+    is_new = slots.row_of[unit] < 0
+    if not claim_unit(slots, unit, most):
+        return False
+    if is_new:
+        _fill_vectors(shard, layer, block)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def drop_pending(shard):
+    """Cancel reads that have not started, and wait for those in flight."""
+    drain(shard.queue, shard.slots.requested, shard.slots.requested)
+    shard.queue.failure[:] = 0
+
+
+@njit(nogil=True, cache=True)
+def begin_experts(shard):
+    """Start a request of a layer; reads that no thread has begun are cancelled."""
+    slots = shard.slots
+    begin_epoch(slots, shard.arrays.starts.shape[0])
+    cancel_reads(shard.queue, slots.requested, slots.requested)
+    if shard.queue.failure[0]:
+        drop_pending(shard)
+    if shard.options[EVICTS_ALL]:
+        drop_pending(shard)
+        evict_units(slots)
+
+
+@njit(nogil=True, cache=True)
+def request_experts(shard, layer, blocks):
+    """Look up `blocks` (ascending) of a layer after `begin_experts`, and submit missing reads.
+
+    Fills `order` and `num_loaded` with indices of `blocks`. There are as many slots as a layer has
+    experts.
+    """
+    slots, queue, order = shard.slots, shard.queue, shard.order
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    num_loaded, num_blocks = 0, blocks.shape[0]
+    num_pending = 0
+    for i in range(num_blocks):
+        if use(slots, first + blocks[i]):
+            order[num_loaded] = i
+            num_loaded += 1
+        else:
+            num_pending += 1
+            order[num_blocks - num_pending] = i
+    shard.num_loaded[0] = num_loaded
+    pending = order[num_loaded:num_blocks]
+    pending[:] = pending[::-1].copy()
+    if num_pending == 0:
+        return
+    await_batch(queue, NOW)
+    for i in pending:
+        while not _give_rows(shard, layer, np.int64(blocks[i]), _ANY_WEIGHT):
+            drain(queue, slots.requested, slots.requested)  # reads ahead held the other slots
+    rows, parts, count = queue.rows[NOW], queue.parts[NOW], 0
+    for i in pending:
+        count = list_missing(slots, first + np.int64(blocks[i]), rows, count)
+    parts[:count] = BOTH
+    submit_reads(queue, shard.file, NOW, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+
+
+@njit(nogil=True, cache=True)
+def request_ahead(shard, layer, blocks):
+    """Submit reads of `blocks` of a layer behind all others, as far as slots are of less use."""
+    slots, queue = shard.slots, shard.queue
+    batch = NOW + 1
+    while batch < NUM_BATCHES and num_pending(queue, batch):
+        batch += 1
+    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
+        return
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    rows, parts, count = queue.rows[batch], queue.parts[batch], 0
+    for block in blocks:
+        if not _give_rows(shard, layer, np.int64(block), _ANY_WEIGHT):
+            break
+        count = list_missing(slots, first + np.int64(block), rows, count)
+    parts[:count] = BOTH
+    submit_reads(queue, shard.file, batch, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+
+
+@njit(nogil=True, cache=True)
+def await_unit(shard, thread, unit):
+    """Wait until a unit is loaded; False where a read of it failed."""
+    while True:
+        seen = num_completed(shard.queue)
+        found = unit_state(shard.slots, unit)
+        if found:
+            return found > 0
+        started = now_ns()
+        await_more(shard.queue, seen)
+        shard.waited_ns[thread] += now_ns() - started
+
+
+@njit(nogil=True, cache=True)
+def await_blocks(shard, layer, blocks):
+    """`await_unit` of all these blocks of a layer, by the first thread."""
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    is_loaded = True
+    for block in blocks:
+        is_loaded = is_loaded and await_unit(shard, 0, first + np.int64(block))
+    return is_loaded
+
+
+@njit(nogil=True, cache=True)
+def blocks_of(spans, blocks):
+    """The chosen blocks of spans, written to `blocks`; returns those."""
+    for k in range(spans.shape[0]):
+        blocks[k] = spans[k, BLOCK]
+    return blocks[: spans.shape[0]]

@@ -1,0 +1,192 @@
+"""Prompts of mixtures: each token with the experts that it chose, against float64; bits as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotcold.actors.cpu.matmul import Matmul
+from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+from hotcold.model.config.activations import activated, activated_up
+from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays
+from hotcold.numba_kernels.load.convert import to_float32
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
+from tests.kernels.sources import block_rows
+
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
+WIDTH, CHOSEN = 256, 2
+# A dense layer; then five experts, one of them not in the shard, and a shared one.
+SIZES = np.array([[512, 0, 0, 0, 0, 0], [256, 256, 0, 256, 256, 768]])
+STARTS = np.concatenate([[0], np.cumsum(SIZES)])
+LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
+
+
+@pytest.fixture(scope="module")
+def matmul() -> Iterator[Matmul]:
+    made = Matmul(2, [])
+    yield made
+    made.close()
+
+
+def rows_of(seed: int, kind: str, height: int, width: int) -> np.ndarray:
+    """Random rows of a format, whose products with vectors of ones are about one."""
+    if kind in KINDS:
+        return random_rows(seed, kind, height, width).rows
+    if kind == "f32":
+        return random_floats(seed, height, width) / 8
+    bits = random_bits(seed, BITS[kind], height, width)
+    return bits
+
+
+def a_shard(layout: str, kind: str, has_bias: bool = True) -> FfnArrays | TransposedArrays:
+    """Two layers, whose down rows are a neuron's or, "transposed", an output's."""
+    total, starts = int(SIZES.sum()), np.stack([STARTS[:7], STARTS[6:]])
+
+    def biases(seed: int, *shape: int) -> np.ndarray:
+        return random_floats(seed, *shape) / 8 if has_bias else np.empty(0, np.float32)
+
+    down_bias = biases(6, 2, 6, WIDTH) if has_bias else np.empty((2, 6, 0), np.float32)
+    gate, up = (rows_of(seed, kind, total, WIDTH) for seed in (1, 2))
+    fields: dict[str, Any] = {
+        "starts": starts, "gate": gate, "up": up, "gate_bias": biases(4, total),
+        "up_bias": biases(5, total), "down_bias": down_bias, "down_norms": NO_NORMS,
+    }  # fmt: skip
+    if layout == "rows":
+        return FfnArrays(down=rows_of(3, kind, total, WIDTH), **fields)
+    kinds = ["q4_1", "q6"] if kind == "q4_k" else [kind, kind]  # experts in two formats
+    matrices = [
+        [rows_of(10 + block, kinds[block % 2], WIDTH, size) for block, size in enumerate(layer)]
+        for layer in SIZES
+    ]
+    return TransposedArrays(down=block_rows(matrices), **fields)
+
+
+def routed(seed: int, num_tokens: int) -> np.ndarray:
+    """Weights of random experts and of the shared one, some tokens without it; as in a layer."""
+    draw = np.random.default_rng(seed)
+    weights = np.zeros((num_tokens, 6), np.float32)
+    for own in weights:
+        skewed = draw.random(5) * [1, 1, 1, 1, 8]
+        own[np.argsort(-skewed)[:CHOSEN]] = draw.uniform(0.2, 1, CHOSEN)
+    weights[:, 5] = draw.uniform(0, 1, num_tokens) * (draw.random(num_tokens) < 0.9)
+    return weights
+
+
+def of_float64(
+    arrays: FfnArrays | TransposedArrays, layer: int, name: str, x: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """The layer's output, token by token and expert by expert."""
+    out = np.zeros((len(x), WIDTH))
+
+    def wide(rows: np.ndarray) -> np.ndarray:
+        return to_float32(rows).astype(np.float64)
+
+    for block, (first, last) in enumerate(pairwise(arrays.starts[layer])):
+        ids = np.flatnonzero(weights[:, block])
+        if arrays.down_bias.size:
+            out += weights[:, block, None] * arrays.down_bias[layer, block]
+        if first == last or not ids.size:
+            continue
+        part, exact = slice(first, last), x[ids].astype(np.float64)
+        gates, ups = exact @ wide(arrays.gate[part]).T, exact @ wide(arrays.up[part]).T
+        if arrays.gate_bias.size:
+            gates, ups = gates + arrays.gate_bias[part], ups + arrays.up_bias[part]
+        limit = LIMITS.get(name, 0.0)
+        h = activated(name, torch.from_numpy(gates), limit).numpy()
+        h = h * activated_up(name, torch.from_numpy(ups), limit).numpy() * weights[ids, block, None]
+        is_transposed = isinstance(arrays, TransposedArrays)
+        if is_transposed:
+            out[ids] += h @ wide(arrays.down.matrix(layer, block)).T
+        else:
+            out[ids] += h @ wide(arrays.down[part])
+    return out
+
+
+def output(
+    matmul: Matmul,
+    arrays: FfnArrays | TransposedArrays,
+    layer: int,
+    name: str,
+    x: np.ndarray,
+    weights: np.ndarray,
+    **options: Any,
+) -> np.ndarray:
+    """By the products."""
+    out = np.full((len(x), WIDTH), np.nan, np.float32)
+    function = activation(name, LIMITS.get(name, 0.0))
+    prompt_ffn(
+        matmul, arrays, layer, x, function, out,
+        **{"skip_silent": True, "block_weights": weights, **options},
+    )  # fmt: skip
+    return out
+
+
+LAYOUTS = [("rows", kind) for kind in [*BITS, *SUMMED]] + [("transposed", k) for k in KINDS]
+
+
+@pytest.mark.parametrize("name", ["silu", "relu", "drelu", "clamped_silu"])
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS)
+def test_a_token_among_others_is_as_alone(
+    matmul: Matmul, layout: str, kind: str, name: str
+) -> None:
+    """Right in float64, and the same bits with other numbers of tokens in each expert."""
+    arrays = a_shard(layout, kind)
+    x, weights = random_floats(7, 512, WIDTH), routed(8, 512)
+    together = output(matmul, arrays, 1, name, x, weights)
+    exact = of_float64(arrays, 1, name, x, weights)
+    share = np.abs(together - exact).max() / np.abs(exact).max()
+    assert share < (1e-6 if kind == "f32" else 0.03)
+    ids = np.arange(512)
+    for company in ([0], [511], [3, 5], ids[:9], ids[::7], ids[40:300], ids[::-1]):
+        found = output(matmul, arrays, 1, name, x[company], weights[company])
+        assert found.tobytes() == together[company].tobytes()
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("rows", "f32"), ("transposed", "q8")])
+def test_a_dense_layer_of_a_mixture(matmul: Matmul, layout: str, kind: str) -> None:
+    arrays, x = a_shard(layout, kind), random_floats(7, 70, WIDTH)
+    only_first = np.eye(1, 6).repeat(70, axis=0)
+    exact = of_float64(arrays, 0, "silu", x, only_first)
+    exact += arrays.down_bias[0, 1:].sum(axis=0)
+    found = output(matmul, arrays, 0, "silu", x, np.empty((0, 0), np.float32))
+    assert np.abs(found - exact).max() < (1e-6 if kind == "f32" else 0.03) * np.abs(exact).max()
+
+
+def test_neurons_are_counted_where_their_expert_was_chosen(matmul: Matmul) -> None:
+    arrays, x, weights = a_shard("rows", "f32"), random_floats(7, 90, WIDTH), routed(9, 90)
+    counts = np.zeros(int(SIZES[1].sum()), np.int64)
+    output(matmul, arrays, 1, "relu", x, weights, counts=counts, skip_silent=False)
+    first = arrays.starts[1, 0]
+    gates = x.astype(np.float64) @ arrays.gate[first:].T + arrays.gate_bias[first:]
+    fired = (gates > 0) & (np.repeat(weights, SIZES[1], axis=1) != 0)
+    assert np.abs(counts - fired.sum(axis=0)).sum() <= 2  # of gates about zero
+    assert counts.sum() > 1000
+
+
+def test_tokens_that_chose_nothing_here(matmul: Matmul) -> None:
+    """All chose the expert of another shard; some or all tokens have no choice in this one."""
+    arrays, x = a_shard("rows", "f32", has_bias=False), random_floats(7, 40, WIDTH)
+    weights = np.zeros((40, 6), np.float32)
+    weights[:, 2] = 1
+    assert not output(matmul, arrays, 1, "relu", x, weights).any()
+    weights[7, 1] = 0.5
+    found = output(matmul, arrays, 1, "silu", x, weights)
+    assert found[7].any() and not np.delete(found, 7, axis=0).any()
+
+
+def test_no_expert_but_the_chosen_ones_is_read(matmul: Matmul) -> None:
+    arrays, x = a_shard("rows", "f32"), random_floats(7, 40, WIDTH)
+    weights = routed(8, 40)
+    weights[:, 1] = 0
+    expected = output(matmul, arrays, 1, "silu", x, weights)
+    first, last = arrays.starts[1, 1:3]
+    for rows in (arrays.gate, arrays.up, arrays.down):
+        rows[first:last] = np.nan
+    assert output(matmul, arrays, 1, "silu", x, weights).tobytes() == expected.tobytes()
