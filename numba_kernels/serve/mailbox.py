@@ -94,6 +94,7 @@ class SharedBuffers(NamedTuple):
     block_weights (T, B): as in `Selection`, of the current layer; B is 0 for one block
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
+    block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
     ahead (`predictors.stacked`)
     """
@@ -114,6 +115,7 @@ class SharedBuffers(NamedTuple):
     logits: np.ndarray
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
+    block_misses: np.ndarray
     predictor_bits: np.ndarray
 
 
