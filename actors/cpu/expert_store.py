@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
 from hotcold.numba_kernels.storage.expert_slots import new_expert_slots
 from hotcold.numba_kernels.storage.neuron_file import RowBytes
@@ -29,6 +32,13 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
     begin_experts,
     request_ahead,
     request_experts,
+)
+from hotcold.numba_kernels.storage.routed_ahead import (
+    new_lock,
+    release_lock,
+    serve_routed,
+    stop_routed,
+    take_lock,
 )
 
 _NO_BLOCKS = np.empty(0, np.int64)
@@ -154,6 +164,7 @@ class ExpertStore:
         Errors:  ServiceError
         """
         self._file, self._weights, self._num_threads = file, weights, num_threads
+        self._routed: threading.Thread | None = None
         ids, starts = weights.neuron_ids, weights.starts
         self.units = Units.of(file.geometry, layers, starts, ids)
         units, num_blocks = self.units, starts.shape[1] - 1
@@ -242,6 +253,12 @@ class ExpertStore:
             ),
             places=np.zeros(most_rows(weights.starts), np.int32),
             options=options,
+            lock=new_lock(),
+            guessed=np.zeros((0, num_blocks), np.float32),
+            ahead=np.zeros(num_blocks, np.int64),
+            ahead_state=np.array([-1, 0]),
+            most_ahead=np.full(len(weights.starts), num_blocks, np.int64),
+            ahead_counts=np.zeros(4, np.int64),
             waited_ns=np.zeros(self._num_threads, np.int64),
             failed=np.zeros(self._num_threads, np.int64),
         )
@@ -291,14 +308,37 @@ class ExpertStore:
             if own.size and own.ndim == 1:
                 rows[row : row + last - first] = own[first:last]
 
+    def read_ahead(self, buffers: SharedBuffers, routes_early: bool) -> None:
+        """Read by what is guessed in `buffers`; with `routes_early` by what the router chose, too.
+
+        The attention service is the first one.
+        """
+        self.stored = self.stored._replace(guessed=buffers.guessed_weights)
+        if routes_early:
+            arguments = self.stored, 0, buffers.cells, buffers.requests, buffers.block_weights
+            self._routed = threading.Thread(
+                target=serve_routed, args=arguments, name="routed", daemon=True
+            )
+            self._routed.start()
+
     def request(self, layer: int, blocks: np.ndarray) -> None:
         """Start to read those of a layer's `blocks`, ascending, that are not in memory."""
-        begin_experts(self.stored)
-        request_experts(self.stored, layer, blocks)
+        with self._locked():
+            begin_experts(self.stored)
+            request_experts(self.stored, layer, blocks)
 
     def request_ahead(self, layer: int, blocks: np.ndarray) -> None:
         """Start to read `blocks` of a layer that will probably be requested next."""
-        request_ahead(self.stored, layer, blocks)
+        with self._locked():
+            request_ahead(self.stored, layer, blocks)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        take_lock(self.stored.lock)
+        try:
+            yield
+        finally:
+            release_lock(self.stored.lock)
 
     def await_blocks(self, layer: int, blocks: np.ndarray) -> None:
         """Return when `blocks`, which were requested, are in memory. Errors: ServiceError."""
@@ -322,6 +362,9 @@ class ExpertStore:
 
     def close(self) -> None:
         """End the reading threads and close the file."""
+        stop_routed(self.stored.lock)
+        if self._routed is not None:
+            self._routed.join()
         self._reads.close()
 
 

@@ -94,11 +94,22 @@ class OffloadedExpertService(CpuService):
         store: ExpertStore,
         function: Activation,
         buckets: np.ndarray | None = None,
+        routes_early: bool = False,
     ) -> None:
-        """Serve the experts of `store`; the rest as `CpuService`."""
+        """Serve the experts of `store`; the rest as `CpuService`.
+
+        `routes_early`: routers read the layer's input
+        """
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
         self.store, self.source = store, store.stored
-        self._requested = 0, np.empty(0, np.int64)
+        self._routes_early = routes_early
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; what the next layer's router says is in the arena."""
+        super().prepare(layout)
+        if self.buffers.guessed_weights.size:
+            self.store.read_ahead(self.buffers, self._routes_early)
+        self.source = self.store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention computes the prompt."""
@@ -166,7 +177,13 @@ def load_offloaded_service(
         layers = [layer.ffn for layer in config.layers]
         experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms)
         of_experts = OffloadedExpertService(
-            spec.name, spec.index, threads, experts, function, buckets
+            spec.name,
+            spec.index,
+            threads,
+            experts,
+            function,
+            buckets,
+            config.experts.router.reads == "layer_input",
         )
         add_draft(of_experts, spec, config, on_bytes)
         return of_experts

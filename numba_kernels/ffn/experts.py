@@ -26,8 +26,11 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
     await_unit,
     begin_experts,
     blocks_of,
+    note_guesses,
+    read_guessed,
     request_experts,
 )
+from hotcold.numba_kernels.storage.routed_ahead import release_lock, take_lock
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -42,12 +45,16 @@ def _first_unit(source, layer):
 
 
 @njit(nogil=True, cache=True)
-def _request(source, layer, spans):
-    """Thread 0's part of `begin`: lookups and reads."""
+def _request(source, layer, spans, num_tokens):
+    """Thread 0's part of `begin`: lookups and reads, then reads ahead."""
     source.failed[:] = 0
-    begin_experts(source)
+    take_lock(source.lock)
     blocks = blocks_of(spans, np.empty(spans.shape[0], np.int64))
+    note_guesses(source, layer, blocks, num_tokens)
+    begin_experts(source)
     request_experts(source, layer, blocks)
+    read_guessed(source, layer + 1, num_tokens)
+    release_lock(source.lock)
     for i in range(source.num_loaded[0], blocks.shape[0]):
         source.counters[i] = 0
     if source.options[WAITS_FIRST]:
@@ -67,7 +74,7 @@ def _to_memory(spans, row_of):
 def begin(source, share, scratch):
     """Request the experts that are missing. False where a read failed that is waited for first."""
     if share.thread == 0:
-        _request(source, share.layer, share.spans)
+        _request(source, share.layer, share.spans, share.x.shape[0])
     barrier_wait(share.cells, share.service, share.num_threads)
     _to_memory(share.spans, source.slots.row_of[_first_unit(source, share.layer) :])
     return not (source.options[WAITS_FIRST] and source.failed[0])

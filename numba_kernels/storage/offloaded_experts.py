@@ -34,6 +34,9 @@ from hotcold.numba_kernels.storage.read_queue import (
 MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(4)
 NUM_OPTIONS = 4
 BOTH = GATE | UP_DOWN
+# words of `OffloadedExperts.ahead_counts`: chosen experts where there was a guess, those of them
+# that were guessed, experts read ahead, those of them that were chosen
+NUM_CHOSEN, NUM_GUESSED, NUM_AHEAD, NUM_USEFUL = range(4)
 _ANY_WEIGHT = np.float32(np.inf)
 
 
@@ -47,6 +50,10 @@ class OffloadedExperts(NamedTuple):
     counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
     ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`
     options (4,) int64: the words above; the last two are for benchmarks
+    lock: of `routed_ahead`, for slots and queue
+    guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead
+    ahead (B,) int64: blocks read ahead last, ahead_state (2,) int64: for which layer, and how many;
+    most_ahead (L,) int64: how many to read of a layer; ahead_counts (4,) int64: the words below
     waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
     it needed in this request failed
     """
@@ -61,6 +68,12 @@ class OffloadedExperts(NamedTuple):
     counters: np.ndarray
     places: np.ndarray
     options: np.ndarray
+    lock: np.ndarray
+    guessed: np.ndarray
+    ahead: np.ndarray
+    ahead_state: np.ndarray
+    most_ahead: np.ndarray
+    ahead_counts: np.ndarray
     waited_ns: np.ndarray
     failed: np.ndarray
 
@@ -149,8 +162,82 @@ def request_experts(shard, layer, blocks):
 
 
 @njit(nogil=True, cache=True)
+def _guessed_weight(guessed, num_tokens, block):
+    """The largest weight that the block was guessed to have for a token."""
+    weight = np.float32(0)
+    for t in range(num_tokens):
+        weight = max(weight, guessed[t, block])
+    return weight
+
+
+@njit(nogil=True, cache=True)
+def note_guesses(shard, layer, blocks, num_tokens):
+    """Compare what was guessed for the layer with `blocks`, and adapt how many are read ahead."""
+    state, counts = shard.ahead_state, shard.ahead_counts
+    if state[0] != layer:
+        return
+    state[0], num_read, num_useful = -1, state[1], 0
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    for block in blocks:
+        if shard.slots.slot_of[first + block] >= 0 or shard.slots.row_of[first + block] < 0:
+            counts[NUM_CHOSEN] += 1
+            counts[NUM_GUESSED] += _guessed_weight(shard.guessed, num_tokens, block) > 0
+        for i in range(num_read):
+            num_useful += shard.ahead[i] == block
+    counts[NUM_AHEAD] += num_read
+    counts[NUM_USEFUL] += num_useful
+    most = shard.most_ahead
+    if num_read and 2 * num_useful >= num_read:
+        most[layer] = min(shard.ahead.shape[0], max(most[layer], num_read + 1))
+    elif num_read:
+        most[layer] = max(1, most[layer] - 1)
+
+
+@njit(nogil=True, cache=True)
+def read_guessed(shard, layer, num_tokens):
+    """Submit reads of experts that the layer will probably choose, the likeliest of them."""
+    guessed, state, ahead = shard.guessed, shard.ahead_state, shard.ahead
+    if num_tokens > guessed.shape[0] or layer == shard.arrays.starts.shape[0]:
+        return
+    first = layer * guessed.shape[1]
+    weights, count = np.empty(guessed.shape[1], np.float32), 0
+    for block in range(guessed.shape[1]):
+        weight = _guessed_weight(guessed, num_tokens, block)
+        if weight > 0 and (
+            shard.slots.row_of[first + block] < 0 or unit_state(shard.slots, first + block) <= 0
+        ):
+            ahead[count], weights[count] = block, weight
+            count += 1
+    most = shard.most_ahead[layer]
+    if count > most:
+        kept = np.sort(np.argsort(-weights[:count])[:most])
+        ahead[:most] = ahead[:count][kept].copy()
+        count = most
+    state[0], state[1] = layer, count
+    if count:
+        request_ahead(shard, layer, ahead[:count])
+
+
+@njit(nogil=True, cache=True)
+def request_routed(shard, layer, block_weights):
+    """Submit reads of experts that tokens have chosen, instead of guessed ones not begun yet."""
+    slots, blocks, count = shard.slots, np.empty(block_weights.shape[1], np.int64), 0
+    first = layer * blocks.shape[0]
+    for block in range(blocks.shape[0]):
+        weight = _guessed_weight(block_weights, block_weights.shape[0], block)
+        if weight > 0 and (
+            slots.row_of[first + block] < 0 or unit_state(slots, first + block) <= 0
+        ):
+            blocks[count] = block
+            count += 1
+    if count:
+        cancel_reads(shard.queue, slots.requested, slots.requested)
+        request_ahead(shard, layer, blocks[:count])
+
+
+@njit(nogil=True, cache=True)
 def request_ahead(shard, layer, blocks):
-    """Submit reads of `blocks` of a layer behind all others, as far as slots are of less use."""
+    """Submit reads of `blocks` of a layer behind all others, as far as there are slots."""
     slots, queue = shard.slots, shard.queue
     batch = NOW + 1
     while batch < NUM_BATCHES and num_pending(queue, batch):

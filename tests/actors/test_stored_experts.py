@@ -14,7 +14,7 @@ import pytest
 
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.cpu.offloaded_service import load_offloaded_service
+from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
@@ -97,6 +97,22 @@ def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
             assert stored.counted(BYTES_READ) > 0
 
 
+@pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker"])
+def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    packed(path)
+    with InProcessSystem(path, 1, 2) as plain:
+        wanted = answers(plain, ["dense"])
+    with StoredExperts(path, 1, 2, more=24, num_guessed=4) as stored:
+        for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        service = stored.services[1]
+        assert isinstance(service, OffloadedExpertService)
+        chosen, guessed, read, useful = service.store.stored.ahead_counts.tolist()
+        assert chosen >= guessed > 0.5 * chosen  # layers of random weights change little
+        assert read >= useful > 0
+
+
 def test_the_same_bits_by_threads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no io_uring."""
     path = tiny("qwen3-moe").path
@@ -148,7 +164,6 @@ def test_a_disk_that_is_slow_is_waited_for(tiny: Tiny, monkeypatch: pytest.Monke
     """Reads begin when half of the answers have been waited for a while."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hotcold.actors.cpu.offloaded_service import OffloadedExpertService
     from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
 
     path = tiny("smallthinker").path  # nothing stays: no read is needed before the first request
