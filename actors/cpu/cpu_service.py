@@ -109,7 +109,7 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function, self.predictors)
+        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""
@@ -157,7 +157,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import of_predictors, prompt_ffn
+        from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
@@ -165,7 +165,6 @@ class CpuService(Service):
         partial = self.buffers.partials[self.index, :num_tokens]
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
-        predictors = self.predictors
         prompt_ffn(
             self._matmul.get(),
             arrays,
@@ -177,7 +176,7 @@ class CpuService(Service):
             counts=counts,
             await_up_down=self.await_up_down,
             block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
-            predictors=None if predictors is None else of_predictors(predictors, layer),
+            predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 

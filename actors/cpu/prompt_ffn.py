@@ -6,6 +6,8 @@ others they are matmuls too. Each choice's own neurons decide, so a token's resu
 on its batch-mates. A token's choices are added in the order of blocks, matmuls before the others.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,7 +17,6 @@ import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
@@ -41,12 +42,10 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
     copy_kernel,
     empty_fired,
-    keep_kernel,
     list_fired,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
-    relu_kernel,
     run_shares,
     scale_kernel,
 )
@@ -69,7 +68,7 @@ def prompt_ffn(
     counts: np.ndarray | None = None,
     await_up_down: Callable[[], None] = lambda: None,
     block_weights: np.ndarray = NO_WEIGHTS,
-    predictors: tuple[WeightBlocks, WeightBlocks] | None = None,
+    predictors: LayerPredictors | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
@@ -78,34 +77,32 @@ def prompt_ffn(
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
-    multiplied with the tokens for which its weight is not zero. `predictors`: the layer's networks
-    that say which neurons count, `of_predictors`.
+    multiplied with the tokens for which its weight is not zero. `predictors` say which neurons of
+    their blocks count.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     matmul.begin_layer()
     shard = _Shard.of(arrays, layer, function)
     tokens, weights = choices(np.diff(shard.bounds), len(x), block_weights)
-    h, factors = (_empty_rows(matmul, shard, tokens) for _ in range(2))
+    h, factors = (_empty_rows(matmul, np.diff(shard.bounds), tokens) for _ in range(2))
     num_fired = np.empty(tokens.ids.size, np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     is_gated = shard.up.shape[0] > 0
     scales_at_once = is_gated and (not waits or function.code in ACTIVATES_UP)
     products = [(shard.blocks(shard.gate), h), (shard.blocks(shard.up), factors)]
-    activate = partial(
-        activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.bounds, tokens,
-        factors if scales_at_once else _NO_ROWS, h, num_fired,
-    )  # fmt: skip
+    at_once = factors if scales_at_once else _NO_ROWS
 
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
-        scores = _NO_ROWS if predictors is None else _scores(matmul, predictors, tokens, x)
         matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
+        scores = _NO_ROWS if predictors is None else predictors.scores(matmul, shard, tokens, x)
+        activate = partial(
+            activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.bounds,
+            tokens, scores, at_once, h, num_fired,
+        )  # fmt: skip
         matmul.then_rows(tokens.ids.size, activate)
-        if predictors is not None:
-            keep = partial(keep_kernel, tokens, scores, h, num_fired)
-            matmul.then_rows(tokens.ids.size, keep)
         if waits:
             matmul.run()
             if not scales_at_once:
@@ -123,55 +120,16 @@ def prompt_ffn(
             matmul.then_rows(len(out), partial(_add_bias, out, block_weights, biases))
 
 
-def of_predictors(predictors: ExpertPredictors, layer: int) -> tuple[WeightBlocks, WeightBlocks]:
-    """A layer's inner and outer networks, by block."""
-    starts = predictors.inner_starts[layer]
-    inner = predictors.inner[starts[0] : starts[-1]]
-    places = predictors.outer.places[layer]
-    return weight_blocks(inner, starts - starts[0]), WeightBlocks(predictors.outer.first, places)
-
-
-def _scores(
-    matmul: Matmul,
-    predictors: tuple[WeightBlocks, WeightBlocks],
-    tokens: BlockTokens,
-    x: np.ndarray,
-) -> ChoiceRows:
-    """outer . relu(inner . x) of each choice, once it has been run."""
-
-    def empty(blocks: WeightBlocks) -> ChoiceRows:
-        places = blocks.places
-        heights = (places[:, END] - places[:, BEGIN]) // np.maximum(places[:, ROW_ITEMS], 1)
-        starts = row_starts(tokens, heights)
-        return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
-
-    inner, outer = predictors
-    hidden, scores = empty(inner), empty(outer)
-    matmul.block_linears(x, tokens, [(inner, hidden)])
-    matmul.then_rows(tokens.ids.size, partial(relu_kernel, tokens, hidden))
-    matmul.block_linears(hidden, tokens, [(outer, scores)])
-    return scores
-
-
 def compile_prompt_ffn(
-    matmul: Matmul,
-    arrays: FfnArrays | TransposedArrays,
-    function: Activation,
-    predictors: ExpertPredictors | None = None,
+    matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation
 ) -> None:
     """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it."""
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
     num_fired = np.empty(0, np.int64)
-    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, num_fired, 0, 0)
+    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, rows, num_fired, 0, 0)
     scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
-    if predictors is not None:
-        keep_kernel(tokens, rows, rows, num_fired, 0, 0)
-        with matmul.at_once():
-            row = np.zeros((1, row_items(predictors.inner.dtype, CHUNK)), predictors.inner.dtype)
-            one, x = every_token(1), np.zeros((1, CHUNK), np.float32)
-            _scores(matmul, (weight_blocks(row), weight_blocks(row[:, :0])), one, x)
     outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
     if arrays.starts.shape[1] > 2:
         outs.append(np.empty((1, CHUNK), np.float32))
@@ -213,7 +171,7 @@ class _Shard(NamedTuple):
     down: np.ndarray | list[WeightBlocks]
 
     @classmethod
-    def of(cls, arrays: FfnArrays | TransposedArrays, layer: int, function: Activation) -> "_Shard":
+    def of(cls, arrays: FfnArrays | TransposedArrays, layer: int, function: Activation) -> _Shard:
         """Views of a layer."""
         first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
 
@@ -233,10 +191,36 @@ class _Shard(NamedTuple):
         return weight_blocks(rows, self.bounds if len(rows) else self.bounds * 0)
 
 
-def _empty_rows(matmul: Matmul, shard: _Shard, tokens: BlockTokens) -> ChoiceRows:
-    """Space for a number for each neuron of each choice."""
-    starts = row_starts(tokens, np.diff(shard.bounds))
+def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
+    """Space for widths[b] numbers for each choice of block b."""
+    starts = row_starts(tokens, widths)
     return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
+
+
+class LayerPredictors(NamedTuple):
+    """The predictors of one layer, of all of its neurons that a shard has."""
+
+    of_model: ExpertPredictors
+    layer: int
+
+    def scores(
+        self, matmul: Matmul, shard: _Shard, tokens: BlockTokens, x: np.ndarray
+    ) -> ChoiceRows:
+        """outer . relu(inner . x) of each choice's neurons, in blocks that have a predictor."""
+        starts = self.of_model.inner_starts[self.layer]
+        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], starts - starts[0])
+        ranks = np.diff(starts)
+        hidden = _empty_rows(matmul, ranks, tokens)
+        scores = _empty_rows(matmul, np.where(ranks > 0, np.diff(shard.bounds), 0), tokens)
+        matmul.block_linears(x, tokens, [(inner, hidden)])
+        matmul.then_rows(hidden.values.size, partial(_relu, hidden.values))
+        for outer in layer_blocks(self.of_model.outer, self.layer):
+            matmul.block_linears(hidden, tokens, [(outer, scores)])
+        return scores
+
+
+def _relu(values: np.ndarray, first: int, last: int) -> None:
+    np.maximum(values[first:last], 0, out=values[first:last])
 
 
 def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
@@ -250,6 +234,7 @@ def _add_bias(
     """out += biases (B, d), of each block by its weight."""
     if not weights.size:
         out[first:last] += biases.sum(axis=0)
+        return
     for block in range(weights.shape[1]):
         out[first:last] += weights[first:last, block, None] * biases[block]
 
@@ -294,7 +279,7 @@ class _Rest(NamedTuple):
         else:
             for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
                 own = listed(tokens, which)
-                own_h = _empty_rows(self.matmul, self.shard, own)
+                own_h = _empty_rows(self.matmul, np.diff(self.shard.bounds), own)
                 from_rows = np.flatnonzero(which)
                 copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
                 self.matmul.then_rows(own.ids.size, copy)
