@@ -345,6 +345,11 @@ class ExpertStore:
         if not await_blocks(self.stored, layer, blocks):
             raise ServiceError(self.failure())
 
+    def count_misses(self, misses: np.ndarray) -> None:
+        """Count misses of each unit here from now on: (L, B) uint32, of `SharedBuffers`."""
+        slots = self.stored.slots._replace(misses=misses.reshape(-1))
+        self.stored = self.stored._replace(slots=slots)
+
     def block_firsts(self, layer: int) -> np.ndarray:
         """The first row in memory of each block of a layer; 0 of one that has none."""
         num_blocks = self._weights.starts.shape[1] - 1

@@ -106,8 +106,9 @@ class OffloadedExpertService(CpuService):
         self._routes_early = routes_early
 
     def prepare(self, layout: ArenaLayout) -> None:
-        """As `CpuService`; what the next layer's router says is in the arena."""
+        """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
         super().prepare(layout)
+        self.store.count_misses(self.buffers.block_misses[self.index])
         if self.buffers.guessed_weights.size:
             self.store.read_ahead(self.buffers, self._routes_early)
         self.source = self.store.stored

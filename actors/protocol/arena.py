@@ -66,6 +66,7 @@ class ArenaLayout:
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, self.num_buckets, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),
+            ("block_misses", np.uint32, (s, self.num_layers, self.num_blocks)),
             ("predictor_bits", np.uint64, (self.predictor_words,)),
             (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
         ]

@@ -96,6 +96,7 @@ class SharedBuffers(NamedTuple):
     state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
+    block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
     ahead (`predictors.stacked`)
     """
@@ -117,6 +118,7 @@ class SharedBuffers(NamedTuple):
     logits: np.ndarray
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
+    block_misses: np.ndarray
     predictor_bits: np.ndarray
 
 

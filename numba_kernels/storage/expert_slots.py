@@ -33,6 +33,7 @@ class ExpertSlots(NamedTuple):
     bundle_rows (N,) int32: row_of of each bundle's unit, as `RowBytes` has it
     loaded (N,) int32, requested (N,) uint8: of bundles, as in `NeuronSlots`
     state (3,) int64: the epoch (a request of a layer), lookups and misses of units so far
+    misses (E,) uint32: of each unit so far; may be in shared memory
     weight (1,) float64: of a unit used by every token; it grows instead of all others decaying
     """
 
@@ -48,6 +49,7 @@ class ExpertSlots(NamedTuple):
     loaded: np.ndarray
     requested: np.ndarray
     state: np.ndarray
+    misses: np.ndarray
     weight: np.ndarray
 
 
@@ -74,6 +76,7 @@ def new_expert_slots(
         loaded=np.zeros(num_bundles, np.int32),
         requested=np.zeros(num_bundles, np.uint8),
         state=np.zeros(3, np.int64),
+        misses=np.zeros(rates.size, np.uint32),
         weight=np.ones(1, np.float64),
     )
 
@@ -115,6 +118,7 @@ def use(slots, unit):
     is_loaded = slots.row_of[unit] >= 0 and unit_state(slots, unit) > 0
     state[NUM_LOOKUPS] += 1
     state[NUM_MISSES] += not is_loaded
+    slots.misses[unit] += np.uint32(not is_loaded)
     return is_loaded
 
 

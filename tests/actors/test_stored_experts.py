@@ -19,6 +19,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
 from hotcold.actors.setup.storage import pack_model
+from hotcold.actors.telemetry.experts import expert_counts
 from hotcold.model.bundles import geometry as geometries
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
@@ -95,6 +96,14 @@ def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
                 np.testing.assert_array_equal(found, expected)
             assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
             assert stored.counted(BYTES_READ) > 0
+            misses = stored.exchange.buffers.block_misses[stored.topology.cpu_services]
+            assert misses.sum() == stored.counted(PARTS_MISSED)
+            counts = expert_counts(stored.config, stored.engine("dense").block_counts, misses)
+            assert counts is not None and counts.missed is not None
+            for layer, missed in zip(stored.config.layers, counts.missed, strict=True):
+                num_experts = 0 if layer.ffn.router is None else layer.ffn.router.num_experts
+                assert missed[:num_experts].any() == (num_experts > 0)
+                assert not missed[num_experts:].any()
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker"])

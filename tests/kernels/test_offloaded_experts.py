@@ -157,6 +157,19 @@ def test_more_slots_miss_less_and_all_of_them_nothing(
     assert misses[0] > misses[1] > misses[2] == 0
 
 
+def test_misses_are_counted_by_expert(tiny: Tiny, stored: Callable[..., Stored]) -> None:
+    one = stored(tiny("glm4-moe-groups").path)
+    misses = np.zeros((one.config.num_layers, one.plain.starts.shape[1] - 1), np.uint32)
+    one.store.count_misses(misses)
+    one.source = Source(one.store.stored, one.plain.starts, one.config.hidden_size)
+    one.compare(6)
+    assert misses.sum() == one.store.stored.slots.state[NUM_MISSES]
+    for layer, own in zip(one.config.layers, misses, strict=True):
+        num_experts = 0 if layer.ffn.router is None else layer.ffn.router.num_experts
+        assert own[:num_experts].any() == (num_experts > 0)
+        assert not own[num_experts:].any()  # what every token uses stays in memory
+
+
 def test_the_profile_says_what_is_there_first(tiny: Tiny, stored: Callable[..., Stored]) -> None:
     path = tiny("glm4-moe-groups").path
     cold = stored(path)
