@@ -180,7 +180,7 @@ class _Shard(NamedTuple):
         layer: int,
         function: Activation,
         firsts: np.ndarray | None,
-    ) -> "_Shard":
+    ) -> _Shard:
         """Views of a layer, or with `firsts` of all rows."""
         starts = np.asarray(arrays.starts[layer], np.int64)
         own = slice(starts[0], starts[-1]) if firsts is None else slice(None)

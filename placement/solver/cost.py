@@ -107,8 +107,10 @@ class RowBytes:
 
         Transposed down projections are read of all neurons whose gates are.
         """
-        return self.first * gates + self.up * ups + self.down * (
-            gates if self.reads_all_down else downs
+        return (
+            self.first * gates
+            + self.up * ups
+            + self.down * (gates if self.reads_all_down else downs)
         )
 
 
