@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from hotcold.model.config.layer_spec import FfnSpec
 
 _RUN_BYTES = 256 << 10  # of one read of neighbours
 LISTED = 2.0  # neurons that a predictor lists for each that fires
@@ -52,6 +55,20 @@ def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int
     """
     waits_s = disk_s - _HIDDEN * min(memory_s, disk_s)
     return memory_s + max(waits_s, reads.number * _READ_CPU_S / num_threads)
+
+
+def least_in_memory(layers: Sequence[FfnSpec]) -> int:
+    """Neurons of a mixture that need rows in memory, where experts are read whole.
+
+    All of dense layers and shared experts, which every token uses, and the experts of a layer: the
+    tokens of one step may choose all of them.
+    """
+    stay = sum(sum(ffn.block_sizes[_num_experts(ffn) :]) for ffn in layers)
+    return stay + max(sum(ffn.block_sizes[: _num_experts(ffn)]) for ffn in layers)
+
+
+def _num_experts(ffn: FfnSpec) -> int:
+    return 0 if ffn.router is None else ffn.router.num_experts
 
 
 def expected_reads(

@@ -109,7 +109,7 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function, self.predictors)
+        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""
@@ -157,7 +157,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import of_predictors, prompt_ffn
+        from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
@@ -165,7 +165,6 @@ class CpuService(Service):
         partial = self.buffers.partials[self.index, :num_tokens]
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
-        predictors = self.predictors
         prompt_ffn(
             self._matmul.get(),
             arrays,
@@ -176,14 +175,24 @@ class CpuService(Service):
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
-            block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
-            predictors=None if predictors is None else of_predictors(predictors, layer),
+            block_weights=self.prompt_weights(),
+            firsts=self.block_firsts(layer),
+            predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
     def _rows(self, layer: int) -> tuple[int, int]:
         """First and last row of a layer."""
         return int(self.arrays.starts[layer, 0]), int(self.arrays.starts[layer, -1])
+
+    def prompt_weights(self) -> np.ndarray:
+        """The weights of blocks for the request's tokens (T, B); (0, B) without any."""
+        request = self.buffers.requests[self.index]
+        return self.buffers.block_weights[: int(request[NUM_TOKENS] * request[WEIGHS_BLOCKS])]
+
+    def block_firsts(self, layer: int) -> np.ndarray | None:
+        """Where the layer's blocks begin in rows of `layer_arrays` that are in slots; else None."""
+        return None
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""

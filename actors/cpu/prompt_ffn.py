@@ -6,6 +6,8 @@ others they are matmuls too. Each choice's own neurons decide, so a token's resu
 on its batch-mates. A token's choices are added in the order of blocks, matmuls before the others.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,7 +17,6 @@ import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
@@ -41,12 +42,10 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
     copy_kernel,
     empty_fired,
-    keep_kernel,
     list_fired,
     num_parts,
     prompt_down_kernel,
     prompt_up_kernel,
-    relu_kernel,
     run_shares,
     scale_kernel,
 )
@@ -69,7 +68,8 @@ def prompt_ffn(
     counts: np.ndarray | None = None,
     await_up_down: Callable[[], None] = lambda: None,
     block_weights: np.ndarray = NO_WEIGHTS,
-    predictors: tuple[WeightBlocks, WeightBlocks] | None = None,
+    predictors: LayerPredictors | None = None,
+    firsts: np.ndarray | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
@@ -78,34 +78,33 @@ def prompt_ffn(
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
-    multiplied with the tokens for which its weight is not zero. `predictors`: the layer's networks
-    that say which neurons count, `of_predictors`.
+    multiplied with the tokens for which its weight is not zero. firsts (B,): where the layer's
+    blocks begin in rows and biases that are no layer's own, but in slots. `predictors` say which
+    neurons of their blocks count.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     matmul.begin_layer()
-    shard = _Shard.of(arrays, layer, function)
-    tokens, weights = choices(np.diff(shard.bounds), len(x), block_weights)
-    h, factors = (_empty_rows(matmul, shard, tokens) for _ in range(2))
+    shard = _Shard.of(arrays, layer, function, firsts)
+    tokens, weights = choices(shard.widths, len(x), block_weights)
+    h, factors = (_empty_rows(matmul, shard.widths, tokens) for _ in range(2))
     num_fired = np.empty(tokens.ids.size, np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     is_gated = shard.up.shape[0] > 0
     scales_at_once = is_gated and (not waits or function.code in ACTIVATES_UP)
     products = [(shard.blocks(shard.gate), h), (shard.blocks(shard.up), factors)]
-    activate = partial(
-        activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.bounds, tokens,
-        factors if scales_at_once else _NO_ROWS, h, num_fired,
-    )  # fmt: skip
+    at_once = factors if scales_at_once else _NO_ROWS
 
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
-        scores = _NO_ROWS if predictors is None else _scores(matmul, predictors, tokens, x)
         matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
+        scores = _NO_ROWS if predictors is None else predictors.scores(matmul, shard, tokens, x)
+        activate = partial(
+            activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.firsts,
+            tokens, scores, at_once, h, num_fired,
+        )  # fmt: skip
         matmul.then_rows(tokens.ids.size, activate)
-        if predictors is not None:
-            keep = partial(keep_kernel, tokens, scores, h, num_fired)
-            matmul.then_rows(tokens.ids.size, keep)
         if waits:
             matmul.run()
             if not scales_at_once:
@@ -115,7 +114,7 @@ def prompt_ffn(
         rest = _Rest(matmul, shard, x, factors if is_gated and not scales_at_once else _NO_ROWS)
         is_few = np.zeros(tokens.ids.size, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
-            widths = np.repeat(np.diff(shard.bounds), np.diff(tokens.starts))
+            widths = np.repeat(shard.widths, np.diff(tokens.starts))
             is_few = num_fired <= _FEW * widths
         rest.add_by_choice(tokens, h, is_few, out, block_weights.size > 0)
         if arrays.down_bias.shape[2]:
@@ -123,61 +122,22 @@ def prompt_ffn(
             matmul.then_rows(len(out), partial(_add_bias, out, block_weights, biases))
 
 
-def of_predictors(predictors: ExpertPredictors, layer: int) -> tuple[WeightBlocks, WeightBlocks]:
-    """A layer's inner and outer networks, by block."""
-    starts = predictors.inner_starts[layer]
-    inner = predictors.inner[starts[0] : starts[-1]]
-    places = predictors.outer.places[layer]
-    return weight_blocks(inner, starts - starts[0]), WeightBlocks(predictors.outer.first, places)
-
-
-def _scores(
-    matmul: Matmul,
-    predictors: tuple[WeightBlocks, WeightBlocks],
-    tokens: BlockTokens,
-    x: np.ndarray,
-) -> ChoiceRows:
-    """outer . relu(inner . x) of each choice, once it has been run."""
-
-    def empty(blocks: WeightBlocks) -> ChoiceRows:
-        places = blocks.places
-        heights = (places[:, END] - places[:, BEGIN]) // np.maximum(places[:, ROW_ITEMS], 1)
-        starts = row_starts(tokens, heights)
-        return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
-
-    inner, outer = predictors
-    hidden, scores = empty(inner), empty(outer)
-    matmul.block_linears(x, tokens, [(inner, hidden)])
-    matmul.then_rows(tokens.ids.size, partial(relu_kernel, tokens, hidden))
-    matmul.block_linears(hidden, tokens, [(outer, scores)])
-    return scores
-
-
 def compile_prompt_ffn(
-    matmul: Matmul,
-    arrays: FfnArrays | TransposedArrays,
-    function: Activation,
-    predictors: ExpertPredictors | None = None,
+    matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation
 ) -> None:
     """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it."""
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
     num_fired = np.empty(0, np.int64)
-    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, num_fired, 0, 0)
+    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, rows, num_fired, 0, 0)
     scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
-    if predictors is not None:
-        keep_kernel(tokens, rows, rows, num_fired, 0, 0)
-        with matmul.at_once():
-            row = np.zeros((1, row_items(predictors.inner.dtype, CHUNK)), predictors.inner.dtype)
-            one, x = every_token(1), np.zeros((1, CHUNK), np.float32)
-            _scores(matmul, (weight_blocks(row), weight_blocks(row[:, :0])), one, x)
     outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
     if arrays.starts.shape[1] > 2:
         outs.append(np.empty((1, CHUNK), np.float32))
     if isinstance(arrays, FfnArrays):
         copy_kernel(tokens, rows, num_fired, tokens, rows, 0, 0)
-        fired = empty_fired(tokens, ends)
+        fired = empty_fired(tokens, ends[:1], ends[:1])
         list_fired(rows, ends, tokens, 0, 0, fired)
         if arrays.up.shape[0]:
             vectors = matmul.vectors(np.empty((0, CHUNK), np.float32), arrays.up)
@@ -199,13 +159,14 @@ def compile_prompt_ffn(
 
 
 class _Shard(NamedTuple):
-    """A layer's rows of a shard; block b's are bounds[b]:bounds[b + 1].
+    """A layer's rows of a shard; block b's are widths[b] from firsts[b] on.
 
     down: for each format, and whether they are a row an output
     """
 
     function: Activation
-    bounds: np.ndarray
+    firsts: np.ndarray
+    widths: np.ndarray
     gate: np.ndarray
     up: np.ndarray
     gate_bias: np.ndarray
@@ -213,35 +174,71 @@ class _Shard(NamedTuple):
     down: np.ndarray | list[WeightBlocks]
 
     @classmethod
-    def of(cls, arrays: FfnArrays | TransposedArrays, layer: int, function: Activation) -> "_Shard":
-        """Views of a layer."""
-        first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
+    def of(
+        cls,
+        arrays: FfnArrays | TransposedArrays,
+        layer: int,
+        function: Activation,
+        firsts: np.ndarray | None,
+    ) -> _Shard:
+        """Views of a layer, or with `firsts` of all rows."""
+        starts = np.asarray(arrays.starts[layer], np.int64)
+        own = slice(starts[0], starts[-1]) if firsts is None else slice(None)
 
         def part(array: np.ndarray) -> np.ndarray:
-            return array[first:last] if array.shape[0] else array
+            return array[own] if array.shape[0] else array
 
         is_transposed = isinstance(arrays, TransposedArrays)
         return cls(
             function,
-            np.asarray(arrays.starts[layer] - first, np.int64),
+            starts[:-1] - starts[0] if firsts is None else firsts,
+            np.diff(starts),
             *map(part, (arrays.gate, arrays.up, arrays.gate_bias, arrays.up_bias)),
             layer_blocks(arrays.down, layer) if is_transposed else part(arrays.down),
         )
 
     def blocks(self, rows: np.ndarray) -> WeightBlocks:
         """Rows of all neurons, or none, by block."""
-        return weight_blocks(rows, self.bounds if len(rows) else self.bounds * 0)
+        return weight_blocks(rows, self.firsts, self.widths * (len(rows) > 0))
 
 
-def _empty_rows(matmul: Matmul, shard: _Shard, tokens: BlockTokens) -> ChoiceRows:
-    """Space for a number for each neuron of each choice."""
-    starts = row_starts(tokens, np.diff(shard.bounds))
+def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
+    """Space for widths[b] numbers for each choice of block b."""
+    starts = row_starts(tokens, widths)
     return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
 
 
+class LayerPredictors(NamedTuple):
+    """The predictors of one layer, of all of its neurons that a shard has."""
+
+    of_model: ExpertPredictors
+    layer: int
+
+    def scores(
+        self, matmul: Matmul, shard: _Shard, tokens: BlockTokens, x: np.ndarray
+    ) -> ChoiceRows:
+        """outer . relu(inner . x) of each choice's neurons, in blocks that have a predictor."""
+        starts = self.of_model.inner_starts[self.layer]
+        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], starts - starts[0])
+        ranks = np.diff(starts)
+        hidden = _empty_rows(matmul, ranks, tokens)
+        scores = _empty_rows(matmul, np.where(ranks > 0, shard.widths, 0), tokens)
+        matmul.block_linears(x, tokens, [(inner, hidden)])
+        matmul.then_rows(hidden.values.size, partial(_relu, hidden.values))
+        for outer in layer_blocks(self.of_model.outer, self.layer):
+            matmul.block_linears(hidden, tokens, [(outer, scores)])
+        return scores
+
+
+def _relu(values: np.ndarray, first: int, last: int) -> None:
+    np.maximum(values[first:last], 0, out=values[first:last])
+
+
 def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
-    for block, (first, last) in enumerate(pairwise(shard.bounds)):
-        counts[first:last] += np.count_nonzero(rows_of_block(h, tokens, block)[0], axis=0)
+    ends = np.concatenate([[0], np.cumsum(shard.widths)])
+    for block, (first, last) in enumerate(pairwise(ends)):
+        if len(rows := rows_of_block(h, tokens, block)[0]):
+            counts[first:last] += np.count_nonzero(rows, axis=0)
 
 
 def _add_bias(
@@ -250,6 +247,7 @@ def _add_bias(
     """out += biases (B, d), of each block by its weight."""
     if not weights.size:
         out[first:last] += biases.sum(axis=0)
+        return
     for block in range(weights.shape[1]):
         out[first:last] += weights[first:last, block, None] * biases[block]
 
@@ -294,7 +292,7 @@ class _Rest(NamedTuple):
         else:
             for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
                 own = listed(tokens, which)
-                own_h = _empty_rows(self.matmul, self.shard, own)
+                own_h = _empty_rows(self.matmul, self.shard.widths, own)
                 from_rows = np.flatnonzero(which)
                 copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
                 self.matmul.then_rows(own.ids.size, copy)
@@ -304,11 +302,11 @@ class _Rest(NamedTuple):
         """Add the sum over all neurons of each choice, once it has been run."""
         matmul, shard = self.matmul, self.shard
         if self._scales:
-            starts = row_starts(tokens, np.diff(shard.bounds))
+            starts = row_starts(tokens, shard.widths)
             factors = ChoiceRows(self.factors.values[: starts[-1]], starts)
             matmul.block_linears(self.x, tokens, [(shard.blocks(shard.up), factors)])
             scale = partial(
-                scale_kernel, shard.function, shard.up_bias, shard.bounds, tokens, factors, h
+                scale_kernel, shard.function, shard.up_bias, shard.firsts, tokens, factors, h
             )
             matmul.then_rows(tokens.ids.size, scale)
         if isinstance(shard.down, np.ndarray):
@@ -322,14 +320,14 @@ class _Rest(NamedTuple):
         matmul, shard, down = self.matmul, self.shard, self.shard.down
         assert isinstance(down, np.ndarray)
         num_threads = matmul.num_threads
-        fired = empty_fired(tokens, shard.bounds, matmul.scratch)
+        fired = empty_fired(tokens, shard.firsts, shard.widths, matmul.scratch)
         shares = run_shares(tokens, fired, num_threads)
         vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
         sums = matmul.scratch((num_parts(out.shape[1]), len(out), PART_COLUMNS))
 
         def scale(thread: int) -> None:
             first, last = shares[thread : thread + 2]
-            list_fired(h, shard.bounds, tokens, first, last, fired)
+            list_fired(h, shard.firsts, tokens, first, last, fired)
             if self._scales:
                 prompt_up_kernel(shard.up, shard.up_bias, vectors, tokens, first, last, fired)
 

@@ -215,7 +215,10 @@ class Driver:
         )
 
     def _expert_counts(self) -> ExpertCounts | None:
-        return expert_counts(self.generator.config, self.engine.block_counts)
+        misses, engine = None, self.engine
+        if self._system.storage is not None:
+            misses = engine.exchange.buffers.block_misses[engine.topology.cpu_services]
+        return expert_counts(self.generator.config, engine.block_counts, misses)
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""

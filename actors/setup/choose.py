@@ -77,9 +77,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         pin=options.pin,
         hosts=options.hosts,
         numa_root=str(root),
-        device=choose_device(
-            options.device, options.gpu_memory_bytes, has_experts=config.experts is not None
-        ),
+        device=choose_device(options.device, options.gpu_memory_bytes, config.experts is not None),
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )

@@ -189,7 +189,8 @@ def _mode(facts: dict[str, Any]) -> str:
     if facts["mode"] == "dense":
         why = "all neurons of the chosen experts are computed" if facts["experts"] else _NO_ZEROS
         return f"dense: {why}" + _threshold_words(facts)
-    text = "exact: gates of all neurons, then only those that fire; the same result as dense"
+    whose = "all neurons of the chosen experts" if facts["experts"] else "all neurons"
+    text = f"exact: gates of {whose}, then only those that fire; the same result as dense"
     if facts["predictors"]:
         kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])
         text += (

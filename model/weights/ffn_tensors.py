@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint hold a layer's neurons, in every layout of experts.
 
-`ffn_tensors` finds them, `router_tensors` those of a router; nothing is read but names and shapes.
+`ffn_tensors` finds them by their names alone; nothing is read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames, 
 from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.gguf.file_names import is_gguf
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def ffn_tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> FfnT
     """Return the tensors that hold the neurons of `layer`."""
     names, spec = tensor_names(config).of_layer(layer), config.layers[layer].ffn
     if spec.router is None:
-        return _dense_tensors(config, names, checkpoint)
+        return _dense_tensors(config, names)
     layout = expert_layout(checkpoint, names)
     found, num_experts = FfnTensors(), spec.router.num_experts
     size = spec.block_sizes[0]
@@ -93,7 +94,7 @@ def ffn_tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> FfnT
     return found
 
 
-def _dense_tensors(config: ModelConfig, names: LayerNames, checkpoint: Checkpoint) -> FfnTensors:
+def _dense_tensors(config: ModelConfig, names: LayerNames) -> FfnTensors:
     size, found = config.ffn_size, FfnTensors()
     num_rows, first_up = (2 * size, size) if config.fused_gate_up else (size, 0)
     found.gate = [NeuronRows(f"{names.gate}.weight", 0, size, num_rows)]
@@ -107,9 +108,10 @@ def _dense_tensors(config: ModelConfig, names: LayerNames, checkpoint: Checkpoin
             found.up_bias = [NeuronRows(f"{names.up}.bias", 0, size, size)]
     else:
         found.absent.append(f"{names.gate}.bias")
-    layout = layout_in(names.experts, checkpoint.has)
-    if layout is not None:
-        found.absent.append(layout.gate.format(0))
+    of_experts = [
+        name for one in names.experts for name in (one.router, one.gate, one.up, one.down)
+    ]
+    found.absent += [name.format(0) for name in dict.fromkeys(of_experts)]
     return found
 
 
@@ -159,11 +161,16 @@ def _of_experts(name: str, num_experts: int) -> Iterator[tuple[str, int, int]]:
 
 
 def expert_layout(checkpoint: Checkpoint, names: LayerNames) -> ExpertNames:
-    """Return the layout of a layer's experts; of an incomplete one that with most tensors there."""
+    """Return the layout of a layer's experts; of an incomplete one that with most tensors there.
+
+    Layouts of GGUF files are the last of a family's.
+    """
 
     def num_found(layout: ExpertNames) -> int:
         each = (layout.router, layout.gate, layout.up, layout.down)
         return sum(checkpoint.has(name.format(0)) for name in each)
 
     found = layout_in(names.experts, checkpoint.has)
-    return max(names.experts, key=num_found) if found is None else found
+    if found is not None:
+        return found
+    return max(names.experts[:: -1 if is_gguf(checkpoint.path) else 1], key=num_found)

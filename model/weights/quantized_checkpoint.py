@@ -1,8 +1,8 @@
 """Writes a copy of a model directory with quantized matrices.
 
 Every projection becomes a tensor U8 [rows, row bytes] of the same name, in the layout of
-`numba_kernels/formats.py`; down projections are transposed, so that their rows are neurons. Other
-tensors and small files are copied.
+`numba_kernels/formats.py`; down projections are transposed, so that their rows are neurons, and
+stacked ones of experts are U8 [experts, rows, row bytes]. Other tensors and small files are copied.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from hotcold.model.files.safetensors_writer import (
 from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
+from hotcold.model.weights.ffn_tensors import ffn_tensors
 from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.formats import WeightDtype, row_items
+from hotcold.numba_kernels.formats import WeightDtype, is_blocks, row_items
 
 _MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (
@@ -84,6 +85,11 @@ def write_quantized(
     stored = stored_config(checkpoint, config, dtype)
     if checkpoint.quantized_dtype is not None:
         raise UsageError(f"{path} is quantized to {stored.dtype} already; name the original model")
+    if _has_blocks(checkpoint):
+        raise UsageError(
+            f"{path} has weights in MXFP4, which are read as they are; give it to a command, with "
+            f"--dtype {dtype} if all weights are to be in it"
+        )
     plan = _plan(checkpoint, config, dtype)
     part = _new_directory(out)
     try:
@@ -107,29 +113,37 @@ class _Tensor:
 
     spec: TensorSpec
     width: int = 0
-    is_down: bool = False
+    stack: int = 0  # matrices in it; 0: it is one
+    by_columns: bool = False
+
+
+def _has_blocks(checkpoint: Checkpoint) -> bool:
+    readable = filter(checkpoint.is_readable, checkpoint.names())
+    return any(is_blocks(checkpoint.dtype(name)) for name in readable)
 
 
 def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> list[_Tensor]:
     """Return the copy's tensors, by name, without those of unsupported formats."""
     names, target = tensor_names(config), requested_dtype(dtype)
     assert target is not None
-    downs, matrices = set(), set()
+    matrices: dict[str, tuple[int, bool]] = {}  # their stacks, and whether columns become rows
     for layer in range(config.num_layers):
-        own = names.of_layer(layer)
-        downs.add(checkpoint.full_name(f"{own.down}.weight"))
-        for name in filter(None, (*own.qkv, own.out, own.gate, own.up)):
-            matrices.add(checkpoint.full_name(f"{name}.weight"))
+        own, ffn = names.of_layer(layer), ffn_tensors(checkpoint, config, layer)
+        for name in (*own.qkv, own.out):
+            matrices[checkpoint.full_name(f"{name}.weight")] = 0, False
+        for tensor in (*ffn.gate, *ffn.up, *ffn.down):
+            matrices[checkpoint.full_name(tensor.name)] = tensor.stack, tensor.by_columns
     head = head_name(checkpoint, config)
     if head != f"{names.tokens}.weight":
-        matrices.add(checkpoint.full_name(head))
+        matrices[checkpoint.full_name(head)] = 0, False
     plan = []
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
-        if name in downs or name in matrices:
-            num_rows, width = shape[::-1] if name in downs else shape
-            spec = TensorSpec(name, (num_rows, row_items(target, width)), "U8")
-            plan.append(_Tensor(spec, width, name in downs))
+        if name in matrices:
+            stack, by_columns = matrices[name]
+            num_rows, width = shape[-2:][::-1] if by_columns else shape[-2:]
+            rows = *shape[:-2], num_rows, row_items(target, width)
+            plan.append(_Tensor(TensorSpec(name, rows, "U8"), width, stack, by_columns))
         elif checkpoint.is_readable(name):
             plan.append(_Tensor(TensorSpec(name, shape, checkpoint.format_name(name))))
     return plan
@@ -169,15 +183,19 @@ def _write_tensors(
 
 def _bits(reader: TensorReader, tensor: _Tensor) -> np.ndarray:
     """Return the tensor's content in the copy, its values checked."""
-    name, num_rows = tensor.spec.name, tensor.spec.shape[0] if tensor.width else 0
+    name, stack, shape = tensor.spec.name, tensor.stack, tensor.spec.shape
     if not tensor.width:
         return reader.checked(name)
-    rows = reader.matrix((num_rows, tensor.width), name)
-    if tensor.is_down:
-        reader.columns(name, num_rows, rows, np.arange(num_rows, dtype=np.int32))
+    num_rows = shape[-2]
+    rows = reader.matrix((max(1, stack) * num_rows, tensor.width), name)
+    if tensor.by_columns:
+        ids = np.arange(num_rows, dtype=np.int32)
+        with reader.together():
+            for index, part in enumerate(np.split(rows, max(1, stack))):
+                reader.columns(name, num_rows, part, ids, stack, index)
     else:
-        reader.rows(name, num_rows, rows)
-    return rows.view(np.uint8)
+        reader.rows(name, num_rows, rows, stack=stack)
+    return rows.view(np.uint8).reshape(shape)
 
 
 def _new_directory(out: Path) -> Path:

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -55,7 +54,8 @@ class _Copying:
     row_bytes: int
 
 
-class RowPart(NamedTuple):
+@dataclass(frozen=True)
+class RowPart:
     """Columns from `first` on of a stack's matrix `index`, which are copied into `rows`."""
 
     index: int
@@ -265,7 +265,7 @@ class TensorReader:
         if not is_quantized(dst.dtype):
             self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
             return
-        ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
+        ids = np.arange(len(dst), dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
     def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:

@@ -103,9 +103,15 @@ class RowBytes:
         return cls(first, first if config.has_gate else 0, down, transposed)
 
     def read(self, gates: float, ups: float, downs: float) -> float:
-        """Bytes read of a neuron when these shares of its rows are computed."""
-        of_down = self.down if self.reads_all_down else self.down * downs
-        return self.first * gates + self.up * ups + of_down
+        """Bytes read of a neuron when these shares of its rows are computed.
+
+        Transposed down projections are read of all neurons whose gates are.
+        """
+        return (
+            self.first * gates
+            + self.up * ups
+            + self.down * (gates if self.reads_all_down else downs)
+        )
 
 
 def read_bytes(

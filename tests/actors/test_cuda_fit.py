@@ -176,6 +176,10 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     assert choose_device("auto", None) == choose_device("cuda", 1 << 30) == "cuda"
     assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
+    assert choose_device("auto", None, has_experts=True) == "cpu"
+    for device, memory in (("cuda", None), ("auto", 1 << 30)):
+        with pytest.raises(UsageError, match="mixtures of experts run on the CPU only; leave it"):
+            choose_device(device, memory, has_experts=True)
 
 
 def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
@@ -25,8 +27,10 @@ from hotcold.model.weights.ffn import (
     load_ffn_biases,
     load_gate,
     load_up,
+    read_ffn,
 )
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
+from hotcold.model.weights.quantized_checkpoint import write_quantized
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, num_parameters
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.tiny_models import MIXTURES, Variant, make_tiny
@@ -266,11 +270,11 @@ def test_rows_of_gguf_are_the_checkpoints(case: str, layout: str, tmp_path: Path
     require_routers(attention.routers, tensors, variant, config.num_layers)
 
 
-def wide(variant: str, path: Path) -> Path:
-    """With rows of whole groups and blocks."""
+def wide(variant: str, path: Path, **others: Any) -> Path:
+    """With rows of whole groups and blocks, or other sizes, of those that it has."""
     made = MIXTURES[variant]
     sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "intermediate_size": 96}
-    sizes |= {"shared_expert_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"shared_expert_intermediate_size": 32, "head_dim": 16} | others
     name = f"{variant}-wide"
     changed = {
         key: value for key, value in sizes.items() if key in made.keywords or "hidden" in key
@@ -300,6 +304,22 @@ def test_rows_are_quantized_as_others(variant: str, dtype: str, tmp_path: Path) 
             assert not np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("variant", ["qwen2-moe", "granite-moe", "gpt-oss", "glm4-moe-groups"])
+def test_a_quantized_copy_has_the_rows_of_dtype(variant: str, tmp_path: Path) -> None:
+    original, copy = wide(variant, tmp_path / "original"), tmp_path / "copy"
+    write_quantized(original, copy, "q8")
+    config = read_config(copy)
+    check_tensors(Checkpoint(copy), config)
+    assert stored_config(Checkpoint(copy), config).dtype_of("down") == "q8"
+    ids = everything(config)
+    found = load_ffn(Checkpoint(copy), config, ids, include_down_bias=True)
+    expected = load_ffn(Checkpoint(original), config, ids, include_down_bias=True, dtype="q8")
+    for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "starts"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    routers = [load_attention(Checkpoint(path), config).routers for path in (copy, original)]
+    assert all(np.array_equal(a, b) for a, b in zip(*routers, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["qwen2-moe", "granite-moe-shared", "gpt-oss"])
 def test_halves_are_kept_to_the_bit(variant: str, dtype: str, tmp_path: Path) -> None:
@@ -314,6 +334,29 @@ def test_halves_are_kept_to_the_bit(variant: str, dtype: str, tmp_path: Path) ->
     require_routers(
         load_attention(Checkpoint(tmp_path), config).routers, tensors, variant, config.num_layers
     )
+
+
+@pytest.mark.parametrize("dtype", ["", "q8"])
+@pytest.mark.parametrize("variant", ["gpt-oss", "granite-moe", "qwen3-moe"])
+def test_no_tensor_is_held_twice(variant: str, dtype: str, tmp_path: Path) -> None:
+    """Beside the rows themselves little is allocated; mapped files are not counted."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512}
+    experts = dict.fromkeys(("num_local_experts", "num_experts"), 12)
+    wide(variant, tmp_path, **sizes, **experts, num_hidden_layers=2)
+    config = read_config(tmp_path)
+    ids = everything(config)
+    with TensorReader(Checkpoint(tmp_path), dtype=requested_dtype(dtype), max_rows=1) as reader:
+        read_ffn(reader, config, ids, include_down_bias=True)  # compiles
+    tracemalloc.start()
+    try:
+        weights = load_ffn(Checkpoint(tmp_path), config, ids, include_down_bias=True, dtype=dtype)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    expert = 2 * 4 * 512 * 512  # the bytes of its gate and up
+    assert weights.gate.nbytes > (3 if dtype else 10) * expert
+    # Threads quantize columns from 2 MiB each.
+    assert peak < (4 * expert if dtype else expert)
 
 
 Change = Callable[[Tensors], Any]
@@ -422,6 +465,68 @@ def test_a_wrong_file_is_told_in_one_line(case: str, tmp_path: Path) -> None:
         assert str(early.value) == str(error.value)
 
 
+B = "blk.1."
+HOSTILE_GGUF: dict[str, tuple[str, str, Change, dict[str, Any], str]] = {
+    "no stack": ("mixtral", "stacked", _without(f"{B}ffn_up_exps.weight"), {},
+                 "tensor 'blk.1.ffn_up_exps.weight' is missing"),
+    "no experts at all": ("mixtral", "stacked", lambda tensors: [
+                              tensors.pop(name) for name in list(tensors) if B in name], {},
+                          "tensor 'blk.1.ffn_gate_inp.weight' is missing"),
+    "no expert": ("mixtral", "split", _without(f"{B}ffn_up.3.weight"), {},
+                  "tensor 'blk.1.ffn_up.3.weight' is missing"),
+    "one more expert": ("mixtral", "split", _and(f"{B}ffn_up.5.weight", f"{B}ffn_up.4.weight"), {},
+                        "tensor 'blk.1.ffn_up.5.weight' has no place in the model"),
+    "a matrix": ("mixtral", "stacked", _put(f"{B}ffn_gate_exps.weight", lambda rows: rows[0]), {},
+                 "'blk.1.ffn_gate_exps.weight' has shape [40, 48], the model's configuration asks"),
+    "fewer": ("mixtral", "stacked", _put(f"{B}ffn_down_exps.weight", lambda rows: rows[1:]), {},
+              "'blk.1.ffn_down_exps.weight' has shape [4, 48, 40]"),
+    "half of gate and up": ("mixtral", "merged", _put(f"{B}ffn_gate_up_exps.weight",
+                                                      lambda rows: rows[:, :40]), {},
+                            "'blk.1.ffn_gate_up_exps.weight' has shape [5, 40, 48]"),
+    "NaN": ("mixtral", "merged", _put(f"{B}ffn_gate_up_exps.weight", _nan), {},
+            "'blk.1.ffn_gate_up_exps.weight' has NaN or infinite"),
+    "other count": ("mixtral", "stacked", lambda tensors: None, {"expert_count": 6},
+                    "has shape [5, 48], the model's configuration asks for [6, 48]"),
+    "too many used": ("mixtral", "stacked", lambda tensors: None, {"expert_used_count": 6},
+                      "num_experts_per_tok is 6"),
+    "experts in a dense layer": ("glm4moe", "stacked", _and("blk.0.ffn_gate_exps.weight",
+                                                            "blk.2.ffn_gate_exps.weight"), {},
+                                 "'blk.0.ffn_gate_exps.weight' is not part of the model"),
+    "shared, not named": ("granitemoe", "stacked", lambda tensors: tensors.update(
+                              {f"{B}ffn_gate_shexp.weight": np.ones((8, 48), np.float32)}), {},
+                          "'blk.1.ffn_gate_shexp.weight' is not part of the model"),
+    "sinks of others": ("mixtral", "stacked", lambda tensors: tensors.update(
+                            {f"{B}attn_sinks.weight": np.ones(4, np.float32)}), {},
+                        "'blk.1.attn_sinks.weight' has no place in the model"),
+    "bias of others": ("mixtral", "stacked", lambda tensors: tensors.update(
+                           {f"{B}ffn_gate_exps.bias": np.ones((5, 40), np.float32)}), {},
+                       "'blk.1.ffn_gate_exps.bias' is not part of the model"),
+    "selection bias of others": ("qwen3moe", "stacked", lambda tensors: tensors.update(
+                                     {f"{B}exp_probs_b.bias": np.ones(7, np.float32)}), {},
+                                 "'blk.1.exp_probs_b.bias' is not part of the model"),
+    "no sinks": ("gpt-oss", "stacked", _without(f"{B}attn_sinks.weight"), {},
+                 "attn_sinks.weight' is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE_GGUF)
+def test_a_wrong_gguf_file_is_told_in_one_line(case: str, tmp_path: Path) -> None:
+    kind, layout, change, keys, said = HOSTILE_GGUF[case]
+    make_tiny(FILES[kind][0], tmp_path)
+    write_gguf(tmp_path, kind, layout, change=change, changed_keys=keys)
+    path = tmp_path / "m.gguf"
+
+    def load_all(loads: bool) -> None:
+        config, checkpoint = read_config(path), Checkpoint(path)
+        check_tensors(checkpoint, config)
+        if loads:
+            load_ffn(checkpoint, config, everything(config), include_down_bias=True)
+
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        load_all(case == "NaN")
+    assert said in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
 def test_experts_of_a_gguf_file_keep_their_blocks(tmp_path: Path) -> None:
     """Stacked experts of ggml's blocks: to the bit as the gguf package reads them."""
     path = quantized_mixtral(tmp_path, {"_exps": "Q8_0"})
@@ -457,6 +562,20 @@ def test_formats_of_experts(kinds: dict[str, str], gate: str, tmp_path: Path) ->
         values = held(path, f"blk.{layer}.ffn_up_exps.weight")
         found = to_float32(weights.up[weights.part(layer)])
         assert np.allclose(found, values.reshape(found.shape), rtol=0, atol=1e-6)
+
+
+def test_what_is_said_of_conversions(tmp_path: Path) -> None:
+    """Of experts' tensors as of others: gates as stored, down too where it keeps its rows."""
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    wide("qwen2-moe", tmp_path, **sizes, shared_expert_intermediate_size=512)
+    kinds = {"blk.0.ffn_down": "Q6_K", "_exps": "Q4_K", "shexp.weight": "Q4_K"}
+    lengths = {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 512}
+    write_gguf(tmp_path, "qwen2moe", kinds=kinds, changed_keys=lengths)
+    checkpoint = Checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.conversion_note(("down",)) == ""
+    assert checkpoint.conversion_note() == "Q6_K, Q4_K: read as 8 bits a weight"
+    found = num_parameters(checkpoint, read_config(tmp_path / "m.gguf"))
+    assert found == num_parameters(Checkpoint(tmp_path), read_config(tmp_path))
 
 
 def quantized_mixtral(folder: Path, kinds: dict[str, str]) -> Path:

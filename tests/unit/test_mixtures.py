@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +20,11 @@ from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from tests.gguf_files import LlamaFile
+from tests.mxfp4_models import make_mxfp4
 from tests.reference import reference_logits
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
-from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
+from tests.tiny_models import MIXTURES, VOCAB_SIZE, make_tiny
 from tests.unit.test_reference import relative_difference
 
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
@@ -133,14 +132,20 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 
 
 def write_gguf(
-    path: Path, case: str, layout: str = "stacked", kinds: dict[str, str] | None = None
+    path: Path,
+    case: str,
+    layout: str = "stacked",
+    kinds: dict[str, str] | None = None,
+    change: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
+    changed_keys: dict[str, Any] | None = None,
 ) -> None:
     """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
 
-    kinds: as of `LlamaFile`.
+    kinds: as of `LlamaFile`; change: of the experts' tensors.
     layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
     """
     _, arch, pairs_rows, keys = FILES[case]
+    keys = dict(keys)
     config, checkpoint = read_config(path), Checkpoint(path)
     values = json.loads((path / "config.json").read_text())
     drafts = keys.get("nextn_predict_layers", 0)
@@ -171,6 +176,8 @@ def write_gguf(
         extra |= {f"blk.{layer}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
     if drafts:
         extra[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    change(extra)
+    keys |= changed_keys or {}
     LlamaFile(
         values | sizes,
         plain,
@@ -237,31 +244,11 @@ def test_every_architecture_is_compared() -> None:
 
 def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
     """gpt-oss as published, beside its weights as transformers dequantizes them."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    wide = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
-    made = MIXTURES["gpt-oss"]
-    variant = Variant(made.func, *made.args, **(made.keywords | wide))
-    with mock.patch.dict(MIXTURES, {"gpt-oss-wide": variant}):
-        make_tiny("gpt-oss-wide", tmp_path / "floats")
-    tensors = load_file(tmp_path / "floats" / "model.safetensors")
-    packed = dict(tensors)
-    rng = np.random.default_rng(5)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors[name].shape
-        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
-        scales = rng.integers(121, 125, blocks.shape[:-1], dtype=np.uint8)
-        values = convert_moe_packed_tensors(
-            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
-        )
-        tensors[name] = values.numpy()
-        del packed[name]
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, tmp_path / "floats" / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(tmp_path / "floats", tmp_path / "packed")
-    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    packed = make_mxfp4(tmp_path)
     expected = TinyCheckpoint(tmp_path / "floats").logits_of(IDS)
-    assert relative_difference(reference_logits(tmp_path / "packed", IDS), expected) < 2e-5
+    assert relative_difference(reference_logits(packed, IDS), expected) < 2e-5
+    read = read_config(packed)
+    assert read.dtype == "float32" and read.experts == read_config(tmp_path / "floats").experts
 
 
 def test_what_a_layer_says(tmp_path: Path) -> None:

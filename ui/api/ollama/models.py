@@ -100,6 +100,12 @@ async def shown(backend: Backend) -> dict[str, Any]:
         "feed_forward_length": config.ffn_size,
         "vocab_size": config.vocab_size,
     }
+    if config.experts is not None:
+        of_family |= {
+            "expert_count": config.experts.router.num_experts,
+            "expert_used_count": config.experts.router.num_chosen,
+            "expert_feed_forward_length": config.experts.size,
+        }
     return {
         "modelfile": f"FROM {backend.settings.model_name}\n",
         "parameters": parameters,
