@@ -76,10 +76,10 @@ def _plans(
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
             return
-        geometry, share = BundleGeometry.of(config), expected_gpu(system, config)
+        share = expected_gpu(system, config)
         reads = token_reads(path, share, config, system.storage)
         seconds = disk.seconds(reads)
-        num_neurons = geometry.num_layers * geometry.num_neurons
+        num_neurons = config.num_neurons
         num_cold = num_cold_neurons(share, config)
         token_s = token_seconds(memory_s, seconds, reads, system.num_threads)
         yield OffloadPlan(
