@@ -62,7 +62,8 @@ def routes(path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
     """What the reference chooses, and what fires in it."""
     weights: list[np.ndarray] = []
     parts: list[np.ndarray] = []  # of every call of an expert, of its tokens
-    weigh, compute = reference_experts.expert_weights, reference_experts._expert
+    weigh = reference_experts.expert_weights
+    compute: Any = reference_experts._expert
 
     def weighing(*arguments: Any) -> torch.Tensor:
         found: torch.Tensor = weigh(*arguments)
