@@ -58,7 +58,8 @@ class ExpertPredictors(NamedTuple):
 
     inner (R, d): fc1; inner_starts (L, B + 1) int64: block b of layer l has rows
     inner_starts[l, b]:inner_starts[l, b + 1], all of them in every shard
-    outer: fc2; a row of as many weights for each of the shard's neurons, in the blocks' order
+    outer: fc2; a row of as many weights for each of the shard's neurons, block by block, in inner's
+    format
     """
 
     inner: np.ndarray

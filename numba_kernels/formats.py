@@ -140,8 +140,8 @@ class RowFormat(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether codes are bytes or nibbles, factors a group's own: quick to unpack."""
-        return self.codes in (BYTES, NIBBLES, E2M1) and self.block_groups == 1
+        """Whether codes are bytes or nibbles, and factors float16: nothing takes long to unpack."""
+        return self.codes in (BYTES, NIBBLES) and self.factors in (SCALES, MINIMA)
 
     @property
     def is_summed(self) -> bool:

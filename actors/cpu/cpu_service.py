@@ -17,9 +17,16 @@ from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ffn.expert_predictors import PredictorScratch, new_predictor_scratch
 from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
 from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays, most_rows
+from hotcold.numba_kernels.ffn_arrays import (
+    NO_NORMS,
+    ExpertPredictors,
+    FfnArrays,
+    TransposedArrays,
+    most_rows,
+)
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
@@ -40,6 +47,7 @@ class CpuService(Service):
     """Computes the partial FFN output of its neurons."""
 
     _scratch: FfnScratch
+    _predictor_scratch: PredictorScratch | None = None
 
     def __init__(
         self,
@@ -49,8 +57,11 @@ class CpuService(Service):
         arrays: FfnArrays | TransposedArrays,
         function: Activation,
         buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
     ) -> None:
         """Serve the shard `arrays`; `load_cpu_service` reads one from a checkpoint.
+
+        `predictors` are those of the shard's experts, if these have some.
 
         `buckets` (uint16, one for each row) says in which bucket a neuron is counted; without it
         all are in the first.
@@ -58,6 +69,8 @@ class CpuService(Service):
         super().__init__(name, index, num_threads)
         self.arrays = arrays
         self.source: tuple[Any, ...] = arrays  # what `layer_ffn` goes over
+        has_some = predictors is not None and predictors.inner.size > 0
+        self.predictors = predictors if has_some else None
         num_rows = int(arrays.starts[-1, -1])
         self.fired_counts = np.zeros(num_rows, np.int64)  # by COUNT_FFN requests
         self.function = function
@@ -65,13 +78,19 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        dtypes = self.weight_dtypes()
+        predictors = self.predictors
+        dtypes = (*self.weight_dtypes(), *([] if predictors is None else [predictors.inner.dtype]))
         self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         starts = self.arrays.starts
         by_layer = np.split(self.buckets, starts[1:, 0])
         sizes = np.array([np.bincount(layer, minlength=layout.num_buckets) for layer in by_layer])
-        self.make_scratch(min(KERNEL_TOKENS, layout.max_tokens), layout.width)
+        num_tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
+        self.make_scratch(num_tokens, width)
+        if predictors is not None:
+            self._predictor_scratch = new_predictor_scratch(
+                predictors, self.num_threads, num_tokens, most_rows(starts), width
+            )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
@@ -108,6 +127,8 @@ class CpuService(Service):
                 self.buffers,
                 self.source,
                 self._scratch,
+                self.predictors,
+                self._predictor_scratch,
                 self._buckets,
                 self.function,
             )
@@ -122,6 +143,8 @@ class CpuService(Service):
             self.buffers,
             self.source,
             self._scratch,
+            self.predictors,
+            self._predictor_scratch,
             self._buckets,
             self.function,
         )
@@ -134,7 +157,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+        from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
@@ -154,6 +177,7 @@ class CpuService(Service):
             await_up_down=self.await_up_down,
             block_weights=self.prompt_weights(),
             firsts=self.block_firsts(layer),
+            predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
@@ -242,7 +266,9 @@ def load_cpu_service(
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)
-    service = CpuService(spec.name, spec.index, spec.num_threads, arrays, function, buckets)
+    service = CpuService(
+        spec.name, spec.index, spec.num_threads, arrays, function, buckets, weights.predictors
+    )
     add_draft(service, spec, config, on_bytes, touch)
     return service
 

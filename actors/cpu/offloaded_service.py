@@ -22,7 +22,7 @@ from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation, activation
-from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
@@ -94,13 +94,14 @@ class OffloadedExpertService(CpuService):
         store: ExpertStore,
         function: Activation,
         buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
         routes_early: bool = False,
     ) -> None:
         """Serve the experts of `store`; the rest as `CpuService`.
 
         `routes_early`: routers read the layer's input
         """
-        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
         self._routes_early = routes_early
 
@@ -184,6 +185,7 @@ def load_offloaded_service(
             experts,
             function,
             buckets,
+            weights.predictors,
             config.experts.router.reads == "layer_input",
         )
         add_draft(of_experts, spec, config, on_bytes)

@@ -6,6 +6,8 @@ others they are matmuls too. Each choice's own neurons decide, so a token's resu
 on its batch-mates. A token's choices are added in the order of blocks, matmuls before the others.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -19,7 +21,7 @@ from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
-from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.block_tokens import (
@@ -66,6 +68,7 @@ def prompt_ffn(
     counts: np.ndarray | None = None,
     await_up_down: Callable[[], None] = lambda: None,
     block_weights: np.ndarray = NO_WEIGHTS,
+    predictors: LayerPredictors | None = None,
     firsts: np.ndarray | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
@@ -76,28 +79,31 @@ def prompt_ffn(
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
     multiplied with the tokens for which its weight is not zero. firsts (B,): where the layer's
-    blocks begin in rows and biases that are no layer's own, but in slots.
+    blocks begin in rows and biases that are no layer's own, but in slots. `predictors` say which
+    neurons of their blocks count.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     matmul.begin_layer()
     shard = _Shard.of(arrays, layer, function, firsts)
     tokens, weights = choices(shard.widths, len(x), block_weights)
-    h, factors = (_empty_rows(matmul, shard, tokens) for _ in range(2))
+    h, factors = (_empty_rows(matmul, shard.widths, tokens) for _ in range(2))
     num_fired = np.empty(tokens.ids.size, np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     is_gated = shard.up.shape[0] > 0
     scales_at_once = is_gated and (not waits or function.code in ACTIVATES_UP)
     products = [(shard.blocks(shard.gate), h), (shard.blocks(shard.up), factors)]
-    activate = partial(
-        activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.firsts, tokens,
-        factors if scales_at_once else _NO_ROWS, h, num_fired,
-    )  # fmt: skip
+    at_once = factors if scales_at_once else _NO_ROWS
 
     with matmul.at_once():
         if scales_at_once or not waits:
             await_up_down()
         matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
+        scores = _NO_ROWS if predictors is None else predictors.scores(matmul, shard, tokens, x)
+        activate = partial(
+            activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.firsts,
+            tokens, scores, at_once, h, num_fired,
+        )  # fmt: skip
         matmul.then_rows(tokens.ids.size, activate)
         if waits:
             matmul.run()
@@ -124,7 +130,7 @@ def compile_prompt_ffn(
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
     num_fired = np.empty(0, np.int64)
-    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, num_fired, 0, 0)
+    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, rows, num_fired, 0, 0)
     scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
     outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
     if arrays.starts.shape[1] > 2:
@@ -174,7 +180,7 @@ class _Shard(NamedTuple):
         layer: int,
         function: Activation,
         firsts: np.ndarray | None,
-    ) -> "_Shard":
+    ) -> _Shard:
         """Views of a layer, or with `firsts` of all rows."""
         starts = np.asarray(arrays.starts[layer], np.int64)
         own = slice(starts[0], starts[-1]) if firsts is None else slice(None)
@@ -196,10 +202,36 @@ class _Shard(NamedTuple):
         return weight_blocks(rows, self.firsts, self.widths * (len(rows) > 0))
 
 
-def _empty_rows(matmul: Matmul, shard: _Shard, tokens: BlockTokens) -> ChoiceRows:
-    """Space for a number for each neuron of each choice."""
-    starts = row_starts(tokens, shard.widths)
+def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
+    """Space for widths[b] numbers for each choice of block b."""
+    starts = row_starts(tokens, widths)
     return ChoiceRows(matmul.scratch((int(starts[-1]),)), starts)
+
+
+class LayerPredictors(NamedTuple):
+    """The predictors of one layer, of all of its neurons that a shard has."""
+
+    of_model: ExpertPredictors
+    layer: int
+
+    def scores(
+        self, matmul: Matmul, shard: _Shard, tokens: BlockTokens, x: np.ndarray
+    ) -> ChoiceRows:
+        """outer . relu(inner . x) of each choice's neurons, in blocks that have a predictor."""
+        starts = self.of_model.inner_starts[self.layer]
+        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], starts - starts[0])
+        ranks = np.diff(starts)
+        hidden = _empty_rows(matmul, ranks, tokens)
+        scores = _empty_rows(matmul, np.where(ranks > 0, shard.widths, 0), tokens)
+        matmul.block_linears(x, tokens, [(inner, hidden)])
+        matmul.then_rows(hidden.values.size, partial(_relu, hidden.values))
+        for outer in layer_blocks(self.of_model.outer, self.layer):
+            matmul.block_linears(hidden, tokens, [(outer, scores)])
+        return scores
+
+
+def _relu(values: np.ndarray, first: int, last: int) -> None:
+    np.maximum(values[first:last], 0, out=values[first:last])
 
 
 def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
@@ -215,6 +247,7 @@ def _add_bias(
     """out += biases (B, d), of each block by its weight."""
     if not weights.size:
         out[first:last] += biases.sum(axis=0)
+        return
     for block in range(weights.shape[1]):
         out[first:last] += weights[first:last, block, None] * biases[block]
 
@@ -259,7 +292,7 @@ class _Rest(NamedTuple):
         else:
             for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
                 own = listed(tokens, which)
-                own_h = _empty_rows(self.matmul, self.shard, own)
+                own_h = _empty_rows(self.matmul, self.shard.widths, own)
                 from_rows = np.flatnonzero(which)
                 copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
                 self.matmul.then_rows(own.ids.size, copy)

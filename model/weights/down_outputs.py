@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +25,8 @@ UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows ca
 _ROWS_AT_ONCE = 64
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True)
+class _Tensor:
     """The tensor of a block's down rows, and which of its `count` stacked matrices they are."""
 
     name: str

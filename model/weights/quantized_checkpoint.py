@@ -35,7 +35,7 @@ from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.ffn_tensors import ffn_tensors
 from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.formats import WeightDtype, row_items
+from hotcold.numba_kernels.formats import WeightDtype, is_blocks, row_items
 
 _MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (
@@ -85,6 +85,11 @@ def write_quantized(
     stored = stored_config(checkpoint, config, dtype)
     if checkpoint.quantized_dtype is not None:
         raise UsageError(f"{path} is quantized to {stored.dtype} already; name the original model")
+    if _has_blocks(checkpoint):
+        raise UsageError(
+            f"{path} has weights in MXFP4, which are read as they are; give it to a command, with "
+            f"--dtype {dtype} if all weights are to be in it"
+        )
     plan = _plan(checkpoint, config, dtype)
     part = _new_directory(out)
     try:
@@ -110,6 +115,11 @@ class _Tensor:
     width: int = 0
     stack: int = 0  # matrices in it; 0: it is one
     by_columns: bool = False
+
+
+def _has_blocks(checkpoint: Checkpoint) -> bool:
+    readable = filter(checkpoint.is_readable, checkpoint.names())
+    return any(is_blocks(checkpoint.dtype(name)) for name in readable)
 
 
 def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> list[_Tensor]:

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -55,7 +54,8 @@ class _Copying:
     row_bytes: int
 
 
-class RowPart(NamedTuple):
+@dataclass(frozen=True)
+class RowPart:
     """Columns from `first` on of a stack's matrix `index`, which are copied into `rows`."""
 
     index: int

@@ -3,9 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
+from numba.core import types
+from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, list_spans, shift_of
+from hotcold.numba_kernels.ffn.expert_predictors import counting_neurons
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn, note_reads
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -45,19 +48,48 @@ class NeuronBuckets(NamedTuple):
     sizes: np.ndarray
 
 
+def _chosen(  # type: ignore[no-untyped-def]
+    thread, num_threads, cells, service, layer, selection, starts, x, predictors, scratch
+):  # fmt: skip
+    """The neurons that a request computes; for compiled code."""
+    raise NotImplementedError("_chosen() is for compiled code")
+
+
+@overload(_chosen)
+def _choose(  # type: ignore[no-untyped-def]
+    thread, num_threads, cells, service, layer, selection, starts, x, predictors, scratch
+):  # fmt: skip
+    if isinstance(predictors, types.NoneType):
+        return _as_selected
+    return counting_neurons.py_func
+
+
+def _as_selected(  # type: ignore[no-untyped-def]
+    thread, num_threads, cells, service, layer, selection, starts, x, predictors, scratch
+):  # fmt: skip
+    return selection
+
+
 @njit(nogil=True, cache=True)
-def ffn_request(thread, num_threads, service, buffers, source, scratch, buckets, function):
+def ffn_request(
+    thread, num_threads, service, buffers, source, scratch, predictors, predictor_scratch, buckets,
+    function,
+):  # fmt: skip
     """This thread's share of the FFN request in the mailbox; checks nothing.
 
-    `source` as in `layer_ffn`; where its reads fail, the reply says so.
+    `source` as in `layer_ffn`; where its reads fail, the reply says so. `predictors` of experts and
+    their scratch, or None twice.
     """
     request, reply = buffers.requests[service], buffers.replies[service]
     layer, num_tokens = request[LAYER], request[NUM_TOKENS]
-    selection = read_selection(buffers, service)
+    x = buffers.ffn_input[:num_tokens]
+    selection = _chosen(
+        thread, num_threads, buffers.cells, service, layer, read_selection(buffers, service),
+        buckets.starts, x, predictors, predictor_scratch,
+    )  # fmt: skip
     is_done = layer_ffn(
         thread, num_threads, buffers.cells, service, layer, selection, read_thresholds(request),
-        buffers.ffn_input[:num_tokens], source, scratch, function,
-        buffers.partials[service, :num_tokens],
+        x, source, scratch, function, buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread != 0:
         return
@@ -96,7 +128,8 @@ def _count_neurons(service, layer, selection, buckets, num_tokens, buffers, scra
 
 @njit(nogil=True, cache=True)
 def serve_ffn(
-    thread, num_threads, service, seen, weights, buffers, source, scratch, buckets, function
+    thread, num_threads, service, seen, weights, buffers, source, scratch, predictors,
+    predictor_scratch, buckets, function,
 ):  # fmt: skip
     """Serve requests after `seen` until one is left to Python; returns its number.
 
@@ -110,7 +143,10 @@ def serve_ffn(
             return number
         operation = buffers.requests[service, OPERATION]
         if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            ffn_request(thread, num_threads, service, buffers, source, scratch, buckets, function)
+            ffn_request(
+                thread, num_threads, service, buffers, source, scratch, predictors,
+                predictor_scratch, buckets, function,
+            )  # fmt: skip
         elif operation != PING:
             return number
         finish_request(

@@ -9,14 +9,13 @@ block: of a block that starts at number n of the chosen ones' neurons, from n * 
 """
 
 import numpy as np
-from numba.extending import overload
 
-from hotcold.numba_kernels.block_rows import IS_SECOND, ROW_ITEMS, block_matrix
+from hotcold.numba_kernels.block_rows import IS_SECOND, ROW_ITEMS
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.batch_ffn import count_tokens
+from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, quantize_block
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
 from hotcold.numba_kernels.decode.rows import block_products, split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     FfnScratch,
@@ -26,9 +25,7 @@ from hotcold.numba_kernels.ffn.in_memory import (
     set_bias,
     with_matrices,
 )
-from hotcold.numba_kernels.formats import QUANT_GROUP
-from hotcold.numba_kernels.ir.quantized_ir import format_of
-from hotcold.numba_kernels.ir.vector_ir import prefetch_row, quantize_vector
+from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.work_stealing import next_block
 
 _GROUP = 16  # neurons of a cache line
@@ -36,8 +33,6 @@ _BYTES_AT_ONCE = 1 << 19  # of all chosen blocks' rows that a thread takes
 _UNIT = 48  # rows; whole tiles of every format
 _MOST_UNITS = 5  # `TokenLists.products` has place for 240 rows
 _ROWS_AHEAD = 4  # of the next block, which begins a new stream
-
-_matrix = njit(nogil=True, cache=True)(block_matrix)
 
 
 def new_transposed_scratch(
@@ -99,66 +94,15 @@ def add(source, share, scratch):
     _scatter(share.spans, share.fired_ids[:count], share.gates[:count], h)
 
 
-def _vectors(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
-    """`count` vectors of `width` numbers, from h[begin] on, as `_quantize` leaves them."""
-    raise NotImplementedError("_vectors() is for compiled code")
-
-
-@overload(_vectors, inline="always")
-def _choose_vectors(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
-    if not format_of(weights.dtype):
-        return lambda weights, h, begin, count, width, inputs, thread: h[
-            begin : begin + count * width
-        ].reshape(count, width)
-
-    def views(weights, h, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
-        values, scales = inputs.values[thread], inputs.scales[thread]
-        sums = inputs.sums[thread]
-        end, groups = begin + count * width, width // QUANT_GROUP
-        first, last = begin // QUANT_GROUP, end // QUANT_GROUP
-        return QuantizedVectors(
-            values.reshape(values.size)[begin:end].reshape(count, width),
-            scales.reshape(scales.size)[first:last].reshape(count, groups),
-            sums.reshape(sums.size)[first:last].reshape(count, groups),
-        )
-
-    return views
-
-
-def _quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
-    """Write `vectors` of h (m, N), where rows like `weights` need them; for compiled code."""
-    raise NotImplementedError("_quantize() is for compiled code")
-
-
-@overload(_quantize, inline="always")
-def _choose_quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
-    if not format_of(weights.dtype):
-        return lambda weights, h, vectors: None
-
-    def quantize(weights, h, vectors):  # type: ignore[no-untyped-def]
-        for row in range(h.shape[0]):
-            quantize_vector(weights, h, row, vectors, row)
-
-    return quantize
-
-
-@njit(nogil=True, cache=True)
-def _quantize_block(array, h, begin, count, width, inputs, thread):
-    """The block's vectors in the thread's part of `inputs`."""
-    weights = array[:0].reshape(0, 1)
-    source = h[begin : begin + count * width].reshape(count, width)
-    _quantize(weights, source, _vectors(weights, h, begin, count, width, inputs, thread))
-
-
 @njit(nogil=True, cache=True)
 def _add_products(
     array, place, following, h, begin, count, width, inputs, thread, first, last, products
 ):  # fmt: skip
     """products[k, n - first] = the block's row n . vector k, for n in first..last-1."""
-    weights = _matrix(array, place)
-    vectors = _vectors(weights, h, begin, count, width, inputs, thread)
+    weights = matrix_at(array, place)
+    vectors = block_vectors(weights, h, begin, count, width, inputs, thread)
     if following[IS_SECOND] == place[IS_SECOND]:
-        ahead = _matrix(array, following)
+        ahead = matrix_at(array, following)
         for row in range(first, min(first + _ROWS_AHEAD, last, ahead.shape[0])):
             prefetch_row(ahead, row)
     block_products(weights, vectors, products, first, last, 0)
@@ -184,9 +128,9 @@ def _add_blocks(
     for span in spans:
         width, count = span[END_ROW] - span[ROW], count_tokens(span[TOKENS], num_tokens)
         if places[span[BLOCK], IS_SECOND]:
-            _quantize_block(down.second, h, begin, count, width, inputs, thread)
+            quantize_block(down.second, h, begin, count, width, inputs, thread)
         else:
-            _quantize_block(down.first, h, begin, count, width, inputs, thread)
+            quantize_block(down.first, h, begin, count, width, inputs, thread)
         begin += width * num_tokens
     size, last_span = _rows_at_once(places, spans, down.first.itemsize), spans.shape[0] - 1
     for turn in range(num_threads):

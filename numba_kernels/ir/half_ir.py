@@ -7,10 +7,9 @@ follows the groups: after a whole chunk that is still in the row, or in a vector
 
 from __future__ import annotations
 
-from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, EXPONENTS, SCALE_BYTES, RowFormat
+from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
 from hotcold.numba_kernels.ir.byte_dot import avx2_fours, avx2_pairs
 from hotcold.numba_kernels.ir.codes import codes_of
-from hotcold.numba_kernels.ir.factors import powers_of_two
 from hotcold.numba_kernels.ir.quantized_ir import Row, Vector
 from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
@@ -51,15 +50,6 @@ class Halves:
         self.in_pairs = self.codes.fits_pairs
         ints = Vec.full(self.builder, 0, I32, _LANES)
         self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
-
-    def can_read(self) -> Vec:
-        """Whether there is a whole chunk, and what is read ends with the row or before."""
-        has_whole = self.index.differs(0)
-        if self.format.factors != EXPONENTS:
-            return has_whole
-        # The second half's last step, where a byte a group stands behind the values.
-        end, row_end = self.groups * 12 + 8 * _LANES, self.groups * 16 + self.all_groups
-        return has_whole & (self.has_second.equals(0) | (row_end >= end))
 
     def count(self) -> None:
         """Read the values: integer sums of all groups."""
@@ -128,7 +118,7 @@ class Halves:
         factors, minima = self._halves(self.row.first, first), None
         if self.format.has_min:
             minima = self._halves(self.row.second, first)
-        offset = self.codes.offset
+        offset = self.format.offset
         for total, vector, cell in zip(totals, self.vectors, self.counts[half], strict=True):
             scales, count = (vector.scales + first * 4).load_masked(F32, mask), cell.get()
             sums = None
@@ -143,15 +133,12 @@ class Halves:
             total.set(parts[0].take(range(LANES), parts[1]))
 
     def _halves(self, start: Ptr, first: Vec) -> Vec:
-        """The float16, or powers of two, of groups from `first` on, as float32.
+        """The float16 of groups from `first` on, as float32.
 
         Where fewer than 8 are left, the row's last 8 are read and moved down.
         """
         begin = first.minimum(self.all_groups + -_LANES)
-        if self.format.factors == EXPONENTS:
-            numbers = powers_of_two(_load(start + begin, I8))
-        else:
-            numbers = _load(start + begin * SCALE_BYTES, HALF).astype(F32)
+        numbers = _load(start + begin * SCALE_BYTES, HALF).astype(F32)
         places = Vec.of(self.builder, range(_LANES), I32) + (first - begin).astype(I32)
         return numbers.call("llvm.x86.avx2.permps", _FLOATS, numbers, places)
 

@@ -279,7 +279,8 @@ class _LastChunk:
         if halves is None:
             by_rest()
             return
-        self.products.either(halves.can_read(), lambda: by_halves(halves), by_rest)
+        has_whole = self.rest.chunk.index.differs(0)
+        self.products.either(has_whole, lambda: by_halves(halves), by_rest)
 
 
 class _FewChunks:

@@ -53,10 +53,22 @@ class FiredNeurons(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def activate_kernel(
-    function, weights, gate_bias, up_bias, firsts, tokens, factors, h, num_fired, first, last
+    function,
+    weights,
+    gate_bias,
+    up_bias,
+    firsts,
+    tokens,
+    scores,
+    factors,
+    h,
+    num_fired,
+    first,
+    last,
 ):
     """h[i] = fn(h[i] + gate_bias) * weights[i] * (factors[i] + up_bias), for choices first..last-1.
 
+    But 0 where a choice has `scores` (`ChoiceRows`, or no values) and that number is not above 0.
     num_fired[i] is how many are not zero. `factors` (`ChoiceRows`, or no values), products with up
     rows, are activated as up is. weights (P,) float32 or (0,); biases (N,) or (0,) float32, of
     block b from firsts[b] on; h `ChoiceRows`; num_fired (P,) int64. Checks nothing.
@@ -75,6 +87,12 @@ def activate_kernel(
                 of_up, _ = block_rows(factors, tokens, b)
                 for t in range(begin, end):
                     _scale(function, up_bias, firsts[b], of_up[t], own[t])
+            if scores.values.shape[0]:
+                counted, _ = block_rows(scores, tokens, b)
+                for t in range(begin, end):
+                    for n in range(counted.shape[1]):
+                        if counted[t, n] <= 0:  # a NaN reaches the output
+                            own[t, n] = 0
             for t in range(begin, end):
                 found = 0
                 for n in range(own.shape[1]):

@@ -92,7 +92,7 @@ def test_logits_equal_transformers(
 
 @pytest.mark.sweep(name=["q-llama"], weight_dtype=["q4"])
 @pytest.mark.parametrize("name", ["q-llama", "q-falcon-grouped"])
-@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4", "mxfp4"])
 def test_quantized_weights(
     name: str, weight_dtype: str, tmp_path: Path, device: Callable[[], NumpyDevice]
 ) -> None:

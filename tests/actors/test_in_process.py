@@ -18,7 +18,7 @@ from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
-from tests.tiny_models import VARIANTS, Variant, make_tiny
+from tests.tiny_models import MIXTURES, VARIANTS, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
 
 pytestmark = pytest.mark.sweep
@@ -41,7 +41,7 @@ def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     monkeypatch.setattr("hotcold.actors.cpu.matmul.matmul_features", lambda: frozenset(features))
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=[*VARIANTS, *MIXTURES])
 def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[InProcessSystem]:
     """One variant: the GPU service and three CPU services, two threads each."""
     with InProcessSystem(tiny(request.param).path, num_services=3, num_threads=2) as running:
@@ -79,7 +79,9 @@ def test_bits_do_not_depend_on_the_chunks_of_a_prompt(system: InProcessSystem, m
 
 
 @pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+@pytest.mark.parametrize(
+    "variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "mixtral", "glm4-moe-groups"]
+)
 def test_any_number_of_services_and_threads(
     tiny: Tiny, variant: str, num_services: int, num_threads: int
 ) -> None:
@@ -95,7 +97,10 @@ def test_any_number_of_services_and_threads(
         assert relative_difference(first, checkpoint.logits) < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "opt-postnorm", "falcon-grouped"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-tied", "opt-postnorm", "falcon-grouped", "qwen2-moe", "glm4-moe", "smallthinker"],
+)
 def test_questions_and_answers_can_be_copied(tiny: Tiny, variant: str) -> None:
     """What the exchange over actor calls carries is all that a service reads and writes."""
     checkpoint = tiny(variant)
@@ -105,7 +110,9 @@ def test_questions_and_answers_can_be_copied(tiny: Tiny, variant: str) -> None:
             assert relative_difference(found, checkpoint.logits) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-prenorm", "falcon-relu"])
+@pytest.mark.parametrize(
+    "variant", ["llama-gqa", "opt-prenorm", "falcon-relu", "qwen2-moe", "smallthinker"]
+)
 def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
     ids = checkpoint.ids.tolist()
@@ -201,7 +208,10 @@ def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "bound"), [("float16", "float16", 4e-3), ("bfloat16", "float32", 1e-5)]
 )
-@pytest.mark.parametrize("variant", ["llama-gqa", "llama-mlp-bias", "opt-postnorm", "falcon-bias"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-gqa", "llama-mlp-bias", "opt-postnorm", "falcon-bias", "qwen3-moe", "glm4-moe"],
+)
 def test_half_precision(
     tiny: Tiny,
     variant: str,
@@ -223,7 +233,8 @@ def test_half_precision(
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
-    "variant", ["llama-gqa", "opt-prenorm", "falcon-bias", "gemma2", "qwen3-windows"]
+    "variant",
+    ["llama-gqa", "opt-prenorm", "falcon-bias", "gemma2", "qwen3-windows", "gpt-oss", "qwen2-moe"],
 )
 def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> None:
     checkpoint, ids = tiny(variant), np.tile(tiny(variant).ids, 4)[:128]

@@ -1,4 +1,4 @@
-"""Prompts of mixtures: each token with the experts that it chose, against float64; bits as alone."""
+"""Prompts of mixtures: tokens with the experts that they chose, in float64; bits as alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
 from hotcold.model.config.activations import activated, activated_up
+from hotcold.numba_kernels.block_rows import BlockRows, block_places
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import (
+    NO_NORMS,
+    ExpertPredictors,
+    FfnArrays,
+    TransposedArrays,
+)
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
@@ -80,7 +86,12 @@ def routed(seed: int, num_tokens: int) -> np.ndarray:
 
 
 def of_float64(
-    arrays: FfnArrays | TransposedArrays, layer: int, name: str, x: np.ndarray, weights: np.ndarray
+    arrays: FfnArrays | TransposedArrays,
+    layer: int,
+    name: str,
+    x: np.ndarray,
+    weights: np.ndarray,
+    predictors: ExpertPredictors | None = None,
 ) -> np.ndarray:
     """The layer's output, token by token and expert by expert."""
     out = np.zeros((len(x), WIDTH))
@@ -101,6 +112,10 @@ def of_float64(
         limit = LIMITS.get(name, 0.0)
         h = activated(name, torch.from_numpy(gates), limit).numpy()
         h = h * activated_up(name, torch.from_numpy(ups), limit).numpy() * weights[ids, block, None]
+        if predictors is not None and len(predictors.outer.matrix(layer, block)):
+            own = slice(*predictors.inner_starts[layer, block : block + 2])
+            hidden = np.maximum(exact @ wide(predictors.inner[own]).T, 0)
+            h = h * (hidden @ wide(predictors.outer.matrix(layer, block)).T > 0)
         is_transposed = isinstance(arrays, TransposedArrays)
         if is_transposed:
             out[ids] += h @ wide(arrays.down.matrix(layer, block)).T
@@ -126,6 +141,39 @@ def output(
         **{"skip_silent": True, "block_weights": weights, **options},
     )  # fmt: skip
     return out
+
+
+def predictors_of(kind: str) -> ExpertPredictors:
+    """Of the second layer's experts, the last of which has none."""
+    ranks = np.zeros_like(SIZES)
+    ranks[1, :4] = [128, 256, 0, 384]
+    ends = np.concatenate([[0], np.cumsum(ranks)])
+    dtype = rows_of(19, kind, 1, WIDTH).dtype
+    heights = np.where(ranks > 0, SIZES, 0)
+    places, (size, _) = block_places(heights, ranks, (dtype, dtype), ranks < 0)
+    outer = BlockRows(np.zeros(size, dtype), np.zeros(0, dtype), places)
+    for block in (0, 1, 3):
+        own = rows_of(20 + block, kind, int(SIZES[1, block]), int(ranks[1, block]))
+        outer.matrix(1, block)[:] = own
+    inner = rows_of(19, kind, int(ranks.sum()), WIDTH)
+    return ExpertPredictors(inner, np.stack([ends[:7], ends[6:]]), outer)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8"])
+def test_predictors_say_which_neurons_count(matmul: Matmul, kind: str) -> None:
+    arrays, predictors = a_shard("rows", kind), predictors_of(kind)
+    x, weights = random_floats(7, 300, WIDTH), routed(8, 300)
+    given = {"predictors": LayerPredictors(predictors, 1)}
+    together = output(matmul, arrays, 1, "drelu", x, weights, **given)
+    exact = of_float64(arrays, 1, "drelu", x, weights, predictors)
+    error = np.abs(together - exact).max(axis=1)
+    # The sign of a sum about zero may be another, of few tokens' neurons.
+    assert np.median(error) < (1e-6 if kind == "f32" else 0.03) * np.abs(exact).max()
+    everything = of_float64(arrays, 1, "drelu", x, weights)
+    assert np.median(np.abs(together - everything).max(axis=1)) > 0.1 * np.abs(exact).max()
+    for company in ([0], [299], [3, 5], np.arange(40, 200)):
+        found = output(matmul, arrays, 1, "drelu", x[company], weights[company], **given)
+        assert found.tobytes() == together[company].tobytes()
 
 
 LAYOUTS = [("rows", kind) for kind in [*BITS, *SUMMED]] + [("transposed", k) for k in KINDS]

@@ -76,17 +76,16 @@ def transposed(arrays: FfnArrays, width: int) -> Source:
 
 
 def block_rows(matrices: Sequence[Sequence[np.ndarray]]) -> BlockRows:
-    """The matrices of each layer's blocks, of one dtype or two; one without columns is none."""
+    """The matrices of each layer's blocks, of one dtype or two; one without rows is none."""
     dtypes = list(dict.fromkeys(matrix.dtype for layer in matrices for matrix in layer))
     widths = np.array([[row_width(m.dtype, m.shape[1]) for m in layer] for layer in matrices])
     is_second = np.array([[m.dtype != dtypes[0] for m in layer] for layer in matrices])
-    height = len(matrices[0][0])
-    places, counts = block_places(height, widths, (dtypes[0], dtypes[-1]), is_second)
+    heights = np.array([[len(m) for m in layer] for layer in matrices])
+    places, counts = block_places(heights, widths, (dtypes[0], dtypes[-1]), is_second)
     sizes = counts[0], counts[1] if len(dtypes) > 1 else 0
     rows = BlockRows(np.zeros(sizes[0], dtypes[0]), np.zeros(sizes[1], dtypes[-1]), places)
-    for layer, block in np.ndindex(*widths.shape):
-        if widths[layer, block]:
-            rows.matrix(layer, block)[:] = matrices[layer][block]
+    for layer, block in zip(*np.nonzero(heights * widths), strict=True):
+        rows.matrix(layer, block)[:] = matrices[layer][block]
     return rows
 
 

@@ -130,7 +130,7 @@ def test_activations(name: str) -> None:
 
     def activate(last: int) -> None:
         none, ends = ChoiceRows(NO_BIAS, np.zeros(2, np.int64)), np.array([0, values.size])
-        of_rows = none, one_block(h), num_fired
+        of_rows = none, none, one_block(h), num_fired
         tokens = every_token(2)
         activate_kernel(function, NO_BIAS, NO_BIAS, NO_BIAS, ends, tokens, *of_rows, 0, last)
 

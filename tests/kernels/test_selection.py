@@ -332,7 +332,7 @@ def test_neurons_of_chosen_blocks_are_counted(kind: str, num_tokens: int) -> Non
     bucket = draw.integers(0, NUM_BUCKETS, LAYERS * NEURONS).astype(np.uint8)
     buckets = NeuronBuckets(arrays.starts, bucket, np.zeros((LAYERS, NUM_BUCKETS), np.uint32))
     scratch = new_scratch(1, num_tokens, NEURONS, WIDTH, 8)
-    ffn_request(0, 1, 1, buffers, arrays, scratch, buckets, activation("relu"))
+    ffn_request(0, 1, 1, buffers, arrays, scratch, None, None, buckets, activation("relu"))
     rows = np.arange(NEURONS) if not selection.is_listed else selection.ids
     chosen = (selection.block_weights != 0).any(axis=0)
     gates = rows[np.repeat(chosen, np.diff(starts))[rows]]

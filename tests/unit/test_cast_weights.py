@@ -86,6 +86,8 @@ def test_what_is_quantized_is_not_cast(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_bytes(small_llama().content())
     read_model(file, "f16")  # its tensors are floats
     path = make_tiny("llama-gqa", tmp_path / "m")
-    refused(UsageError, lambda: read_model(path, "f32"), "'f32'", "f16, bf16, q8, q4_1 or q4")
+    refused(
+        UsageError, lambda: read_model(path, "f32"), "'f32'", "f16, bf16, q8, q4_1, q4 or mxfp4"
+    )
     assert main(["show", str(path)]) == 0
     assert "with --dtype f16" in capsys.readouterr().out

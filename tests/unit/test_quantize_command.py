@@ -72,7 +72,7 @@ def all_arrays(path: Path, dtype: str = "") -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("dtype", ["q8", "q4_1", "q4", "mxfp4"])
 @pytest.mark.parametrize("model", MODELS)
 def test_loading_it_is_quantizing_late(model: str, dtype: str, run: Run, tmp_path: Path) -> None:
     path, out = make_model(model, tmp_path / "m"), tmp_path / "out"
@@ -255,7 +255,7 @@ def test_on_a_quantized_model(run: Run, tmp_path: Path) -> None:
     "command", ["generate", "chat", "perplexity", "plan", "doctor", "bench decode"]
 )
 def test_commands_take_the_dtype(command: str, run: Run, tmp_path: Path) -> None:
-    assert "--dtype [f16|bf16|q8|q4_1|q4]" in run(*command.split(), "--help")[1]
+    assert "--dtype [f16|bf16|q8|q4_1|q4|mxfp4]" in run(*command.split(), "--help")[1]
     path = make_tiny("llama-relu", tmp_path)
     own = {"generate": ["--prompt-ids", "1"], "doctor": ["--no-measure"]}.get(command, [])
     if command not in ("chat", "perplexity"):  # which ask for a tokenizer first
@@ -285,8 +285,9 @@ def refused(error: type[HotcoldError], path: Path, *texts: str) -> None:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": None}, "None"),
         ({"quant_method": ["hotcold"] * 1000}, "hotcold"),
-        ({"version": 3}, "quantization_config.version is 3"),
+        ({"version": 4}, "quantization_config.version is 4"),
         ({"version": 2}, "describes no format"),
+        ({"version": 3}, "describes no format"),  # of 8 bits
         ({"minimum": True}, "describes no format"),
         ({"version": True}, "version is True"),
         ({"version": None}, "version is None"),

@@ -29,14 +29,14 @@ from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.embedding import load_embedding, load_head
 from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
+from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.placement.solver.cost import RowBytes
 from tests.quantized_models import GROUP_BYTES, MODELS, dequantized, laid_out, make_model
 from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
-DTYPES = [("q8", Q8), ("q4", Q4), ("q4_1", Q4_1)]
+DTYPES = [("q8", Q8), ("q4", Q4), ("q4_1", Q4_1), ("mxfp4", MXFP4)]
 
 
 def all_ids(config: ModelConfig) -> list[np.ndarray]:
@@ -87,7 +87,7 @@ def test_matrices_are_quantized_row_by_row(
     np.testing.assert_array_equal(attention.vectors.qkv_bias, plain.vectors.qkv_bias)
 
 
-@pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("name", ["q8", "q4_1", "q4", "mxfp4"])
 @pytest.mark.parametrize("model", ["q-llama", "q-falcon-grouped"])
 def test_any_subset_of_neurons(model: str, name: str, tmp_path: Path) -> None:
     path = make_model(model, tmp_path)
@@ -106,7 +106,7 @@ def test_any_subset_of_neurons(model: str, name: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(getattr(part, kind)[rows], expected, err_msg=kind)
 
 
-@pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("name", ["q8", "q4_1", "q4", "mxfp4"])
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -> None:
     path = make_model(model, tmp_path)
@@ -166,20 +166,21 @@ def refused(error: type[HotcoldError], call: Callable[[], Any], *texts: str) -> 
 @pytest.mark.parametrize(
     "tensor", ["1.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "1.mlp.down_proj.weight"]
 )
-@pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("name", ["q8", "q4_1", "q4", "mxfp4"])
 def test_bad_weights_are_named(tensor: str, name: str, tmp_path: Path) -> None:
-    for value, text in ((torch.nan, "NaN"), (-torch.inf, "NaN"), (1e7, "too large"), (1e9, "too")):
+    large = [] if name == "mxfp4" else [(1e7, "too large"), (1e9, "too")]
+    for value, text in ((torch.nan, "NaN"), (-torch.inf, "NaN"), *large):
         path = edited(make_model("q-llama", tmp_path, dtype="float32"), tensor, value)
         refused(CheckpointError, partial(load_all, path, name), tensor, text)
 
 
-@pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("name", ["q8", "q4_1", "q4", "mxfp4"])
 def test_rows_that_are_no_whole_groups(name: str, tmp_path: Path) -> None:
     path = make_tiny("llama-relu", tmp_path)
     texts = (f"--dtype {name}", "rows of 48", "stored in")
     refused(UsageError, lambda: read_model(path, name), *texts)
     refused(UsageError, lambda: load_all(path, name), *texts)
-    refused(UsageError, lambda: read_model(path, "q5"), "'q5'", "q8, q4_1 or q4")
+    refused(UsageError, lambda: read_model(path, "q5"), "'q5'", "q8, q4_1, q4 or mxfp4")
 
 
 def test_an_attention_of_another_width(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_an_attention_of_another_width(tmp_path: Path) -> None:
     refused(UsageError, lambda: read_model(path, "q8"), "rows of 80")
 
 
-@pytest.mark.parametrize("name", ["q8", "q4_1", "q4"])
+@pytest.mark.parametrize("name", ["q8", "q4_1", "q4", "mxfp4"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_reference_runs_dequantized_weights(model: str, name: str, tmp_path: Path) -> None:
     """Quantized logits are those of the same model with its matrices rounded by gguf."""

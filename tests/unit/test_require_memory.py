@@ -36,19 +36,21 @@ def advice(path: Path, limit: int, dtype: str | None = None) -> str:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_dtype_that_fits(name: str, dtype: str, tmp_path: Path) -> None:
     path = make_model(name, tmp_path, dtype=dtype)
-    stored, q8, q4_1, q4 = (total_bytes(path, dtype) for dtype in (None, "q8", "q4_1", "q4"))
-    assert q4 < q4_1 < q8 < stored
+    names = "q8", "q4_1", "q4", "mxfp4"
+    stored, q8, q4_1, q4, mxfp4 = (total_bytes(path, dtype) for dtype in (None, *names))
+    assert mxfp4 < q4 < q4_1 < q8 < stored
     prepare_system(path, SystemOptions(cpu_memory_bytes=stored))
     first = "f16" if dtype == "float32" else "q8"
-    for limit, found in ((stored - 1, first), (q8, "q8"), (q8 - 1, "q4_1"), (q4_1 - 1, "q4")):
+    limits = stored - 1, q8, q8 - 1, q4_1 - 1, q4 - 1
+    for limit, found in zip(limits, (first, *names), strict=True):
         assert re.match(
             rf"--dtype {found}, with which it needs \d+\.\d\d GiB$", advice(path, limit)
         )
         prepare_system(path, SystemOptions(cpu_memory_bytes=limit, weight_dtype=found))
-    assert advice(path, q4 - 1) == "a smaller model or a smaller --context"
+    assert advice(path, mxfp4 - 1) == "a smaller model or a smaller --context"
     if dtype == "float16":
         assert advice(path, q8 - 1, "q8").startswith("--dtype q4_1")
-    assert advice(path, q4 - 1, "q4") == "a smaller model or a smaller --context"
+    assert advice(path, mxfp4 - 1, "q4") == "a smaller model or a smaller --context"
 
 
 def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""Mixtures in GGUF files of few bits: down rows of experts as the file has them, of any width."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs, sizes_of_blocks
+from hotcold.model.weights.ffn_tensors import ffn_tensors
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.block_rows import IS_SECOND
+from hotcold.numba_kernels.formats import Q4_K, Q8
+from hotcold.numba_kernels.load.convert import to_float32
+from tests.actors.in_process import InProcessSystem
+from tests.reference import reference_logits
+from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
+from tests.unit import test_mixtures
+from tests.unit.test_mixtures import FILES, write_gguf
+
+IDS = np.random.default_rng(4).integers(0, VOCAB_SIZE, 40)
+# Dense layers, experts and shared experts have rows of different lengths, in three formats.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+}
+KINDS = {
+    "ffn_gate_inp": "F32",
+    "blk.3.ffn_down_exps": "Q6_K",
+    "ffn_down_exps": "Q4_K",
+    "ffn_down_shexp": "Q8_0",
+    "ffn_down.": "Q4_K",
+    "ffn_gate": "Q4_0",
+    "ffn_up": "Q4_0",
+}
+
+
+def write(folder: Path, num_chosen: int = 3) -> Path:
+    """A mixture of four layers, two of them dense, whose FFN is in few bits."""
+    made = MIXTURES["glm4-moe-groups"]
+    groups = {"topk_group": 2 if num_chosen < 8 else 4, "num_experts_per_tok": num_chosen}
+    variant = Variant(made.func, *made.args, **(made.keywords | SIZES | groups))
+    name, arch, pairs_rows, keys = FILES["glm4moe"]
+    keys = keys | {
+        "expert_feed_forward_length": 256,
+        "rope.dimension_count": 32,
+        "expert_used_count": num_chosen,
+        "expert_group_used_count": groups["topk_group"],
+    }
+    files = {"glm4moe": (name, arch, pairs_rows, keys)}
+    with (
+        mock.patch.dict(MIXTURES, {name: variant}),
+        mock.patch.object(test_mixtures, "FILES", files),
+    ):
+        make_tiny(name, folder)
+        write_gguf(folder, "glm4moe", kinds=KINDS)
+    return folder / "m.gguf"
+
+
+def test_rows_are_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    _, config = prepare_system(path, SystemOptions(context_length=64))
+    checkpoint, sizes = Checkpoint(path), sizes_of_blocks(config)
+    everything = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    # Two services: of each expert one of them, of the wider blocks parts.
+    parts = []
+    for turn in (0, 1):
+        parts.append([])
+        for layer, ids in enumerate(everything):
+            starts = np.concatenate([[0], np.cumsum(sizes[layer])])
+            block = np.searchsorted(starts, ids, side="right") - 1
+            unit = (ids - starts[block]) // 256 + block
+            parts[-1].append(ids[unit % 2 == turn] if sizes[layer, 0] != 768 else
+                             ids[(ids < 256) == (turn == 0)])  # fmt: skip
+    with TensorReader(checkpoint) as reader:
+        whole = read_down_outputs(reader, config, everything)
+        halves = [read_down_outputs(reader, config, ids) for ids in parts]
+    assert whole.first.dtype == Q4_K and whole.second.dtype == Q8
+    assert whole.places[:, :, IS_SECOND].any(axis=1).tolist() == [False, False, True, True]
+    (tensor, *_) = ffn_tensors(checkpoint, config, 2).down
+    stacked = to_float32(checkpoint.array(tensor.name))
+    for expert in range(8):
+        assert np.array_equal(to_float32(whole.matrix(2, expert)), stacked[expert])
+    for layer, block in np.ndindex(*sizes.shape):
+        found = [to_float32(half.matrix(layer, block)) for half in halves]
+        joined = [rows for rows in found if rows.size]
+        if sizes[layer, block]:
+            own = to_float32(whole.matrix(layer, block))
+            assert np.array_equal(np.concatenate(joined, axis=1), own)
+    lengths = down_lengths(whole)
+    assert lengths.size == sum(config.ffn_sizes)
+    first = np.linalg.norm(stacked[3].astype(np.float64), axis=0)
+    begin = 2 * 768 + 3 * 256
+    np.testing.assert_allclose(lengths[begin : begin + 256], first, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_chosen", [3, 8])
+def test_logits_are_the_references(tmp_path: Path, num_chosen: int) -> None:
+    """To what 8 bits of vectors cost, which may let a token choose another expert of eight."""
+    path = write(tmp_path, num_chosen)
+    system, config = prepare_system(path, SystemOptions(context_length=128))
+    assert system.down_transposed
+    wanted = reference_logits(path, IDS)
+    specs = service_specs(system, config)
+    with InProcessSystem(path, num_threads=3, specs=specs) as running:
+        one_by_one = running.logits("dense", IDS, (1,))
+        for size in (4, 10, 32):
+            assert np.array_equal(one_by_one, running.logits("dense", IDS, (size,)))
+        prompt = running.logits("dense", IDS, (40,))
+    for found in (one_by_one, prompt):
+        errors = np.abs(found - wanted).max(axis=1)
+        assert np.median(errors) < 0.03 * np.abs(wanted).max()
+        assert num_chosen < 8 or errors.max() < 0.08 * np.abs(wanted).max()
