@@ -1,33 +1,86 @@
-"""A GGUF file of a Qwen3 of a known shape with random weights, in the formats of a Q4_K_M file.
+"""A GGUF file of a known shape with random weights, in the formats of files that people have.
 
-    python -m benchmarks.random_gguf OUT.gguf --shape qwen3-8b --layers 8
+    python -m benchmarks.random_gguf OUT.gguf --shape qwen3-30b-a3b --format q4_0 --layers 12
 
-llama.cpp's quantizer gives Q4_K_M files Q6_K for the head, and for half of the layers' values and
-down projections; all else is Q4_K. Numbers are drawn as blocks, not quantized: their spread is that
-of a new model's weights, and what they are does not matter for speed.
+Formats are those that llama.cpp's quantizer gives a file's tensors: with q4_k_m Q6_K for the head,
+and for half of the layers' values and down projections, Q4_K for the others; with q4_0 all Q4_0 but
+the head; with mxfp4 experts in MXFP4, all else in Q8_0, as in gpt-oss's own files.
+
+Some rows are drawn and quantized, and all layers have them, in other orders: what weights are does
+not matter for speed.
+What is chosen does: neurons fire at the shape's rates, by a part of all gate rows along what all
+inputs have in common; a mixture's router, embeddings and head are those of `hotcold make-model`, so
+that experts are chosen with a skew, and kept from token to token.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from torch.nn import functional
 
+from benchmarks.ggml_blocks import blocks_of
+from hotcold.model.config.activations import activated, activated_up
+from hotcold.model.config.build import build_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.sparsity import power_law_rates
+from hotcold.model.synthetic.random_source import NormalSource
+from hotcold.model.synthetic.router import RoutingStats, make_router
 from hotcold.model.synthetic.shape import SHAPES as KNOWN
-from hotcold.model.synthetic.shape import SyntheticShape
+from hotcold.model.synthetic.shape import SyntheticShape, config_json
+from hotcold.model.synthetic.topics import Topics
 
-_SEED, _SPREAD = 2026, 0.02
-_RANDOM_ROWS = 512  # drawn; repeated for larger matrices
-_Q4, _Q6 = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
-_Tensor = tuple[str, tuple[int, ...], GGMLQuantizationType | None]
-
-
-SHAPES = {
-    "qwen3-8b": KNOWN["qwen3-8b"],
-    "tiny": SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu"),
+_SEED, _BIAS_SCALE = 2026, 0.1
+_UPDATES_RMS = 0.5  # of all layers together, beside 1 of an embedding
+_ROWS = 768  # drawn; repeated in larger matrices
+_BLOCK_ROWS = 8192  # of the embedding and the head, quantized at once
+_Kind = GGMLQuantizationType
+FORMATS = {
+    "q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
+    "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
-_ROPE_THETA, _NORM_EPS = 1e6, 1e-6
+# llama.cpp's names of families. Its gating functions: 1 softmax, 2 sigmoid.
+ARCHITECTURES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+    "smallthinker": "smallthinker",
+}
+_SIGMOID = 2
+_TINY: dict[str, Any] = {
+    "hidden": 256,
+    "ffn": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 2048,
+    "context": 512,
+    "layers": 8,
+}
+SHAPES = {
+    **{name: shape for name, shape in KNOWN.items() if shape.family in ARCHITECTURES},
+    "tiny": SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu"),
+    **{
+        f"tiny-{family}": SyntheticShape(
+            family,
+            **(_TINY | ({"kv_heads": 4} if family == "olmoe" else {})),
+            activation="relu" if family == "smallthinker" else "silu",
+            density=0.4,
+            experts=8 if family == "mixtral" else 16,
+            chosen=2 if family == "mixtral" else 4,
+        )
+        for family in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "smallthinker")
+    },
+}
+del SHAPES["tiny-moe"]
 
 
 def takes_more_bits(layer: int, num_layers: int) -> bool:
@@ -40,95 +93,297 @@ def takes_more_bits(layer: int, num_layers: int) -> bool:
     return not middle or (layer - eighth) % 3 == 2
 
 
-def tensors(shape: SyntheticShape, layers: int) -> Iterator[_Tensor]:
-    """Name, shape and type of all tensors; None for float32 norms."""
-    hidden, ffn = shape.hidden, shape.ffn
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "token_embd", (shape.vocab, hidden), _Q4
-    for layer in range(layers):
-        more = _Q6 if takes_more_bits(layer, layers) else _Q4
-        block = f"blk.{layer}."
-        yield f"{block}attn_norm", (hidden,), None
-        yield f"{block}attn_q", (queries, hidden), _Q4
-        yield f"{block}attn_k", (keys, hidden), _Q4
-        yield f"{block}attn_v", (keys, hidden), more
-        yield f"{block}attn_q_norm", (shape.head_dim,), None
-        yield f"{block}attn_k_norm", (shape.head_dim,), None
-        yield f"{block}attn_output", (hidden, queries), _Q4
-        yield f"{block}ffn_norm", (hidden,), None
-        yield f"{block}ffn_gate", (ffn, hidden), _Q4
-        yield f"{block}ffn_up", (ffn, hidden), _Q4
-        yield f"{block}ffn_down", (hidden, ffn), more
-    yield "output_norm", (hidden,), None
-    yield "output", (shape.vocab, hidden), _Q6
+def matrix_kind(name: str, file_format: str, layer: int, config: ModelConfig) -> _Kind:
+    """The format of a matrix that llama.cpp's quantizer chooses.
 
-
-def random_blocks(
-    rows: int, width: int, kind: GGMLQuantizationType, rng: np.random.Generator
-) -> np.ndarray:
-    """Rows of blocks (rows, bytes) uint8 whose weights are spread evenly around zero.
-
-    Q4_K: d, dmin (float16), 12 bytes of eight scales and minima, all 32 here, 128 bytes of nibbles;
-    Q6_K: 128 bytes of low nibbles, 64 of high bits, 16 scales, all 16 here, d.
+    Source:  llama.cpp, src/llama-quant.cpp, llama_tensor_get_type
     """
-    items, size = GGML_QUANT_SIZES[kind]
-    drawn = rng.integers(0, 256, (min(rows, _RANDOM_ROWS), width // items, size), np.uint8)
-    if kind == _Q4:
-        unit = _SPREAD / (np.sqrt((16**2 - 1) / 12) * 32)
-        drawn[..., :4] = np.array([unit, 7.5 * unit], np.float16).view(np.uint8)
-        drawn[..., 4:16] = [160] * 8 + [0] * 4  # 32 in six bits, eight times twice
-    else:
-        unit = _SPREAD / (np.sqrt((64**2 - 1) / 12) * 16)
-        drawn[..., 192:208] = 16
-        drawn[..., 208:] = np.array([unit], np.float16).view(np.uint8)
-    return np.resize(drawn.reshape(len(drawn), -1), (rows, width // items * size))
+    if file_format == "mxfp4":
+        return _Kind.MXFP4 if "_exps" in name else _Kind.Q8_0
+    if name == "output":
+        return _Kind.Q6_K
+    plain = _Kind.Q4_0 if file_format == "q4_0" else _Kind.Q4_K
+    has_eight = config.experts is not None and config.experts.router.num_experts == 8
+    if has_eight and name in ("attn_k", "attn_v"):
+        return _Kind.Q8_0
+    if file_format == "q4_0":
+        return plain
+    if has_eight and name == "attn_output":
+        return _Kind.Q5_K
+    takes_more = name in ("attn_v", "ffn_down", "ffn_down_exps")
+    return _Kind.Q6_K if takes_more and takes_more_bits(layer, config.num_layers) else plain
 
 
-def write(out: Path, shape: SyntheticShape, layers: int) -> None:
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to write: `rows` repeated to `shape` in blocks of `kind`, or float32 as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: _Kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        items, size = GGML_QUANT_SIZES[self.kind]
+        return int(np.prod(self.shape)) // items * size
+
+
+class RandomModel:
+    """The tensors of a file in their order, first their kinds and sizes, then what is in them."""
+
+    def __init__(self, shape: SyntheticShape, config: ModelConfig, file_format: str) -> None:
+        self._shape, self._config, self._format = shape, config, file_format
+        self._source = NormalSource(_SEED)
+        self._topics = Topics.draw(config.vocab_size, config.hidden_size, self._source)
+        self._ids, self._text = self._topics.sample(config.vocab_size, self._source)
+        self._is_gpt_oss = shape.family == "gpt_oss"
+        self._drawn: dict[tuple[str, _Kind], np.ndarray] = {}
+        self._inputs = torch.empty(0)
+        self._layer_inputs = torch.empty(0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors' names, shapes and kinds."""
+        config = self._config
+        table = (config.vocab_size, config.hidden_size)
+        yield self._matrix("token_embd", table, "token_embd", 0)
+        for layer in range(config.num_layers):
+            yield from self._layer(layer)
+        yield Tensor("output_norm.weight", table[1:], _Kind.F32)
+        yield self._matrix("output", table, "output", 0)
+
+    def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """What a tensor holds, in parts. They are asked for in the order of `tensors`."""
+        role = tensor.name.removesuffix(".weight").split(".", 2)[-1]
+        if tensor.name == "token_embd.weight":
+            embedding = self._topics.embedding(self._config.vocab_size, self._source)
+            self._begin(embedding[self._ids])
+            yield from _in_parts(embedding, tensor.kind)
+        elif tensor.name == "output.weight":
+            outputs = functional.rms_norm(self._layer_inputs, self._layer_inputs.shape[1:])
+            vocab = self._config.vocab_size
+            yield from _in_parts(
+                self._topics.head(vocab, outputs, self._text, self._source), tensor.kind
+            )
+        elif tensor.kind == _Kind.F32:
+            yield self._vector(role, tensor.shape)
+        else:
+            key = (role, tensor.kind)
+            if key not in self._drawn:
+                self._drawn[key] = blocks_of(self._rows(role, tensor.shape), tensor.kind)
+            rows = self._drawn[key]
+            parts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            count = int(np.prod(tensor.shape[:-1])) // parts
+            layer = int(tensor.name.split(".")[1])
+            for part in range(parts):  # of each layer and expert, other rows first
+                rolled = np.roll(rows, 61 * layer + 97 * part, axis=0)
+                yield np.resize(rolled, (count, rows.shape[1]))
+
+    def _layer(self, layer: int) -> Iterator[Tensor]:
+        config, block = self._config, f"blk.{layer}."
+        hidden, attention = config.hidden_size, config.attention_size
+        keys = config.num_kv_heads * config.head_dim
+
+        def vector(name: str, *sizes: int) -> Tensor:
+            return Tensor(f"{block}{name}", sizes, _Kind.F32)
+
+        yield vector("attn_norm.weight", hidden)
+        sizes = {"q": (attention, hidden), "k": (keys, hidden), "v": (keys, hidden)}
+        sizes["output"] = (hidden, attention)
+        for name, of_one in sizes.items():
+            yield self._matrix(f"{block}attn_{name}", of_one, f"attn_{name}", layer)
+            if config.attention_bias:
+                yield vector(f"attn_{name}.bias", of_one[0])
+        for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            if config.qk_norm:
+                yield vector(
+                    f"attn_{name}_norm.weight",
+                    config.head_dim * (heads if config.qk_norm == "full" else 1),
+                )
+        if config.has_sinks:
+            yield vector("attn_sinks.weight", config.num_heads)
+        yield vector(
+            "post_attention_norm.weight" if self._is_gpt_oss else "ffn_norm.weight", hidden
+        )
+        if config.experts is None:
+            size = config.ffn_size
+            yield self._matrix(f"{block}ffn_gate", (size, hidden), "ffn_gate", layer)
+            yield self._matrix(f"{block}ffn_up", (size, hidden), "ffn_up", layer)
+            yield self._matrix(f"{block}ffn_down", (hidden, size), "ffn_down", layer)
+            return
+        experts, size = config.experts.router.num_experts, config.experts.size
+        yield vector("ffn_gate_inp.weight", experts, hidden)
+        if config.experts.router.has_bias:
+            yield vector("ffn_gate_inp.bias", experts)
+        for name, rows, width in (
+            ("gate", size, hidden),
+            ("up", size, hidden),
+            ("down", hidden, size),
+        ):
+            role = f"ffn_{name}_exps"
+            yield self._matrix(f"{block}{role}", (experts, rows, width), role, layer)
+            if config.ffn_bias:
+                yield vector(f"{role}.bias", experts, rows)
+
+    def _matrix(self, name: str, shape: tuple[int, ...], role: str, layer: int) -> Tensor:
+        kind = matrix_kind(role, self._format, layer, self._config)
+        return Tensor(f"{name}.weight", shape, kind)
+
+    def _begin(self, embeddings: torch.Tensor) -> None:
+        """What layers get: the embeddings of a text, and half of what layers add in all.
+
+        Half of that is the same for all tokens: attention's means over what texts have in common.
+        """
+        rms = _UPDATES_RMS / 2
+        added = self._source.normal(tuple(embeddings.shape), rms)
+        added += self._source.normal(tuple(embeddings.shape[1:]), rms)
+        self._layer_inputs = embeddings + added
+        self._inputs = functional.rms_norm(self._layer_inputs, embeddings.shape[1:])
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name == "ffn_gate_inp":
+            return self._router()
+        if name.endswith("norm"):
+            return np.ones(shape, np.float32)
+        scale = 1.0 if "sinks" in name else _BIAS_SCALE
+        if "down" in name or "output" in name:
+            scale *= self._update_rms
+        return self._source.normal(shape, scale).numpy()
+
+    def _router(self) -> np.ndarray:
+        spec = self._config.layers[0].ffn.router
+        assert spec is not None
+        reads_layer = spec.reads == "layer_input"
+        self._made = make_router(
+            self._layer_inputs if reads_layer else self._inputs,
+            self._topics,
+            self._text,
+            spec,
+            RoutingStats(self._shape.skew, self._shape.kept),
+            None,
+            self._source,
+        )
+        return self._made.rows.numpy()
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Some rows of a matrix, scaled for its inputs."""
+        count, width = min(_ROWS, int(np.prod(shape[:-1]))), shape[-1]
+        if "down" in name or "output" in name:
+            return self._source.normal((count, width), self._output_std(name, width)).numpy()
+        rows = self._source.normal((count, width), width**-0.5)
+        if "gate" in name:
+            self._topics.take_out_of(rows)
+            across = self._inputs @ rows.T
+            along = float((self._inputs @ self._topics.common).mean())
+            density = self._shape.density
+            rates = power_law_rates(count, density)[self._source.permutation(count).numpy()]
+            quantiles = torch.special.ndtri(torch.from_numpy(rates)).float()
+            rows.addr_(quantiles * float(across.std()) / along, self._topics.common)
+            self._gate = rows
+        elif "up" in name:
+            self._up = rows
+        return rows.numpy()
+
+    @property
+    def _update_rms(self) -> float:
+        return _UPDATES_RMS / (2 * self._config.num_layers) ** 0.5
+
+    def _output_std(self, name: str, width: int) -> float:
+        """The deviation of rows whose output has that of one update."""
+        if name == "attn_output":
+            return self._update_rms * width**-0.5
+        spec = self._config.layers[0].ffn
+        gate, up = (self._inputs @ rows.T for rows in (self._gate, self._up))
+        limit = spec.activation_threshold
+        neurons = activated(spec.activation_fn, gate, limit)
+        neurons *= activated_up(spec.activation_fn, up, limit)
+        energy = width * float(neurons.square().mean())
+        if spec.router is not None:
+            energy *= float(self._made.weights.square().sum(dim=1).mean())
+        return self._update_rms * energy**-0.5
+
+
+def _in_parts(rows: torch.Tensor, kind: _Kind) -> Iterator[np.ndarray]:
+    for part in rows.split(_BLOCK_ROWS):
+        yield blocks_of(part.numpy(), kind)
+
+
+def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
     """Write the file, whole or not at all; no more than one matrix is held at a time."""
-    part = out.with_name(f"{out.name}.part")
-    writer = GGUFWriter(str(part), shape.family)
-    writer.add_block_count(layers)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(_NORM_EPS)
-    writer.add_rope_freq_base(_ROPE_THETA)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_file_type(LlamaFileType.MOSTLY_Q4_K_M)
+    config = build_config(config_json(shape, "float16"))
+    part, arch = out.with_name(f"{out.name}.part"), ARCHITECTURES[shape.family]
+    writer = GGUFWriter(str(part), arch)
+    _add_keys(writer, config, shape)
+    writer.add_file_type(FORMATS[file_format])
     writer.add_tokenizer_model("no_vocab")
-    for name, sizes, kind in tensors(shape, layers):
-        of = GGMLQuantizationType.F32 if kind is None else kind
-        items, size = GGML_QUANT_SIZES[of]
-        num_bytes = int(np.prod(sizes)) // items * size
-        writer.add_tensor_info(f"{name}.weight", sizes, np.dtype(np.float32), num_bytes, of)
+    model = RandomModel(shape, config, file_format)
+    for tensor in model.tensors():
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.kind
+        )
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        rng = np.random.default_rng(_SEED)
-        for _, sizes, kind in tensors(shape, layers):
-            if kind is None:
-                writer.write_tensor_data(np.ones(sizes, np.float32))
-            else:
-                writer.write_tensor_data(random_blocks(sizes[0], sizes[1], kind, rng))
+        assert writer.fout is not None
+        file = writer.fout[0]
+        with torch.inference_mode():
+            for tensor in model.tensors():
+                writer.write_padding(file, file.tell())
+                for values in model.values(tensor):
+                    values.tofile(file)
+                writer.write_padding(file, tensor.num_bytes)
         writer.close()
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
 
 
+def _add_keys(writer: GGUFWriter, config: ModelConfig, shape: SyntheticShape) -> None:
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    assert config.rope is not None
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    if shape.family == "gpt_oss":
+        scaling = config_json(shape, "float16")["rope_scaling"]
+        writer.add_string(f"{writer.arch}.rope.scaling.type", scaling["rope_type"])
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if any(config.windows):
+        writer.add_sliding_window(max(config.windows))
+    if config.experts is not None:
+        router = config.experts.router
+        writer.add_expert_count(router.num_experts)
+        writer.add_expert_used_count(router.num_chosen)
+        writer.add_expert_feed_forward_length(config.experts.size)
+        if router.score == "sigmoid":
+            writer.add_uint32(f"{writer.arch}.expert_gating_func", _SIGMOID)
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3-8b", show_default=True)
+@click.option("--shape", "name", type=click.Choice(list(SHAPES)), default="qwen3-8b",
+              show_default=True)  # fmt: skip
+@click.option("--format", "file_format", type=click.Choice(list(FORMATS)), default="q4_k_m",
+              show_default=True)  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
-def main(out: Path, shape: str, layers: int) -> None:
+@click.option("--density", type=float, help="Share of active neurons; the shape's without it.")
+def main(out: Path, name: str, file_format: str, layers: int, density: float | None) -> None:
     """Write OUT."""
-    write(out, SHAPES[shape], layers)
+    shape = replace(SHAPES[name], layers=layers)
+    shape = shape if density is None else replace(shape, density=density)
+    if file_format == "mxfp4" and not shape.experts:
+        raise click.UsageError("mxfp4 is a format of experts; give a mixture's --shape")
+    write(out, shape, file_format)
     click.echo(f"{out}: {out.stat().st_size / 1e9:.2f} GB")
 
 

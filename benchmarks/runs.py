@@ -47,9 +47,17 @@ def where_and_when(model: Path, threads: int) -> Json:
 def shape_text(config: ModelConfig) -> str:
     """A model's sizes in a line."""
     return (
-        f"{config.num_layers} layers of d {config.hidden_size}, FFN {config.ffn_size}, "
+        f"{config.num_layers} layers of d {config.hidden_size}, {_ffn_text(config)}, "
         f"vocabulary {config.vocab_size}, {config.dtype}"
     )
+
+
+def _ffn_text(config: ModelConfig) -> str:
+    experts = config.experts
+    if experts is None:
+        return f"FFN {config.ffn_size}"
+    router = experts.router
+    return f"{router.num_chosen} of {router.num_experts} experts of {experts.size}"
 
 
 def write_report(report: Json, table: str, out: Path | None) -> None:

@@ -79,7 +79,7 @@ def make_plan(
         head_device=int(part_device[kinds == HEAD][0]),
         report={
             **make_report(problem, devices, parts, kv, expected, solution),
-            "assumed": list(assumptions(machine, request, profile, predictor)),
+            "assumed": list(assumptions(config, machine, request, profile, predictor)),
         },
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.plan import PlanRequest
 from hotcold.placement.profile import ActivationProfile
@@ -174,13 +175,16 @@ def _speed(read_bytes: float, seconds: float) -> dict[str, float]:
 
 
 def assumptions(
+    config: ModelConfig,
     machine: Machine,
     request: PlanRequest,
     profile: ActivationProfile | None,
     predictor: PredictorCost | None,
 ) -> Iterator[str]:
     """What a plan assumes: a clause for each assumption, the most important first."""
-    if profile is None:
+    if profile is None and config.experts is not None:
+        yield "tokens choose all experts equally often (no profile; `hotcold profile` counts)"
+    elif profile is None:
         yield "every neuron fires at every token (no profile; `hotcold profile` counts)"
     elif profile.is_stated:
         yield profile.text_name

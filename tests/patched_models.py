@@ -84,6 +84,7 @@ def _with_experts(path: Path, values: dict[str, Any], dtype: torch.dtype) -> Pre
     kind = _MIXTURES[values["model_type"]]
     known: dict[str, Any] = {"model_type": kind.lower(), "architectures": None}
     known["intermediate_size"] = 8  # of FFNs that are replaced
+    known["pad_token_id"] = None  # SmolLM3's own may be no token here
     if kind == "SmolLM3":
         layout = values.get("sliding_window_layout") or [0] * values["num_hidden_layers"]
         known["no_rope_layers"] = values.get("rope_layout") or [1] * values["num_hidden_layers"]
@@ -115,7 +116,8 @@ def _use_experts(
 
     def of_token(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         if is_early:
-            top = torch.topk(own["primary_router.weight"] @ before, 2)
+            count = values["moe_num_active_primary_experts"]
+            top = torch.topk(own["primary_router.weight"] @ before, count)
             weights = top.values.sigmoid() / top.values.sigmoid().sum()
             if values.get("moe_primary_router_apply_softmax"):
                 weights = top.values.softmax(0)

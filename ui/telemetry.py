@@ -38,7 +38,7 @@ def _experts_json(experts: ExpertCounts) -> dict[str, Any]:
         "count": experts.num_experts.tolist(),
         "per_token": experts.num_chosen,
         "chosen": np.round(experts.rates, 4).tolist(),
-        "read": experts.read.tolist(),
+        "hit_rate": experts.hit_rate,
     }
 
 

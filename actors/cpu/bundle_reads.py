@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.direct_io import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
-from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
@@ -24,9 +24,14 @@ from hotcold.numba_kernels.storage.io_ring import (
 )
 from hotcold.numba_kernels.storage.neuron_file import (
     DAMAGED,
+    DESCRIPTOR,
+    FIRST_BYTE,
+    GATE_BYTES,
     KEEPS_PAGES,
     NUM_FACTS,
     PIECE,
+    UNIT,
+    UP_DOWN_BYTES,
     NeuronFile,
     RowBytes,
     staging_bytes,
@@ -46,48 +51,55 @@ from hotcold.numba_kernels.storage.ring_reads import go_on_without_ring, serve_r
 _POLL_S = 0.001
 
 
-class BundleReads:
-    """The open file, where a shard's neurons are in it, and the queue of its reading threads."""
+class Bundles(NamedTuple):
+    """A shard's bundles of all layers.
 
-    def __init__(
-        self, file: BundleFile, weights: FfnWeights, most: int, piece_bytes: int = 0
-    ) -> None:
-        """`weights` has the shard's ids; up to `most` of its neurons may be requested at once.
+    layers, places (N,) int32: a bundle's layer and its place in it; numbers (N,): the neuron or
+    expert whose bundle it is, `noun` says which
+    """
+
+    layers: np.ndarray
+    places: np.ndarray
+    numbers: np.ndarray
+    noun: str
+
+
+class BundleReads:
+    """The open file, where a shard's bundles are in it, and the queue of its reading threads."""
+
+    def __init__(self, file: BundleFile, bundles: Bundles, most: int, piece_bytes: int = 0) -> None:
+        """Up to `most` of the shard's `bundles` may be requested at once.
 
         A read of the file takes at most `piece_bytes`, unless that is 0.
 
         Errors:  ServiceError
         """
-        self._path, self._geometry, self._ids = file.path, file.geometry, weights.neuron_ids
+        self._path, self._geometry, self._bundles = file.path, file.geometry, bundles
         try:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
-        self.located = self._locate(file, weights.starts, keeps_pages, piece_bytes)
+        self.located = self._locate(file, keeps_pages, piece_bytes)
         self.queue = new_queue(NUM_THREADS, most)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
-    def _locate(
-        self, file: BundleFile, starts: np.ndarray, keeps_pages: bool, piece_bytes: int
-    ) -> NeuronFile:
-        geometry = self._geometry
-        layers = np.repeat(
-            np.arange(geometry.num_layers, dtype=np.int32), starts[:, -1] - starts[:, 0]
-        )
-        places = file.places()[layers, self._ids]
+    def _locate(self, file: BundleFile, keeps_pages: bool, piece_bytes: int) -> NeuronFile:
+        geometry, (layers, places, _, _) = self._geometry, self._bundles
         facts = np.zeros(NUM_FACTS, np.int64)
-        facts[:] = [
+        facts[[DESCRIPTOR, UNIT, KEEPS_PAGES, PIECE]] = (
             self._descriptor,
             self._unit,
             keeps_pages,
+            piece_bytes,
+        )
+        facts[[FIRST_BYTE, GATE_BYTES, UP_DOWN_BYTES]] = (
             geometry.first_byte,
-            geometry.num_neurons,
             geometry.gate_bytes,
             geometry.up_down_bytes,
-            piece_bytes,
-        ]
-        return NeuronFile(facts, layers, places, file.checksums[layers, places])
+        )
+        firsts = geometry.layer_firsts[:-1]
+        return NeuronFile(facts, firsts, layers, places, file.checksums[firsts[layers] + places])
 
     def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
         """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.
@@ -145,7 +157,7 @@ class BundleReads:
         return aligned_empty((num_reads, size), np.uint8)
 
     def read(self, rows: np.ndarray, parts: np.ndarray) -> None:
-        """Read parts of one layer's neurons into their slots, once nothing else is being read.
+        """Read parts of one layer's bundles into their slots, once nothing else is being read.
 
         Errors:  ServiceError
         """
@@ -163,16 +175,17 @@ class BundleReads:
         status, row = self.queue.failure.tolist()
         if not status:
             return ""
-        layer, neuron = int(self.located.layers[row]), int(self._ids[row])
+        layer, number = int(self._bundles.layers[row]), int(self._bundles.numbers[row])
+        what = f"{self._bundles.noun} {number} of layer {layer}"
         if status == SHORT:
             return f"{self._path}: became shorter while in use; make it with `hotcold pack` again"
         if status == DAMAGED:
             return (
-                f"{self._path}: neuron {neuron} of layer {layer} is not what was written; see "
+                f"{self._path}: {what} is not what was written; see "
                 "what else with `hotcold pack --verify`, and make the file again"
             )
         return (
-            f"{self._path}: neuron {neuron} of layer {layer} cannot be read "
+            f"{self._path}: {what} cannot be read "
             f"({os.strerror(status)}); mend the disk, or make the file elsewhere"
         )
 

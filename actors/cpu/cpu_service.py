@@ -175,7 +175,8 @@ class CpuService(Service):
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
-            block_weights=self.buffers.block_weights[: num_tokens * int(request[WEIGHS_BLOCKS])],
+            block_weights=self.prompt_weights(),
+            firsts=self.block_firsts(layer),
             predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
         )
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
@@ -183,6 +184,15 @@ class CpuService(Service):
     def _rows(self, layer: int) -> tuple[int, int]:
         """First and last row of a layer."""
         return int(self.arrays.starts[layer, 0]), int(self.arrays.starts[layer, -1])
+
+    def prompt_weights(self) -> np.ndarray:
+        """The weights of blocks for the request's tokens (T, B); (0, B) without any."""
+        request = self.buffers.requests[self.index]
+        return self.buffers.block_weights[: int(request[NUM_TOKENS] * request[WEIGHS_BLOCKS])]
+
+    def block_firsts(self, layer: int) -> np.ndarray | None:
+        """Where the layer's blocks begin in rows of `layer_arrays` that are in slots; else None."""
+        return None
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hotcold.actors.cpu.bundle_reads import BundleReads
+from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles
 from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES, OffloadedShare
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.config.weight_formats import numpy_dtype
@@ -66,9 +66,10 @@ class NeuronStore:
             for number in (share.num_gates, share.num_up_downs)
         )
         self._num_threads = num_threads
-        self._reads = BundleReads(file, weights, self._most, share.piece_bytes)
-        located = self._reads.located
-        norms = file.norms[located.layers, located.places] if has_down_norms else NO_NORMS
+        bundles = _bundles_of(file, weights)
+        self._reads = BundleReads(file, bundles, self._most, share.piece_bytes)
+        own = self._reads.located.firsts[bundles.layers] + bundles.places
+        norms = file.norms[own, 0] if has_down_norms else NO_NORMS
         self._down_norms = norms
         self.arrays = self._new_arrays(num_gates, num_up_downs)
         self.stored = self._new_stored(num_gates, num_up_downs, share, num_threads, predictors)
@@ -119,7 +120,8 @@ class NeuronStore:
             share.forgets,
             share.waits_first,
         ]
-        num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
+        num_neurons = self._weights.neuron_ids.size
+        num_places = max(self._file.geometry.layer_bundles)
         # Two layers may be in flight, and none may take a slot that this layer needs.
         spare = num_up_downs - self._most
         if num_gates < num_neurons:
@@ -153,7 +155,8 @@ class NeuronStore:
         gate, up, down = self.arrays[1:4]
         up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
         slots = self.stored.gates.slot_of, self.stored.up_downs.slot_of
-        return RowBytes(rows(gate), up_bytes, rows(down), *slots)
+        offsets, patterns = np.zeros((1, 1), np.int32), np.zeros(slots[0].size, np.int32)
+        return RowBytes(rows(gate), up_bytes, rows(down), *slots, offsets, patterns)
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
         """Read all gates where they stay; of the rest what has the highest rates, if known."""
@@ -274,6 +277,15 @@ class NeuronStore:
     def close(self) -> None:
         """End the reading threads and close the file."""
         self._reads.close()
+
+
+def _bundles_of(file: BundleFile, weights: FfnWeights) -> Bundles:
+    """A bundle for each neuron of the shard."""
+    starts = weights.starts
+    layers = np.repeat(np.arange(len(starts), dtype=np.int32), starts[:, -1] - starts[:, 0])
+    parts = np.split(weights.neuron_ids, starts[1:, 0])
+    places = [layer[ids] for layer, ids in zip(file.places(), parts, strict=True)]
+    return Bundles(layers, np.concatenate(places), weights.neuron_ids, "neuron")
 
 
 def _highest(rates: np.ndarray, count: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService, add_draft
+from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
@@ -21,7 +22,7 @@ from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation, activation
-from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
@@ -38,11 +39,9 @@ class OffloadedCpuService(CpuService):
         store: NeuronStore,
         function: Activation,
         buckets: np.ndarray | None = None,
-        predictors: ExpertPredictors | None = None,
     ) -> None:
         """Serve the neurons of `store`; the rest as `CpuService`."""
-        arrays = store.arrays
-        super().__init__(name, index, num_threads, arrays, function, buckets, predictors)
+        super().__init__(name, index, num_threads, store.arrays, function, buckets)
         self.store, self.source = store, store.stored
 
     def prepare(self, layout: ArenaLayout) -> None:
@@ -84,13 +83,80 @@ class OffloadedCpuService(CpuService):
         self.store.close()
 
 
+class OffloadedExpertService(CpuService):
+    """`CpuService` over an `ExpertStore`."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        store: ExpertStore,
+        function: Activation,
+        buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
+        routes_early: bool = False,
+    ) -> None:
+        """Serve the experts of `store`; the rest as `CpuService`.
+
+        `routes_early`: routers read the layer's input
+        """
+        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
+        self.store, self.source = store, store.stored
+        self._routes_early = routes_early
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
+        super().prepare(layout)
+        self.store.count_misses(self.buffers.block_misses[self.index])
+        if self.buffers.guessed_weights.size:
+            self.store.read_ahead(self.buffers, self._routes_early)
+        self.source = self.store.stored
+
+    def answer_in_python(self) -> None:
+        """As `CpuService`; the next layer is read while attention computes the prompt."""
+        super().answer_in_python()
+        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        if following not in (0, layer + 1):
+            self.store.request_ahead(following - 1, self._blocks_of(following - 1))
+
+    def _blocks_of(self, layer: int) -> np.ndarray:
+        starts = self.arrays.starts[layer]
+        return np.flatnonzero(np.diff(starts)).astype(np.int64)
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
+        """All rows in memory, once those of the experts that a prompt's tokens chose are there.
+
+        Errors:  ServiceError
+        """
+        blocks, weights = self._blocks_of(layer), self.prompt_weights()
+        if weights.shape[0]:
+            blocks = blocks[(weights[:, blocks] != 0).any(axis=0)]
+        self.store.request(layer, blocks)
+        self.store.await_blocks(layer, blocks)
+        return self.arrays, layer
+
+    def block_firsts(self, layer: int) -> np.ndarray:
+        """Where the layer's blocks begin in the rows in memory."""
+        return self.store.block_firsts(layer)
+
+    def explain(self, service: int) -> str:
+        """Why the last read failed, if it did; else as `Service.explain`."""
+        return self.store.failure() or super().explain(service)
+
+    def release(self) -> None:
+        """End the reading threads too."""
+        super().release()
+        self.store.close()
+
+
 def load_offloaded_service(
     spec: ServiceSpec,
     config: ModelConfig,
     share: OffloadedShare,
     predictors: Path | None,
     on_bytes: OnBytes,
-) -> OffloadedCpuService:
+) -> OffloadedCpuService | OffloadedExpertService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
     With the file `predictors` the next layer's neurons are read ahead; with `spec.among` (see
@@ -105,17 +171,31 @@ def load_offloaded_service(
     geometry = BundleGeometry.of(stored_config(checkpoint, config, spec.system.weight_dtype))
     file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
-    weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias)
+    dtype = spec.system.weight_dtype
+    weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias, dtype)
+    threads, has_norms = spec.num_threads, spec.system.has_down_norms
+    buckets = buckets_of(config, neuron_ids)
+    function = activation(config.activation_fn, config.activation_threshold)
+    if config.experts is not None:
+        layers = [layer.ffn for layer in config.layers]
+        experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms)
+        of_experts = OffloadedExpertService(
+            spec.name,
+            spec.index,
+            threads,
+            experts,
+            function,
+            buckets,
+            weights.predictors,
+            config.experts.router.reads == "layer_input",
+        )
+        add_draft(of_experts, spec, config, on_bytes)
+        return of_experts
     ahead = None
     if predictors is not None:
         found = read_predictors(predictors, identity, config, keeps_pages=False)
         ahead = shard_predictors(found, neuron_ids, spec.among)
-    threads, has_norms = spec.num_threads, spec.system.has_down_norms
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    buckets = buckets_of(config, neuron_ids)
-    function = activation(config.activation_fn, config.activation_threshold)
-    service = OffloadedCpuService(
-        spec.name, spec.index, threads, store, function, buckets, weights.predictors
-    )
+    service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
     add_draft(service, spec, config, on_bytes)
     return service

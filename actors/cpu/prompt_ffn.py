@@ -69,6 +69,7 @@ def prompt_ffn(
     await_up_down: Callable[[], None] = lambda: None,
     block_weights: np.ndarray = NO_WEIGHTS,
     predictors: LayerPredictors | None = None,
+    firsts: np.ndarray | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
@@ -77,14 +78,15 @@ def prompt_ffn(
     tokens for which neuron n's activation is not 0; with drelu also its up product. `await_up_down`
     returns once up and down rows are loaded. Gate rows always are, and are multiplied before that
     where gate and up need not be multiplied together. `block_weights` as in `Selection`: a block is
-    multiplied with the tokens for which its weight is not zero. `predictors` say which neurons of
-    their blocks count.
+    multiplied with the tokens for which its weight is not zero. firsts (B,): where the layer's
+    blocks begin in rows and biases that are no layer's own, but in slots. `predictors` say which
+    neurons of their blocks count.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
     """
     matmul.begin_layer()
-    shard = _Shard.of(arrays, layer, function)
-    tokens, weights = choices(np.diff(shard.bounds), len(x), block_weights)
-    h, factors = (_empty_rows(matmul, np.diff(shard.bounds), tokens) for _ in range(2))
+    shard = _Shard.of(arrays, layer, function, firsts)
+    tokens, weights = choices(shard.widths, len(x), block_weights)
+    h, factors = (_empty_rows(matmul, shard.widths, tokens) for _ in range(2))
     num_fired = np.empty(tokens.ids.size, np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
@@ -99,7 +101,7 @@ def prompt_ffn(
         matmul.block_linears(x, tokens, products if scales_at_once else products[:1])
         scores = _NO_ROWS if predictors is None else predictors.scores(matmul, shard, tokens, x)
         activate = partial(
-            activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.bounds,
+            activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.firsts,
             tokens, scores, at_once, h, num_fired,
         )  # fmt: skip
         matmul.then_rows(tokens.ids.size, activate)
@@ -112,7 +114,7 @@ def prompt_ffn(
         rest = _Rest(matmul, shard, x, factors if is_gated and not scales_at_once else _NO_ROWS)
         is_few = np.zeros(tokens.ids.size, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
-            widths = np.repeat(np.diff(shard.bounds), np.diff(tokens.starts))
+            widths = np.repeat(shard.widths, np.diff(tokens.starts))
             is_few = num_fired <= _FEW * widths
         rest.add_by_choice(tokens, h, is_few, out, block_weights.size > 0)
         if arrays.down_bias.shape[2]:
@@ -135,7 +137,7 @@ def compile_prompt_ffn(
         outs.append(np.empty((1, CHUNK), np.float32))
     if isinstance(arrays, FfnArrays):
         copy_kernel(tokens, rows, num_fired, tokens, rows, 0, 0)
-        fired = empty_fired(tokens, ends)
+        fired = empty_fired(tokens, ends[:1], ends[:1])
         list_fired(rows, ends, tokens, 0, 0, fired)
         if arrays.up.shape[0]:
             vectors = matmul.vectors(np.empty((0, CHUNK), np.float32), arrays.up)
@@ -157,13 +159,14 @@ def compile_prompt_ffn(
 
 
 class _Shard(NamedTuple):
-    """A layer's rows of a shard; block b's are bounds[b]:bounds[b + 1].
+    """A layer's rows of a shard; block b's are widths[b] from firsts[b] on.
 
     down: for each format, and whether they are a row an output
     """
 
     function: Activation
-    bounds: np.ndarray
+    firsts: np.ndarray
+    widths: np.ndarray
     gate: np.ndarray
     up: np.ndarray
     gate_bias: np.ndarray
@@ -171,24 +174,32 @@ class _Shard(NamedTuple):
     down: np.ndarray | list[WeightBlocks]
 
     @classmethod
-    def of(cls, arrays: FfnArrays | TransposedArrays, layer: int, function: Activation) -> _Shard:
-        """Views of a layer."""
-        first, last = int(arrays.starts[layer, 0]), int(arrays.starts[layer, -1])
+    def of(
+        cls,
+        arrays: FfnArrays | TransposedArrays,
+        layer: int,
+        function: Activation,
+        firsts: np.ndarray | None,
+    ) -> _Shard:
+        """Views of a layer, or with `firsts` of all rows."""
+        starts = np.asarray(arrays.starts[layer], np.int64)
+        own = slice(starts[0], starts[-1]) if firsts is None else slice(None)
 
         def part(array: np.ndarray) -> np.ndarray:
-            return array[first:last] if array.shape[0] else array
+            return array[own] if array.shape[0] else array
 
         is_transposed = isinstance(arrays, TransposedArrays)
         return cls(
             function,
-            np.asarray(arrays.starts[layer] - first, np.int64),
+            starts[:-1] - starts[0] if firsts is None else firsts,
+            np.diff(starts),
             *map(part, (arrays.gate, arrays.up, arrays.gate_bias, arrays.up_bias)),
             layer_blocks(arrays.down, layer) if is_transposed else part(arrays.down),
         )
 
     def blocks(self, rows: np.ndarray) -> WeightBlocks:
         """Rows of all neurons, or none, by block."""
-        return weight_blocks(rows, self.bounds if len(rows) else self.bounds * 0)
+        return weight_blocks(rows, self.firsts, self.widths * (len(rows) > 0))
 
 
 def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
@@ -208,10 +219,10 @@ class LayerPredictors(NamedTuple):
     ) -> ChoiceRows:
         """outer . relu(inner . x) of each choice's neurons, in blocks that have a predictor."""
         starts = self.of_model.inner_starts[self.layer]
-        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], starts - starts[0])
-        ranks = np.diff(starts)
+        ranks, firsts = np.diff(starts), starts[:-1] - starts[0]
+        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], firsts, ranks)
         hidden = _empty_rows(matmul, ranks, tokens)
-        scores = _empty_rows(matmul, np.where(ranks > 0, np.diff(shard.bounds), 0), tokens)
+        scores = _empty_rows(matmul, np.where(ranks > 0, shard.widths, 0), tokens)
         matmul.block_linears(x, tokens, [(inner, hidden)])
         matmul.then_rows(hidden.values.size, partial(_relu, hidden.values))
         for outer in layer_blocks(self.of_model.outer, self.layer):
@@ -224,8 +235,10 @@ def _relu(values: np.ndarray, first: int, last: int) -> None:
 
 
 def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
-    for block, (first, last) in enumerate(pairwise(shard.bounds)):
-        counts[first:last] += np.count_nonzero(rows_of_block(h, tokens, block)[0], axis=0)
+    ends = np.concatenate([[0], np.cumsum(shard.widths)])
+    for block, (first, last) in enumerate(pairwise(ends)):
+        if len(rows := rows_of_block(h, tokens, block)[0]):
+            counts[first:last] += np.count_nonzero(rows, axis=0)
 
 
 def _add_bias(
@@ -279,7 +292,7 @@ class _Rest(NamedTuple):
         else:
             for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
                 own = listed(tokens, which)
-                own_h = _empty_rows(self.matmul, np.diff(self.shard.bounds), own)
+                own_h = _empty_rows(self.matmul, self.shard.widths, own)
                 from_rows = np.flatnonzero(which)
                 copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
                 self.matmul.then_rows(own.ids.size, copy)
@@ -289,11 +302,11 @@ class _Rest(NamedTuple):
         """Add the sum over all neurons of each choice, once it has been run."""
         matmul, shard = self.matmul, self.shard
         if self._scales:
-            starts = row_starts(tokens, np.diff(shard.bounds))
+            starts = row_starts(tokens, shard.widths)
             factors = ChoiceRows(self.factors.values[: starts[-1]], starts)
             matmul.block_linears(self.x, tokens, [(shard.blocks(shard.up), factors)])
             scale = partial(
-                scale_kernel, shard.function, shard.up_bias, shard.bounds, tokens, factors, h
+                scale_kernel, shard.function, shard.up_bias, shard.firsts, tokens, factors, h
             )
             matmul.then_rows(tokens.ids.size, scale)
         if isinstance(shard.down, np.ndarray):
@@ -307,14 +320,14 @@ class _Rest(NamedTuple):
         matmul, shard, down = self.matmul, self.shard, self.shard.down
         assert isinstance(down, np.ndarray)
         num_threads = matmul.num_threads
-        fired = empty_fired(tokens, shard.bounds, matmul.scratch)
+        fired = empty_fired(tokens, shard.firsts, shard.widths, matmul.scratch)
         shares = run_shares(tokens, fired, num_threads)
         vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
         sums = matmul.scratch((num_parts(out.shape[1]), len(out), PART_COLUMNS))
 
         def scale(thread: int) -> None:
             first, last = shares[thread : thread + 2]
-            list_fired(h, shard.bounds, tokens, first, last, fired)
+            list_fired(h, shard.firsts, tokens, first, last, fired)
             if self._scales:
                 prompt_up_kernel(shard.up, shard.up_bias, vectors, tokens, first, last, fired)
 

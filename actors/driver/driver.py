@@ -215,7 +215,10 @@ class Driver:
         )
 
     def _expert_counts(self) -> ExpertCounts | None:
-        return expert_counts(self.generator.config, self.engine.block_counts)
+        misses, engine = None, self.engine
+        if self._system.storage is not None:
+            misses = engine.exchange.buffers.block_misses[engine.topology.cpu_services]
+        return expert_counts(self.generator.config, engine.block_counts, misses)
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""
@@ -325,6 +328,10 @@ class Driver:
     def chosen_counts(self) -> np.ndarray:
         """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
         return self._profiling.chosen_counts.copy()
+
+    def recorded_weights(self) -> np.ndarray:
+        """What blocks weigh for the last window's recorded tokens (`ProfilingEngine`)."""
+        return self._profiling.recorded_weights
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).

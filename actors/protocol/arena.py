@@ -41,6 +41,7 @@ class ArenaLayout:
     pages_a_slot: int
     num_layers: int = 1
     num_blocks: int = 0  # of a layer's neurons, where there are several
+    num_guessed: int = 0  # tokens of a step whose next layer's experts are guessed
     num_buckets: int = NUM_BUCKETS  # in which a layer's neurons are counted
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
@@ -60,10 +61,12 @@ class ArenaLayout:
             ("active_ids", np.int32, (s, self.max_neurons)),
             ("active_masks", np.uint32, (s, self.max_neurons)),
             ("block_weights", np.float32, (t, self.num_blocks)),
+            ("guessed_weights", np.float32, (self.num_guessed, self.num_blocks)),
             ("partials", np.float32, (s, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, self.num_buckets, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),
+            ("block_misses", np.uint32, (s, self.num_layers, self.num_blocks)),
             ("predictor_bits", np.uint64, (self.predictor_words,)),
             (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
         ]

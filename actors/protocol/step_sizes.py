@@ -14,6 +14,8 @@ from hotcold.numba_kernels.decode.selection import MASK_TOKENS
 
 # The most tokens that kernels take at once: which tokens want a neuron is a 32-bit mask.
 KERNEL_TOKENS = MASK_TOKENS
+# The most tokens whose next layer's experts are guessed: more of them use most of a layer.
+MAX_GUESSED = 4
 # A step of at least so many tokens, all of one prompt, goes through matmul. A service decides by
 # the number of tokens alone.
 MATRIX_TOKENS = KERNEL_TOKENS + 1

@@ -18,7 +18,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MAX_GUESSED
 from hotcold.actors.setup.assignment import (
     Layers,
     cold_neurons,
@@ -284,6 +284,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         num_blocks=num_blocks if (num_blocks := neurons.most_blocks(config)) > 1 else 0,
+        num_guessed=MAX_GUESSED if system.storage is not None and config.experts else 0,
         num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,

@@ -32,7 +32,8 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.memory import MemoryNeed
-from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.profile import ActivationProfile, rates_of
+from hotcold.placement.storage import least_in_memory
 
 _GIB = 1 << 30
 
@@ -88,13 +89,16 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
 def _least(
     need: MemoryNeed, system: SystemConfig, config: ModelConfig
 ) -> tuple[NeuronStorage, int]:
-    """The smallest storage, slots for one whole layer, and the memory the driver's host then needs.
+    """The smallest storage: slots for one whole layer, and the memory that the host then needs.
 
     For a whole layer, as a GPU may turn out to hold few of its neurons.
     """
     geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
     file = bundle_path(system.model_path, geometry)  # absolute: the same on other hosts
-    least = NeuronStorage(str(file), geometry.num_neurons, geometry.num_neurons)
+    most = max(geometry.layer_bundles)
+    if config.experts is not None:
+        most = least_in_memory([layer.ffn for layer in config.layers])
+    least = NeuronStorage(str(file), most, most)
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
     return least, rest + -(-offloaded_ffn_bytes(system, config, least) // num_hosts)
 
@@ -110,12 +114,16 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         raise ValueError(f"{spec.name} has no neurons on storage")
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
+    if geometry.bundle_neurons > 1:
+        most = 0
     num_gates, num_up_downs = max(most, storage.num_gates), max(most, storage.num_up_downs)
     path = spec.path
     profile = own_profile(path, ModelIdentity.of(path), config)
     rates = np.empty(0, np.float32)
     if profile is not None:
-        parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
+        wanted = rates_of(config, profile)
+        every = wanted.fired if config.experts is None else wanted.chosen
+        parts = [layer[ids] for layer, ids in zip(every, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
     is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_up_downs))
     share = OffloadedShare(num_gates, num_up_downs, rates, is_whole)
@@ -152,12 +160,14 @@ def pack_model(
     return write_bundles(path, config, order, name, weight_dtype, on_bytes, accept_existing)
 
 
-def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:
-    shape = config.num_layers, config.ffn_size
-    if profile is None:
-        return np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), "checkpoint"
+def _file_order(
+    config: ModelConfig, profile: ActivationProfile | None
+) -> tuple[list[np.ndarray], str]:
+    geometry = BundleGeometry.of(config)
+    if profile is None or geometry.bundle_neurons > 1:
+        return [np.arange(size, dtype=np.int32) for size in geometry.layer_bundles], "checkpoint"
     order = np.argsort(-profile.counts, axis=1, kind="stable")
-    return order.astype(np.int32), profile.digest
+    return list(order.astype(np.int32)), profile.digest
 
 
 def has_bundles(path: Path, config: ModelConfig) -> bool:

@@ -20,11 +20,20 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
-from hotcold.placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
+from hotcold.placement.storage import (
+    Disk,
+    Kept,
+    Reads,
+    expected_reads,
+    gates_first,
+    missed_experts,
+    whole_bundles,
+)
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
 
 _ROW_BYTES = 64  # of each neuron: its place, checksums, biases, counts
+_EXPERT_NEURON_BYTES = 24  # of each neuron of an expert: its number, biases, bucket
 _SLOT_BYTES = 24  # of each slot: its owner, biases
 _UNKNOWN_RATE = 0.1  # firing rate assumed without a profile
 _DIVISIONS = 32  # steps between all memory for whole neurons and all for gates
@@ -36,6 +45,8 @@ def divided(
     path: Path, system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
 ) -> NeuronStorage:
     """The fastest way to use `spare` bytes, of all hosts, beyond `least`. Errors: ArtifactError."""
+    if config.experts is not None:  # whole experts
+        return next(_divisions(system, config, least, spare))
     num_words = _words_to_read_ahead(path, system, config)
     shared = num_words if _shares_bits(system, num_words) else 0
     ahead = replace(least, predictors=system.predictors_path or "", predictor_words=shared)
@@ -91,8 +102,13 @@ def _own_predictor_bytes(storage: NeuronStorage) -> int:
 def token_reads(
     path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
 ) -> Reads:
-    """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError."""
+    """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError.
+
+    Of experts by how often others found them chosen again.
+    """
     geometry = BundleGeometry.of(config)
+    if config.experts is not None:
+        return _expert_reads(config, kept)
     fired = _cold_rates(path, system, config)
     if not fired.size:
         return Reads(0, 0)
@@ -103,6 +119,19 @@ def token_reads(
     # Gates of all neurons outside of slots, and the bytes between them.
     ones, num_bytes = np.ones_like(fired), geometry.bundle_bytes
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
+
+
+def _expert_reads(config: ModelConfig, kept: NeuronStorage) -> Reads:
+    """`token_reads` of whole experts, of which those that were used last are in memory."""
+    assert config.experts is not None
+    router, geometry = config.experts.router, BundleGeometry.of(config)
+    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    size, num_experts = config.experts.size, router.num_experts
+    stay = config.num_neurons - num_layers * num_experts * size
+    num_slots = (kept.num_up_downs - stay) / (num_layers * size)
+    missed = num_layers * missed_experts(num_slots, num_experts, router.num_chosen)
+    num_bundles = missed * -(-size // geometry.bundle_neurons)
+    return Reads(num_bundles, num_bundles * geometry.bundle_bytes)
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
@@ -128,7 +157,7 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool
     if row_format is not None and row_format.bits <= 4:
         return False
     if not fired.size:
-        fired = np.full(geometry.num_layers * geometry.num_neurons, _UNKNOWN_RATE)
+        fired = np.full(geometry.num_bundles, _UNKNOWN_RATE)
     disk = Disk()
     return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
 
@@ -152,7 +181,9 @@ def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
 def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
     geometry = BundleGeometry.of(config)
-    tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
+    tables = geometry.num_bundles * _ROW_BYTES
+    if geometry.bundle_neurons > 1:
+        tables += config.num_neurons * _EXPERT_NEURON_BYTES
     buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors

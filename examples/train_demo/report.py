@@ -42,15 +42,15 @@ def as_markdown(report: dict) -> str:
         f"- Held-out perplexity {held_out['perplexity']} a token over {held_out['tokens']:,} tokens"
         f" ({held_out['bits_per_byte']} bits a byte).",
         "",
-        *_section("Training", report["training"].items(), ["", ""]),
-        *_section("Model", report["model"].items(), ["", ""]),
-        *_section("Each layer on held-out text", _layers(report), _LAYER_HEADER),
-        *_section(
+        *section("Training", report["training"].items(), ["", ""]),
+        *section("Model", report["model"].items(), ["", ""]),
+        *section("Each layer on held-out text", _layers(report), _LAYER_HEADER),
+        *section(
             "Firing rates on held-out text, all layers",
             [(b["rate"], b["neurons"]) for b in uneven["histogram"]],
             ["tokens it fires for", "neurons"],
         ),
-        *_section("Wrong answers among the sampled", wrong, ["question", "expected", "given"]),
+        *section("Wrong answers among the sampled", wrong, ["question", "expected", "given"]),
         "All sampled questions with both answers are in report.json.",
     ]
     return "\n".join(lines) + "\n"
@@ -66,7 +66,8 @@ def _layers(report: dict) -> Iterator[list[str]]:
         yield [str(layer_id), f"{zero:.1%}", f"{share:.1%}"]
 
 
-def _section(title: str, rows: Iterable[Sequence], header: Sequence[str]) -> list[str]:
+def section(title: str, rows: Iterable[Sequence], header: Sequence[str]) -> list[str]:
+    """A heading and a table, or "None."."""
     table = [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
     return [f"## {title}", "", *(table if len(table) > 2 else ["None."]), ""]
 

@@ -43,40 +43,41 @@ def target_rates(num_neurons: int, density: float, exponent: float) -> Tensor:
 
 @dataclass
 class RateControl:
-    """Watches the gates of a Llama model, prices its neurons, gives the penalty of a forward pass.
+    """Watches gates, prices their neurons, gives the penalty of a forward pass.
 
-    Shapes:  targets (N,), prices and rates (layers, N)
+    A gate is a layer's, or an expert's, which some passes may leave out.
+    Shapes:  targets (N,), prices and rates (gates, N)
     """
 
     targets: Tensor
     prices: Tensor
     rates: Tensor
-    _soft_rates: list[Tensor] = field(default_factory=list)
+    _soft_rates: list[tuple[int, Tensor]] = field(default_factory=list)
     _fired: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def watching(cls, model: LlamaForCausalLM, density: float, exponent: float) -> "RateControl":
-        """A control of all layers of `model`, with target rates as `target_rates` gives them."""
-        config, device = model.config, model.device
+        """A control of all gates of `model`, with target rates as `target_rates` gives them."""
+        config, device, gates = model.config, model.device, gate_functions(model)
         targets = target_rates(config.intermediate_size, density, exponent).to(device)
-        shape = (config.num_hidden_layers, config.intermediate_size)
+        shape = (len(gates), config.intermediate_size)
         zeros, halves = torch.zeros(shape, device=device), torch.full(shape, 0.5, device=device)
         control = cls(targets, zeros, halves)
-        for layer_id, layer in enumerate(model.model.layers):
-            layer.mlp.act_fn.register_forward_hook(control._hook(layer_id))
+        for number, gate in enumerate(gates):
+            gate.register_forward_hook(control._hook(number))
         return control
 
     def penalty(self) -> Tensor:
         """The penalty of the forward pass since the last call."""
         prices = self.prices + DAMPING * self._excess()
-        total = (prices * torch.stack(self._soft_rates)).sum()
+        terms = [(prices[number] * soft).sum() for number, soft in self._soft_rates]
         self._soft_rates.clear()
-        return total
+        return torch.stack(terms).sum()
 
     def update(self, progress_rate: float) -> None:
         """After an optimizer step: new firing rates, new prices. progress_rate: 0 to 1."""
-        for layer_id, fired in self._fired.items():
-            self.rates[layer_id].lerp_(torch.stack(fired).mean(0), 1 - RATE_MEMORY)
+        for number, fired in self._fired.items():
+            self.rates[number].lerp_(torch.stack(fired).mean(0), 1 - RATE_MEMORY)
         self._fired.clear()
         self.prices += PRICE_STEP * progress_rate * self._excess()
         self.prices.clamp_(-REWARD_LIMIT, PRICE_LIMIT)
@@ -85,11 +86,17 @@ class RateControl:
         ratio = (self.rates + SMALLEST_RATE) / (self.targets + SMALLEST_RATE)
         return torch.log(ratio).clamp(-1, 1)
 
-    def _hook(self, layer_id: int) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
+    def _hook(self, number: int) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
         def watch(_module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> None:
-            gate = inputs[0].flatten(0, 1)[::TOKEN_STRIDE].float()
+            gate = inputs[0].flatten(0, -2)[::TOKEN_STRIDE].float()
             scale = gate.detach().square().mean().sqrt() / 2 + 1e-6
-            self._soft_rates.append(torch.sigmoid(gate / scale).mean(0))
-            self._fired.setdefault(layer_id, []).append((gate.detach() > 0).float().mean(0))
+            self._soft_rates.append((number, torch.sigmoid(gate / scale).mean(0)))
+            self._fired.setdefault(number, []).append((gate.detach() > 0).float().mean(0))
 
         return watch
+
+
+def gate_functions(model: LlamaForCausalLM) -> list[nn.Module]:
+    """The modules that compute relu(gate): of each layer, or of each of its experts."""
+    blocks = [getattr(layer.mlp, "experts", [layer.mlp]) for layer in model.model.layers]
+    return [block.act_fn for of_layer in blocks for block in of_layer]

@@ -1,4 +1,4 @@
-"""Train the demo model: bfloat16 arithmetic, float32 master weights, Muon for the matrices.
+"""Train a model: bfloat16 arithmetic, float32 master weights, Muon for the matrices.
 
 The budget is computing time, not wall time: on a CPU the process's own, shared out over its
 threads, so that a stopped process loses nothing. The learning rate follows the budget's progress
@@ -82,15 +82,26 @@ def model_config(vocab_size: int, bos_id: int, eos_id: int, pad_id: int) -> Llam
 class Trainer:
     """A float32 master model, its bfloat16 working copy, two optimizers, the sparsity control."""
 
-    def __init__(self, config: TrainingConfig, model: LlamaConfig, source: RowSource) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: LlamaConfig,
+        source: RowSource,
+        make: Callable[[LlamaConfig], LlamaForCausalLM] = LlamaForCausalLM,
+        added_loss: Callable[[LlamaForCausalLM], Tensor | float] = lambda model: 0.0,
+    ) -> None:
+        """`added_loss` is of the last forward pass."""
         torch.manual_seed(config.seed)
         self.config, self.source, self.progress = config, source, Progress()
-        self.master = LlamaForCausalLM(model).to(config.device)
+        self.added_loss = added_loss
+        self.master = make(model).to(config.device)
         self.work = copy.deepcopy(self.master).to(torch.bfloat16)
         self.control = RateControl.watching(self.work, config.density, config.exponent)
         named = list(self.master.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        tables = ("embed", "router")  # rows of their own, one a token or an expert
+        is_matrix = {n: p.ndim == 2 and not any(part in n for part in tables) for n, p in named}
+        matrices = [p for name, p in named if is_matrix[name]]
+        others = [p for name, p in named if not is_matrix[name]]
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, weight_decay=config.matrix_decay), config.matrix_rate),
             (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0), config.other_rate),
@@ -180,7 +191,7 @@ class Trainer:
         losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="none")
         kept = weights[:, 1:][wanted]
         loss = (losses.float() * kept).sum() / kept.sum()
-        ((loss + self.control.penalty()) * share).backward()
+        ((loss + self.control.penalty() + self.added_loss(self.work)) * share).backward()
         return float(loss.detach())
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
 from hotcold.model.errors import UsageError
-from hotcold.model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
+from hotcold.model.synthetic.shape import (
+    DTYPES,
+    SHAPES,
+    SYNTHETIC_FAMILIES,
+    SyntheticShape,
+    resolve_shape,
+)
+
+if TYPE_CHECKING:
+    from hotcold.model.synthetic.make import SyntheticReport
 
 _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 
@@ -28,7 +37,7 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 @click.option("--family", type=click.Choice(list(SYNTHETIC_FAMILIES)), help="Kind of model.")
 @click.option("--layers", type=int, help="Number of layers.")
 @click.option("--hidden", type=int, help="Size of the hidden states.")
-@click.option("--ffn", type=int, help="Neurons a layer.")
+@click.option("--ffn", type=int, help="Neurons a layer, or an expert.")
 @click.option("--heads", type=int, help="Attention heads.")
 @click.option("--kv-heads", type=int, help="Key-value heads; falcon: 1 as 7b, else as 40b.")
 @click.option("--head-dim", type=int, help="Size of one head.")
@@ -36,8 +45,12 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 @click.option("--context", type=int, help="Positions.")
 @click.option("--activation", type=click.Choice(_ACTIVATIONS), help="Of the FFN.")
 @click.option(
-    "--density", type=float, default=0.1, show_default=True, help="Mean share of active neurons."
+    "--density", type=float, help="Mean share of active neurons; in a mixture, of chosen experts'."
 )
+@click.option("--experts", type=int, help="Experts a layer.")
+@click.option("--chosen", type=int, help="Experts that a token has.")
+@click.option("--skew", type=float, help="Share of choices that the busier half of experts has.")
+@click.option("--kept", type=float, help="Share of a token's experts that the one before had.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="f16", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--force", is_flag=True, help="Replace the model in a directory that is not empty.")
@@ -45,7 +58,6 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 def make_model(
     out: Path,
     shape_name: str,
-    density: float,
     dtype: str,
     seed: int,
     force: bool,
@@ -55,7 +67,9 @@ def make_model(
     """Write a Hugging Face directory OUT with random weights.
 
     A few neurons fire nearly always and most seldom: their rates follow a power law whose mean is
-    the density. There is no tokenizer; prompts are given as ids.
+    the density. A mixture's router chooses some experts more often than others, and some again for
+    the next token, in text that the model writes: its tokens have topics, and it keeps to a topic
+    for a while. There is no tokenizer; prompts are given as ids.
     """
     from hotcold.model.synthetic.make import make_model as write_model  # imports torch
 
@@ -67,7 +81,6 @@ def make_model(
         report = write_model(
             out,
             shape,
-            density=density,
             dtype=DTYPES[dtype],
             seed=seed,
             force=force,
@@ -76,7 +89,8 @@ def make_model(
     seconds = time.monotonic() - started
     click.echo(
         f"{out}: {report.num_parameters / 1e9:.3f} G parameters, {report.num_bytes / 1e9:.2f} GB, "
-        f"density {report.density:.3f} (asked {density}), {seconds:.1f} s"
+        f"density {report.density:.3f} (asked {shape.density}){_routing(report, shape)}, "
+        f"{seconds:.1f} s"
     )
     if as_json:
         print_json(
@@ -85,8 +99,25 @@ def make_model(
                 "bytes": report.num_bytes,
                 "parameters": report.num_parameters,
                 "seconds": round(seconds, 3),
-                "asked_density": density,
+                "asked_density": shape.density,
                 "density": report.density,
+                "asked_routing": _asked_routing(shape),
+                "routing": report.routing and asdict(report.routing),
                 "layers": [asdict(layer) for layer in report.layers],
             }
         )
+
+
+def _routing(report: SyntheticReport, shape: SyntheticShape) -> str:
+    found = report.routing
+    if found is None:
+        return ""
+    return (
+        f", random routers made so that the busier half of the experts has {found.skew:.2f} of "
+        f"choices (asked {shape.skew}) and {found.kept:.2f} are kept from token to token "
+        f"(asked {shape.kept})"
+    )
+
+
+def _asked_routing(shape: SyntheticShape) -> dict[str, float] | None:
+    return {"skew": shape.skew, "kept": shape.kept} if shape.experts else None

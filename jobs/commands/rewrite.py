@@ -101,10 +101,10 @@ def _verify(path: Path, geometry: BundleGeometry) -> int:
     with progress_bar(str(found.path)) as on_bytes:
         damaged = damaged_bundles(found, on_bytes)
     if damaged:
-        layer, neuron = damaged[0]
+        (layer, number), noun = damaged[0], geometry.noun
         raise ArtifactError(
-            f"{found.path}: {len(damaged)} neurons are damaged, the first is neuron {neuron} of "
+            f"{found.path}: {len(damaged)} {noun}s are damaged, the first is {noun} {number} of "
             f"layer {layer}; make it again with `hotcold pack`"
         )
-    click.echo(f"{found.path}: all {geometry.num_layers * geometry.num_neurons} neurons are whole")
+    click.echo(f"{found.path}: all {geometry.num_bundles} {geometry.noun}s are whole")
     return 0

@@ -115,9 +115,12 @@ def _experts(experts: dict[str, Any]) -> str:
     if not rates.any():
         return text
     num_unchosen = int((rates == 0).sum())
+    hits = experts["hit_rate"]
+    in_memory = "" if hits is None else f"; {hits:.1%} of reads were in memory"
     return (
         f"{text}; {hot_share(rates):.0%} of them are {ACTIVATION_SHARE:.0%} of the choices, the "
         f"most wanted has {rates.max():.0%} of the tokens, {num_unchosen} of {rates.size} none"
+        f"{in_memory}"
     )
 
 

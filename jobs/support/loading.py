@@ -89,7 +89,7 @@ def require_bundles(system: SystemConfig) -> None:
     config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
     share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
     kept = bytes_in_memory(config, system.storage)
-    total = geometry.num_layers * geometry.num_neurons * geometry.neuron_bytes
+    total = config.num_neurons * geometry.neuron_bytes
     num_hot = max(0, share.num_hot_neurons)
     on_gpu = f", about {num_hot * geometry.neuron_bytes / 1e9:.2f} on the GPU" if num_hot else ""
     stderr_console().print(

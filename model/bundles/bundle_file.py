@@ -28,26 +28,25 @@ _NORM_ERROR = 1e-5  # CPUs round differently
 
 @dataclass(frozen=True, eq=False)
 class BundleFile:
-    """The tables of a bundle file, by a bundle's place in its layer.
+    """The tables of a bundle file; bundles of all layers are numbered one after another.
 
-    Shapes:  order (L, N), the neuron's id; checksums (L, N, 2), of the bundle's two parts; norms
-             (L, N), the length of the neuron's down row
+    Of bundles of one neuron order[l] says which neuron of layer l each is; larger ones are in the
+    order of neurons.
+    Shapes:  order L times (bundles of the layer,); checksums (bundles, 2), of a bundle's two parts;
+             norms (bundles, K), the lengths of its neurons' down rows
     Dtypes:  order int32, checksums uint32, norms float32
     """
 
     path: Path
     geometry: BundleGeometry
-    order: np.ndarray
+    order: list[np.ndarray]
     checksums: np.ndarray
     norms: np.ndarray
     order_name: str  # the origin of the order: a profile's digest, or "checkpoint"
 
-    def places(self) -> np.ndarray:
-        """Return the place of each neuron: (L, N) int32."""
-        places = np.empty_like(self.order)
-        own = np.arange(self.geometry.num_neurons, dtype=np.int32)
-        np.put_along_axis(places, self.order, np.broadcast_to(own, places.shape), axis=1)
-        return places
+    def places(self) -> list[np.ndarray]:
+        """Return, for each layer, the place of each of its bundles: int32."""
+        return [np.argsort(layer).astype(np.int32) for layer in self.order]
 
 
 def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
@@ -55,12 +54,16 @@ def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
     return artifact_path(model_path, geometry.file_name)
 
 
+def _facts_of(geometry: BundleGeometry) -> dict[str, Any]:
+    return asdict(geometry) | {"layer_bundles": list(geometry.layer_bundles)}
+
+
 def header_block(
     geometry: BundleGeometry, identity: ModelIdentity, order_name: str, tables_crc: int | None
 ) -> bytes:
     """Return the file's first block; without `tables_crc` the file is marked as incomplete."""
     facts = {
-        "geometry": asdict(geometry),
+        "geometry": _facts_of(geometry),
         **identity.facts(),
         "order_name": order_name,
         "tables_crc": tables_crc,
@@ -105,7 +108,7 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     if facts is None:
         raise ArtifactError(f"{path}: is no bundle file, or a damaged one; {_MAKE_AGAIN}")
     identity.require_own(path, facts, _MAKE_AGAIN)
-    if facts.get("geometry") != asdict(geometry):
+    if facts.get("geometry") != _facts_of(geometry):
         raise ArtifactError(f"{path}: holds rows of another format or version; {_MAKE_AGAIN}")
     size = os.fstat(stream.fileno()).st_size
     if facts.get("tables_crc") is None or size != geometry.file_bytes:
@@ -116,15 +119,15 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     tables = stream.read(geometry.done_start - geometry.order_start)
     if zlib.crc32(tables) != facts["tables_crc"]:
         raise ArtifactError(f"{path}: its tables are damaged; {_MAKE_AGAIN}")
-    shape = geometry.num_layers, geometry.num_neurons
-    order = np.frombuffer(tables, "<i4", shape[0] * shape[1]).reshape(shape)
+    count, firsts = geometry.num_bundles, geometry.layer_firsts
+    order = np.split(np.frombuffer(tables, "<i4", count), firsts[1:-1])
     start = geometry.checksums_start - geometry.order_start
-    checksums = np.frombuffer(tables, "<u4", 2 * order.size, start).reshape(*shape, 2)
-    norms = np.frombuffer(tables, "<f4", order.size, geometry.norms_start - geometry.order_start)
-    if not (np.sort(order, axis=1) == np.arange(shape[1])).all():
+    checksums = np.frombuffer(tables, "<u4", 2 * count, start).reshape(count, 2)
+    num_norms, start = count * geometry.bundle_neurons, geometry.norms_start - geometry.order_start
+    norms = np.frombuffer(tables, "<f4", num_norms, start).reshape(count, geometry.bundle_neurons)
+    if not all((np.sort(layer) == np.arange(layer.size)).all() for layer in order):
         raise ArtifactError(f"{path}: does not hold each neuron once; {_MAKE_AGAIN}")
-    name = str(facts["order_name"])
-    return BundleFile(path, geometry, order, checksums, norms.reshape(shape), name)
+    return BundleFile(path, geometry, order, checksums, norms, str(facts["order_name"]))
 
 
 def tables_crc(descriptor: int, geometry: BundleGeometry) -> int:
@@ -136,37 +139,38 @@ def tables_crc(descriptor: int, geometry: BundleGeometry) -> int:
 def damaged_bundles(
     file: BundleFile, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> list[tuple[int, int]]:
-    """Read all bundles; return (layer, neuron id) where checksums or norm differ.
+    """Read all bundles; return (layer, its entry in `order`) where checksums or norms differ.
 
     Errors:  OSError
     """
     geometry, found = file.geometry, []
     rows = max(1, _READ_BYTES // geometry.bundle_bytes)
-    total, done = geometry.num_layers * geometry.layer_bytes, 0
+    done, firsts = 0, geometry.layer_firsts
     with file.path.open("rb", buffering=0) as stream:
-        for layer in range(geometry.num_layers):
-            for first in range(0, geometry.num_neurons, rows):
-                last = min(first + rows, geometry.num_neurons)
+        for layer, count in enumerate(geometry.layer_bundles):
+            for first in range(0, count, rows):
+                last = min(first + rows, count)
                 bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
-                begin = geometry.first_byte + layer * geometry.layer_bytes
-                begin += first * geometry.bundle_bytes
+                begin = geometry.span(layer)[0] + first * geometry.bundle_bytes
                 _fill(stream.fileno(), bundles, begin)
                 checksums = np.empty((last - first, 2), np.uint32)
                 bundle_checksums(bundles, geometry.gate_bytes, checksums)
-                wrong = (checksums != file.checksums[layer, first:last]).any(axis=1)
-                norms = row_lengths(_down_rows(geometry, bundles))
-                wrong |= ~np.isclose(norms, file.norms[layer, first:last], _NORM_ERROR, 0)
-                found += [(layer, int(n)) for n in file.order[layer, first:last][wrong]]
+                own = slice(firsts[layer] + first, firsts[layer] + last)
+                wrong = (checksums != file.checksums[own]).any(axis=1)
+                norms = row_lengths(_down_rows(geometry, bundles)).reshape(last - first, -1)
+                wrong |= ~np.isclose(norms, file.norms[own], _NORM_ERROR, 0).all(axis=1)
+                found += [(layer, int(n)) for n in file.order[layer][first:last][wrong]]
                 done += bundles.nbytes
-                on_bytes(done, total)
+                on_bytes(done, geometry.data_bytes)
     return found
 
 
 def _down_rows(geometry: BundleGeometry, bundles: np.ndarray) -> np.ndarray:
-    """The down rows, in their format, of bundles (N, bundle bytes) uint8."""
-    first = geometry.gate_bytes + geometry.up_row_bytes
-    rows = np.ascontiguousarray(bundles[:, first : first + geometry.down_row_bytes])
-    return rows.view(numpy_dtype(geometry.down_dtype))
+    """The down rows, in their format, of bundles (N, bundle bytes) uint8: (N * K, items)."""
+    count = geometry.bundle_neurons
+    first = geometry.gate_bytes + count * geometry.up_row_bytes
+    rows = np.ascontiguousarray(bundles[:, first : first + count * geometry.down_row_bytes])
+    return rows.reshape(-1, geometry.down_row_bytes).view(numpy_dtype(geometry.down_dtype))
 
 
 def _fill(descriptor: int, into: np.ndarray, place: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _WRITE_BYTES = 16 << 20  # at once
 def write_bundles(
     model_path: Path,
     config: ModelConfig,
-    order: np.ndarray,
+    order: Sequence[np.ndarray],
     order_name: str,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
@@ -39,10 +39,10 @@ def write_bundles(
 ) -> Path:
     """Write the model's bundle file atomically; return its path.
 
-    `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 is the order of a
-    layer's bundles. Layers that a stopped run with the same arguments has written are kept. An
-    existing file is replaced; with `accept_existing` it is returned, and a process that is writing
-    it is waited for.
+    `config` has the dtypes that matrices are loaded in; order[l] int32 is the order of layer l's
+    bundles, ascending where they are larger than a neuron. Layers that a stopped run with the same
+    arguments has written are kept. An existing file is replaced; with `accept_existing` it is
+    returned, and a process that is writing it is waited for.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
@@ -99,11 +99,16 @@ def _open_part(part: Path, path: Path, waits: bool) -> int:
 
 
 def _begin(
-    descriptor: int, part: Path, geometry: BundleGeometry, header: bytes, order: np.ndarray
+    descriptor: int,
+    part: Path,
+    geometry: BundleGeometry,
+    header: bytes,
+    order: Sequence[np.ndarray],
 ) -> np.ndarray:
     """Return which layers of the unfinished file are complete; start anew after other arguments."""
     num_layers = geometry.num_layers
-    size, table = os.fstat(descriptor).st_size, np.ascontiguousarray(order, "<i4").tobytes()
+    size = os.fstat(descriptor).st_size
+    table = np.concatenate(order).astype("<i4").tobytes()
     found = os.pread(descriptor, BLOCK_BYTES, 0)
     goes_on = header_facts(found) is not None and found == header
     if goes_on and os.pread(descriptor, len(table), geometry.order_start) == table:
@@ -135,44 +140,70 @@ def _write_layers(
     model_path: Path,
     config: ModelConfig,
     geometry: BundleGeometry,
-    order: np.ndarray,
+    order: Sequence[np.ndarray],
     done: np.ndarray,
     weight_dtype: str,
     on_bytes: OnBytes,
 ) -> None:
     missing = np.flatnonzero(~done).tolist()
-    written, total = int(done.sum()) * geometry.layer_bytes, geometry.file_bytes
+    written = sum(geometry.span(layer)[1] for layer in np.flatnonzero(done))
+    neurons = [ids.astype(np.int32) for ids in order]
+    if geometry.bundle_neurons > 1:
+        neurons = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
-        found = ffn_layers(reader, config, list(order), missing)
+        found = ffn_layers(reader, config, neurons, missing)
         for layer, weights in zip(missing, found, strict=True):
-            checksums = np.empty((geometry.num_neurons, 2), "<u4")
+            places = _places(geometry, config.layers[layer].ffn.block_sizes)
+            num_norms = geometry.layer_bundles[layer] * geometry.bundle_neurons
+            norms, lengths = np.zeros(num_norms, "<f4"), row_lengths(weights.down)
+            norms[places] = lengths
+            checksums = np.empty((geometry.layer_bundles[layer], 2), "<u4")
             rows = max(1, _WRITE_BYTES // geometry.bundle_bytes)
-            begin = geometry.first_byte + layer * geometry.layer_bytes
-            for first in range(0, geometry.num_neurons, rows):
-                last = min(first + rows, geometry.num_neurons)
-                bundles = _bundles(geometry, weights, first, last)
+            begin, layer_bytes = geometry.span(layer)
+            for first in range(0, len(checksums), rows):
+                last = min(first + rows, len(checksums))
+                bundles = _bundles(geometry, weights, places, first, last)
                 bundle_checksums(bundles, geometry.gate_bytes, checksums[first:last])
                 _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
                 written += bundles.nbytes
-                on_bytes(written, total)
-            place = geometry.checksums_start + layer * checksums.nbytes
-            _write_all(descriptor, checksums, place)
-            norms = row_lengths(weights.down)
-            _write_all(descriptor, norms, geometry.norms_start + layer * norms.nbytes)
+                on_bytes(written, geometry.file_bytes)
+            own = int(geometry.layer_firsts[layer])
+            _write_all(descriptor, checksums, geometry.checksums_start + own * 8)
+            at = geometry.norms_start + own * geometry.bundle_neurons * 4
+            _write_all(descriptor, norms, at)
             os.fdatasync(descriptor)  # the layer is on the disk before its flag is
-            os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, begin, layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 
-def _bundles(geometry: BundleGeometry, weights: FfnWeights, first: int, last: int) -> np.ndarray:
-    """Return neurons first..last-1 of a layer as bundles: (N, bundle bytes) uint8."""
+def _places(geometry: BundleGeometry, block_sizes: Sequence[int]) -> np.ndarray:
+    """Where each neuron of a layer stands among the rows of its bundles: (N,) int64."""
+    count, places, first = geometry.bundle_neurons, [], 0
+    for size in block_sizes:
+        places.append(first + np.arange(size))
+        first += -(-size // count) * count
+    return np.concatenate(places)
+
+
+def _bundles(
+    geometry: BundleGeometry, weights: FfnWeights, places: np.ndarray, first: int, last: int
+) -> np.ndarray:
+    """Return bundles first..last-1 of a layer, whose neuron n is at `places[n]`, as bytes.
+
+    Shapes:  (bundles, bundle bytes) uint8
+    """
+    count = geometry.bundle_neurons
+    begin, end = np.searchsorted(places, [first * count, last * count])
+    own = places[begin:end] - first * count
     bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
     up_at = geometry.gate_bytes
-    down_at = up_at + geometry.up_row_bytes
+    down_at = up_at + count * geometry.up_row_bytes
     for rows, at in ((weights.gate, 0), (weights.up, up_at), (weights.down, down_at)):
         if rows.shape[0]:
-            own = rows[first:last].view(np.uint8).reshape(last - first, -1)
-            bundles[:, at : at + own.shape[1]] = own
+            found = rows[begin:end].view(np.uint8).reshape(end - begin, -1)
+            placed = np.zeros(((last - first) * count, found.shape[1]), np.uint8)
+            placed[own] = found
+            bundles[:, at : at + count * found.shape[1]] = placed.reshape(last - first, -1)
     return bundles
 
 

@@ -14,55 +14,67 @@ from torch.nn import functional
 
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families.tensor_names import LayerNames
+from hotcold.model.config.layer_spec import LayerSpec
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.safetensors_writer import SafetensorsWriter
 from hotcold.model.sparsity import MAX_DENSITY, hot_share
+from hotcold.model.synthetic.experts import ExpertsMaker
 from hotcold.model.synthetic.gate import make_gate_rows
 from hotcold.model.synthetic.random_source import NormalSource
+from hotcold.model.synthetic.router import RoutingStats, make_router
+from hotcold.model.synthetic.topics import SampleText, Topics
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
 _UPDATES_RMS, _TIED_UPDATES_RMS = 0.5, 1.4
 _BIAS_SCALE = 0.1  # of what the bias is added to
-_SEQUENCE_TOKENS = 12
-_NUM_SEQUENCES = 16
-NUM_TOKENS = _SEQUENCE_TOKENS * _NUM_SEQUENCES
-NUM_FITTED = NUM_TOKENS // 2  # whole sequences; the others check the fit
 
 
 @dataclass(frozen=True)
 class FiringStats:
-    """The share of neurons that fires on tokens that were not fitted, and its skew."""
+    """The share of neurons that fires on tokens that were not fitted, and its skew.
+
+    Of a mixture's, the neurons of chosen experts, and how those are chosen.
+    """
 
     density: float
     hot_share: float  # share of the neurons that makes 80% of the activations
+    routing: RoutingStats | None = None
 
 
 class LayerMaker:
-    """Writes layers by `write(name, tensor)`, in the order of `tensor_specs`."""
+    """Writes layers in the order of `tensor_specs`."""
 
     def __init__(
         self,
         config: ModelConfig,
         density: float,
         source: NormalSource,
-        write: Callable[[str, torch.Tensor], None],
+        writer: SafetensorsWriter,
+        text: SampleText,
+        topics: Topics | None = None,
+        routing: RoutingStats | None = None,
     ) -> None:
+        """`topics`, and the wanted `routing`, are a mixture's."""
         self._config = config
         self._density = density
         self._source = source
-        self._write = write
+        self._writer = writer
+        self._text = text
+        self._topics = topics
+        self._routing = routing
         updates_rms = _TIED_UPDATES_RMS if config.tied_embeddings else _UPDATES_RMS
         self._update_rms = updates_rms / (2 * config.num_layers) ** 0.5
 
-    def make(self, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
-        """Write one layer and apply it to `hidden_states` (NUM_TOKENS, D), in place."""
+    def make(self, spec: LayerSpec, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
+        """Write one layer and apply it to `hidden_states` (T, D), in place."""
         has_own = self._config.has_ffn_norm
         attention_norm = self._norm(names.norm, _BIAS_SCALE if has_own else 1.0)
         ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
         if self._config.qk_norm:
-            vectors = self._config.layers[0].vectors
-            self._write(f"{names.q_norm}.weight", torch.ones(vectors["q_norm_weight"]))
-            self._write(f"{names.k_norm}.weight", torch.ones(vectors["k_norm_weight"]))
+            for name, vector in ((names.q_norm, "q_norm_weight"), (names.k_norm, "k_norm_weight")):
+                self._writer.write(f"{name}.weight", torch.ones(spec.vectors[vector]))
+        layer_input = hidden_states.clone() if spec.ffn.router is not None else hidden_states
         update = self._attention(names, attention_norm(hidden_states))
         if self._config.parallel_ffn:
             ffn_input = ffn_norm(hidden_states)
@@ -70,18 +82,22 @@ class LayerMaker:
         else:
             hidden_states += update
             ffn_input = ffn_norm(hidden_states)
-        fires, update = self._ffn(names, ffn_input)
+        if spec.ffn.router is not None:
+            stats, update = self._experts(spec, names, ffn_input, layer_input)
+        else:
+            fires, update = self._ffn(names, ffn_input)
+            stats = _firing_stats(fires[self._text.num_fitted :])
         hidden_states += update
-        return _firing_stats(fires[NUM_FITTED:])
+        return stats
 
     def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Write a norm and return it. Its bias gives every input the direction that gates use."""
         hidden = self._config.hidden_size
-        self._write(f"{name}.weight", torch.ones(hidden))
+        self._writer.write(f"{name}.weight", torch.ones(hidden))
         if not self._config.norm_bias:
             return lambda x: functional.rms_norm(x, (hidden,))
         bias = self._source.normal((hidden,), bias_rms)
-        self._write(f"{name}.bias", bias)
+        self._writer.write(f"{name}.bias", bias)
         return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
 
     def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
@@ -90,10 +106,12 @@ class LayerMaker:
         group = config.num_heads // config.num_kv_heads
         rows = zip(names.qkv, config.qkv_sizes, strict=True)
         projected = [self._linear(name, x, num_rows, has_bias) for name, num_rows in rows]
-        parts = [
-            p.view(_NUM_SEQUENCES, _SEQUENCE_TOKENS, config.num_kv_heads, -1, config.head_dim)
-            for p in projected
-        ]
+        if config.qk_norm == "full":
+            for i in range(2):
+                projected[i] = functional.rms_norm(projected[i], projected[i].shape[1:])
+        text = self._text
+        by_token = (text.num_sequences, text.sequence_tokens)
+        parts = [p.view(*by_token, config.num_kv_heads, -1, config.head_dim) for p in projected]
         # Heads are (KV head, member of its group); a fused module's groups end in key and value.
         q, k, v = parts if len(parts) == 3 else parts[0].split([group, 1, 1], dim=3)
         q, k, v = (
@@ -101,20 +119,52 @@ class LayerMaker:
         )
         if config.qk_norm == "head":
             q, k = (functional.rms_norm(part, (config.head_dim,)) for part in (q, k))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(NUM_TOKENS, -1)
-        return self._linear(names.out, mixed, config.hidden_size, has_bias, self._update_rms)
+        sinks = self._source.normal((config.num_heads,)) if config.has_sinks else None
+        mixed = _attended(q, k, v, sinks).transpose(1, 2).reshape(text.num_tokens, -1)
+        rms, has_bias = self._update_rms, config.out_bias
+        update = self._linear(names.out, mixed, config.hidden_size, has_bias, rms)
+        if sinks is not None:
+            self._writer.write(names.sinks, sinks)
+        return update
+
+    def _experts(
+        self, spec: LayerSpec, names: LayerNames, x: torch.Tensor, layer_input: torch.Tensor
+    ) -> tuple[FiringStats, torch.Tensor]:
+        """Write router and experts; return what fires, and the update (T, D)."""
+        router_spec, layout, text = spec.ffn.router, names.experts[0], self._text
+        assert router_spec is not None and self._topics is not None and self._routing is not None
+        bias = self._bias(router_spec.num_experts) if router_spec.has_bias else None
+        router = make_router(
+            layer_input if router_spec.reads == "layer_input" else x,
+            self._topics,
+            text,
+            router_spec,
+            self._routing,
+            bias,
+            self._source,
+        )
+        self._writer.write(layout.router, router.rows)
+        if bias is not None:
+            self._writer.write(layout.router_bias, bias)
+        maker = ExpertsMaker(
+            spec.ffn, layout, self._density, text.num_fitted, self._source, self._writer
+        )
+        update = maker.make(x, router, self._update_rms)
+        counts, num_choices = maker.counts()
+        density = float(counts.sum()) / max(1, num_choices * counts.shape[1])
+        stats = FiringStats(density, hot_share(counts.flatten().numpy()), router.stats)
+        return stats, update
 
     def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return firing neurons (NUM_TOKENS, N), those of relu, and the update (NUM_TOKENS, D)."""
+        """Return firing neurons (T, N), those of relu, and the update (T, D)."""
         num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
         bias = self._bias(num_neurons) if has_bias else None
         is_drelu = self._config.activation_fn == "drelu"  # half of up . x is negative
         density = min(2 * self._density, MAX_DENSITY) if is_drelu else self._density
-        gate = make_gate_rows(x, NUM_FITTED, num_neurons, density, bias, self._source)
-        self._write(f"{names.gate}.weight", gate.rows)
+        gate = make_gate_rows(x, self._text.num_fitted, num_neurons, density, bias, self._source)
+        self._writer.write(f"{names.gate}.weight", gate.rows)
         if bias is not None:
-            self._write(f"{names.gate}.bias", bias)
+            self._writer.write(f"{names.gate}.bias", bias)
         pre_activations, fires = gate.pre_activations, gate.pre_activations > 0
         del gate  # one large matrix at a time
         name = self._config.activation_fn
@@ -138,14 +188,28 @@ class LayerMaker:
         """Write a random matrix scaled to `output_rms` for `x`; return its output."""
         std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
         weight = self._source.normal((num_rows, x.shape[1]), std)
-        self._write(f"{name}.weight", weight)
+        self._writer.write(f"{name}.weight", weight)
         bias = self._bias(num_rows, output_rms) if has_bias else None
         if bias is not None:
-            self._write(f"{name}.bias", bias)
+            self._writer.write(f"{name}.bias", bias)
         return functional.linear(x, weight, bias)
 
     def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor:
         return self._source.normal((num_rows,), _BIAS_SCALE * output_rms)
+
+
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention of (sequences, H, tokens, size); a sink is a key without a value."""
+    if sinks is None:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    tokens = q.shape[2]
+    k, v = (functional.pad(part, (0, 0, 0, 1)) for part in (k, v))
+    seen = torch.ones(tokens, tokens + 1, dtype=torch.bool).tril()
+    mask = torch.zeros(len(sinks), tokens, tokens + 1).masked_fill_(~seen, -torch.inf)
+    mask[:, :, tokens] = sinks[:, None]
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _firing_stats(fires: torch.Tensor) -> FiringStats:

@@ -1,6 +1,7 @@
 """Writes a checkpoint of any size with random weights that behave like a sparse model's.
 
-Its neurons fire at rates that follow a power law with a chosen mean; see gate.py.
+Its neurons fire at rates that follow a power law with a chosen mean; see gate.py. A mixture's
+experts are chosen with a skew, and some are kept from token to token; see topics.py and router.py.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, require_disk_space
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
-from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
+from hotcold.model.synthetic.layers import FiringStats, LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
+from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
+from hotcold.model.synthetic.topics import SampleText, Topics
 from hotcold.numba_kernels.formats import WeightDtype
 
+_DENSE_TEXT = SampleText(num_sequences=16, sequence_tokens=12)
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
@@ -44,12 +48,23 @@ class SyntheticReport:
         """Share of all neurons that fires for a token."""
         return sum(layer.density for layer in self.layers) / len(self.layers)
 
+    @property
+    def routing(self) -> RoutingStats | None:
+        """Means of all layers' routers; None without experts."""
+        found = [layer.routing for layer in self.layers if layer.routing is not None]
+        if not found:
+            return None
+        return RoutingStats(
+            sum(each.skew for each in found) / len(found),
+            sum(each.kept for each in found) / len(found),
+        )
+
 
 def make_model(
     out: Path,
     shape: SyntheticShape,
     *,
-    density: float = 0.1,
+    density: float | None = None,
     dtype: WeightDtype = "float16",
     seed: int = 0,
     force: bool = False,
@@ -57,12 +72,13 @@ def make_model(
 ) -> SyntheticReport:
     """Write a Hugging Face directory with random weights to `out`.
 
-    `on_bytes` gets the bytes written and their total. config.json is written last, so an incomplete
-    directory is no model.
+    `density` is the shape's where it is None. `on_bytes` gets the bytes written and their
+    total. config.json is written last, so an incomplete directory is no model.
     Units:   needs about twice the largest tensor's float32 bytes of memory
     Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
              disk has too little space. After any error no file of the new model is left
     """
+    density = shape.density if density is None else density
     if not MIN_DENSITY <= density <= MAX_DENSITY:
         raise UsageError(
             f"--density must be between {MIN_DENSITY} and {MAX_DENSITY}, not {density}"
@@ -83,7 +99,8 @@ def make_model(
 
     try:
         with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
-            layers = _write_tensors(config, density, NormalSource(seed), writer)
+            wanted = RoutingStats(shape.skew, shape.kept)
+            layers = _write_tensors(config, density, wanted, NormalSource(seed), writer)
         _write_json(out / "generation_config.json", generation_config_json(shape))
         _write_json(out / "config.json", written_config)
     except BaseException as problem:
@@ -98,22 +115,41 @@ def make_model(
 
 
 def _write_tensors(
-    config: ModelConfig, density: float, source: NormalSource, writer: SafetensorsWriter
+    config: ModelConfig,
+    density: float,
+    wanted: RoutingStats,
+    source: NormalSource,
+    writer: SafetensorsWriter,
 ) -> list[FiringStats]:
-    names = written_names(config)
-    hidden_states = _embed(config, names, source, writer)
-    maker = LayerMaker(config, density, source, writer.write)
+    names, topics, text = written_names(config), None, _DENSE_TEXT
+    if config.experts is None:
+        hidden_states = _embed(config, names, source, writer)
+    else:
+        topics = Topics.draw(config.vocab_size, config.hidden_size, source)
+        embedding = topics.embedding(config.vocab_size, source)
+        writer.write(f"{names.tokens}.weight", embedding)
+        ids, text = topics.sample(config.vocab_size, source)
+        hidden_states = embedding[ids]
+        del embedding
+    maker = LayerMaker(config, density, source, writer, text, topics, wanted)
     layers = [
-        maker.make(names.of_layer(layer), hidden_states) for layer in range(config.num_layers)
+        maker.make(spec, names.of_layer(layer), hidden_states)
+        for layer, spec in enumerate(config.layers)
     ]
-    _write_head(config, names, hidden_states, source, writer)
+    if topics is None:
+        _write_head(config, names, hidden_states, source, writer)
+    else:
+        writer.write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
+        outputs = functional.rms_norm(hidden_states, (config.hidden_size,))
+        head = topics.head(config.vocab_size, outputs, text, source)
+        writer.write(f"{names.head}.weight", head)
     return layers
 
 
 def _embed(
     config: ModelConfig, names: TensorNames, source: NormalSource, writer: SafetensorsWriter
 ) -> torch.Tensor:
-    """Write the embeddings and return those of random tokens, (NUM_TOKENS, D).
+    """Write the embeddings and return those of random tokens, (T, D).
 
     RMSNorm has no bias, so embeddings get a common direction for gates, half of their energy. A
     tied head would then always favour some tokens; Llama's is not tied.
@@ -123,12 +159,13 @@ def _embed(
         embedding += source.normal((config.hidden_size,))
         embedding *= 0.5**0.5
     writer.write(f"{names.tokens}.weight", embedding)
-    hidden_states = embedding[source.token_ids((NUM_TOKENS,), config.vocab_size)]
+    num_tokens = _DENSE_TEXT.num_tokens
+    hidden_states = embedding[source.token_ids((num_tokens,), config.vocab_size)]
     if names.positions:
         rows = config.max_positions + config.position_offset
         positions = source.normal((rows, config.hidden_size), _POSITIONS_RMS)
         writer.write(f"{names.positions}.weight", positions)
-        hidden_states += positions[source.token_ids((NUM_TOKENS,), rows)]
+        hidden_states += positions[source.token_ids((num_tokens,), rows)]
     return hidden_states
 
 

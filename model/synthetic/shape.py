@@ -20,7 +20,11 @@ _ROPE_THETA = 10000.0
 class SyntheticShape:
     """The sizes of a model. All are counts; `context` is the number of positions.
 
-    Falcon with one KV head is falcon-7b's architecture, with more it is falcon-40b's.
+    Falcon with one KV head is falcon-7b's architecture, with more it is falcon-40b's. `ffn` are the
+    neurons of an expert where there are `experts`, `chosen` of which a token has. `skew` is the
+    share of all choices that the half of the experts takes that is chosen most, and `kept` that of
+    a token's experts which the token before it had, too.
+    Source:  OLMoE's skew is 0.75 to 0.78; Qwen3-30B-A3B keeps 0.45
     Errors:  UsageError for sizes that the family cannot have
     """
 
@@ -34,11 +38,18 @@ class SyntheticShape:
     context: int
     layers: int
     activation: ActivationFn = "relu"
+    density: float = 0.1  # mean share of active neurons, of an expert's for a token that chose it
+    experts: int = 0
+    chosen: int = 0
+    skew: float = 0.77
+    kept: float = 0.45
 
     def __post_init__(self) -> None:
+        self._require_experts()
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, int) and value < 1:
+            is_of_experts = entry.name in ("experts", "chosen")
+            if isinstance(value, int) and value < 1 and not (is_of_experts and not self.experts):
                 raise UsageError(
                     f"--{entry.name.replace('_', '-')} must be at least 1, not {value}"
                 )
@@ -54,6 +65,17 @@ class SyntheticShape:
             raise UsageError(f"{self.family} has no grouped KV heads: leave --kv-heads out")
         if family.rotates and self.head_dim % 2:
             raise UsageError(f"{self.family} rotates pairs: --head-dim {self.head_dim} is odd")
+
+    def _require_experts(self) -> None:
+        if SYNTHETIC_FAMILIES[self.family].has_experts != (self.experts != 0):
+            kind = "has" if self.experts == 0 else "has no"
+            raise UsageError(f"{self.family} {kind} experts, but --experts is {self.experts}")
+        if self.chosen > self.experts:
+            raise UsageError(f"--chosen is {self.chosen}, but there are {self.experts} experts")
+        if not 0.5 <= self.skew <= 1:
+            raise UsageError(f"--skew must be between 0.5 and 1, not {self.skew}")
+        if not 0 <= self.kept <= 1:
+            raise UsageError(f"--kept must be between 0 and 1, not {self.kept}")
 
     @property
     def has_grouped_kv(self) -> bool:
@@ -72,6 +94,7 @@ class SyntheticFamily:
     shares_kv_heads: bool = True
     multi_query: bool = False  # has one KV head where no number is given
     activation: ActivationFn = "relu"  # where none is given
+    has_experts: bool = False
 
 
 def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
@@ -144,6 +167,75 @@ def _bamboo(shape: SyntheticShape) -> dict[str, Any]:
     return _llama(shape) | {"hidden_act": "relu", "sliding_window": None}
 
 
+def _mixture(shape: SyntheticShape, theta: float) -> dict[str, Any]:
+    return _llama(shape) | {"num_experts_per_tok": shape.chosen, "rope_theta": theta}
+
+
+def _qwen3_moe(shape: SyntheticShape) -> dict[str, Any]:
+    return _mixture(shape, 1e6) | {
+        "num_experts": shape.experts,
+        "moe_intermediate_size": shape.ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def _olmoe(shape: SyntheticShape) -> dict[str, Any]:
+    return _mixture(shape, 1e4) | {"num_experts": shape.experts, "norm_topk_prob": False}
+
+
+def _mixtral(shape: SyntheticShape) -> dict[str, Any]:
+    return _mixture(shape, 1e6) | {"num_local_experts": shape.experts, "sliding_window": None}
+
+
+def _turbosparse(shape: SyntheticShape) -> dict[str, Any]:
+    """Its config.json names the gate's function, which applies to up, too."""
+    return _mixtral(shape) | {"hidden_act": "relu"}
+
+
+def _gpt_oss(shape: SyntheticShape) -> dict[str, Any]:
+    """Every second layer has a window; yarn stretches 4096 positions."""
+    kinds = ("sliding_attention", "full_attention")
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": max(1, shape.context // 32),
+    }
+    return _mixture(shape, 150_000.0) | {
+        "num_local_experts": shape.experts,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "sliding_window": 128,
+        "layer_types": [kinds[layer % 2] for layer in range(shape.layers)],
+        "rope_scaling": scaling,
+    }
+
+
+def _smallthinker(shape: SyntheticShape) -> dict[str, Any]:
+    """Layers 0, 4, 8, … have no window and no rope."""
+    layout = [int(layer % 4 != 0) for layer in range(shape.layers)]
+    values = _mixture(shape, 1.5e6) | {
+        "moe_num_primary_experts": shape.experts,
+        "moe_num_active_primary_experts": shape.chosen,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_primary_router_apply_softmax": False,
+        "moe_enable_early_router": True,
+        "moe_layer_layout": [1] * shape.layers,
+        "rope_layout": layout,
+        "sliding_window_layout": layout,
+        "sliding_window_size": 4096,
+        "rms_norm_eps": 1e-6,
+    }
+    del values["num_experts_per_tok"], values["intermediate_size"]
+    return values
+
+
 def _opt(shape: SyntheticShape) -> dict[str, Any]:
     return {
         "ffn_dim": shape.ffn,
@@ -182,9 +274,18 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
         _opt, has_gate=False, rotates=False, free_head_dim=False, shares_kv_heads=False
     ),
     "falcon": SyntheticFamily(_falcon, has_gate=False, free_head_dim=False, multi_query=True),
+    "qwen3_moe": SyntheticFamily(_qwen3_moe, activation="silu", has_experts=True),
+    "olmoe": SyntheticFamily(_olmoe, free_head_dim=False, activation="silu", has_experts=True),
+    "mixtral": SyntheticFamily(_mixtral, activation="silu", has_experts=True),
+    "turbosparsemixtral": SyntheticFamily(_turbosparse, activation="drelu", has_experts=True),
+    "gpt_oss": SyntheticFamily(_gpt_oss, activation="silu", has_experts=True),
+    "smallthinker": SyntheticFamily(_smallthinker, has_experts=True),
 }
 SHAPES: dict[str, SyntheticShape] = {
     "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
+    "tiny-moe": SyntheticShape(
+        "qwen3_moe", 64, 64, 4, 2, 16, 256, 256, 2, activation="silu", experts=16, chosen=4
+    ),
     "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
     "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
     "llama-70b": SyntheticShape("llama", 8192, 28672, 64, 8, 128, 32000, 4096, 80),
@@ -202,4 +303,40 @@ SHAPES: dict[str, SyntheticShape] = {
     "opt-66b": SyntheticShape("opt", 9216, 36864, 72, 72, 128, 50272, 2048, 64),
     "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
     "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
+    "qwen3-30b-a3b": SyntheticShape(
+        *("qwen3_moe", 2048, 768, 32, 4, 128, 151936, 40960, 48),
+        activation="silu",
+        experts=128,
+        chosen=8,
+    ),
+    "gpt-oss-20b": SyntheticShape(
+        *("gpt_oss", 2880, 2880, 64, 8, 64, 201088, 131072, 24),
+        activation="silu",
+        experts=32,
+        chosen=4,
+    ),
+    "smallthinker-21b": SyntheticShape(
+        *("smallthinker", 2560, 768, 28, 4, 128, 151936, 16384, 52),
+        density=0.4,
+        experts=64,
+        chosen=6,
+    ),
+    "mixtral-8x7b": SyntheticShape(
+        *("mixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
+        activation="silu",
+        experts=8,
+        chosen=2,
+    ),
+    "turbosparse-mixtral-47b": SyntheticShape(
+        *("turbosparsemixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
+        activation="drelu",
+        experts=8,
+        chosen=2,
+    ),
+    "olmoe-1b-7b": SyntheticShape(
+        *("olmoe", 2048, 1024, 16, 16, 128, 50304, 4096, 16),
+        activation="silu",
+        experts=64,
+        chosen=8,
+    ),
 }

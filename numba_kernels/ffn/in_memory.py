@@ -176,7 +176,7 @@ def layer_rows(source, layer):
 
 
 @njit(nogil=True, cache=True)
-def _take_products(
+def take_products(
     counters, thread, num_threads, num_tokens, width, selection, spans, weights, bias, places, x,
     function, activates, values, lists,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def share_products(counters, share, weights, bias, places, activates, values):
     weights . x, (N, T); one token's fn(weights . x + bias) with `activates`. Candidate i's row is
     places[i], or row i of the chosen blocks where `places` is empty.
     """
-    _take_products(
+    take_products(
         counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
         share.selection, share.spans, weights, bias, places, share.vectors, share.function,
         activates, values, share.lists,

@@ -13,7 +13,7 @@ compiled for the type of the source:
     is_well       after a barrier
     add_up        the output, and the biases
 
-A source: `FfnArrays`, `TransposedArrays` or `OffloadedNeurons`.
+A source: `FfnArrays`, `TransposedArrays`, `OffloadedNeurons` or `OffloadedExperts`.
 """
 
 from typing import Any
@@ -37,14 +37,15 @@ from hotcold.numba_kernels.decode.candidates import (
 )
 from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_kernel, weigh
 from hotcold.numba_kernels.decode.vectors import quantize_activations
+from hotcold.numba_kernels.ffn import experts, offloaded, transposed
 from hotcold.numba_kernels.ffn import in_memory as rows
-from hotcold.numba_kernels.ffn import offloaded, transposed
 from hotcold.numba_kernels.ffn.in_memory import Share
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import barrier_wait
+from hotcold.numba_kernels.storage.offloaded_experts import OffloadedExperts
 from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 
-_SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons
+_SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons, OffloadedExperts
 
 
 def _choice(source: Any, *choices: Any) -> Any:
@@ -69,14 +70,16 @@ def _step(*choices: Any) -> Any:
     return step
 
 
-_begin = _step(rows.begin, rows.begin, offloaded.begin)
-_clear = _step(rows.clear, transposed.clear, rows.clear)
-_compute_gates = _step(rows.compute_gates, rows.compute_gates, offloaded.compute_gates)
-_is_well = _step(rows.is_well, rows.is_well, offloaded.is_well)
-_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired)
-_scale = _step(rows.scale, rows.scale, offloaded.scale)
-_add = _step(rows.add, transposed.add, rows.add)
-_add_up = _step(rows.add_up, transposed.add_up, rows.add_up)
+_begin = _step(rows.begin, rows.begin, offloaded.begin, experts.begin)
+_clear = _step(rows.clear, transposed.clear, rows.clear, rows.clear)
+_compute_gates = _step(
+    rows.compute_gates, rows.compute_gates, offloaded.compute_gates, experts.compute_gates
+)
+_is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, experts.is_well)
+_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired)
+_scale = _step(rows.scale, rows.scale, offloaded.scale, rows.scale)
+_add = _step(rows.add, transposed.add, rows.add, experts.add)
+_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up)
 
 
 def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
@@ -86,7 +89,9 @@ def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
 
 @overload(_layer_rows, inline="always")
 def _choose_rows(source, layer):  # type: ignore[no-untyped-def]
-    return _choice(source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows)
+    return _choice(
+        source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, experts.layer_rows
+    )
 
 
 def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
@@ -96,7 +101,7 @@ def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
 
 @overload(_places, inline="always")
 def _choose_places(source, fired_ids, first):  # type: ignore[no-untyped-def]
-    return _choice(source, rows.places, rows.places, offloaded.places)
+    return _choice(source, rows.places, rows.places, offloaded.places, experts.places)
 
 
 def note_reads(source, reply):  # type: ignore[no-untyped-def]
@@ -106,7 +111,9 @@ def note_reads(source, reply):  # type: ignore[no-untyped-def]
 
 @overload(note_reads, inline="always")
 def _choose_note(source, reply):  # type: ignore[no-untyped-def]
-    return _choice(source, rows.note_reads, rows.note_reads, offloaded.note_reads)
+    return _choice(
+        source, rows.note_reads, rows.note_reads, offloaded.note_reads, experts.note_reads
+    )
 
 
 @njit(nogil=True, cache=True)

@@ -108,14 +108,18 @@ class WeightBlocks(NamedTuple):
         return places_of_blocks.block_matrix(self.array, self.places[block])
 
 
-def weight_blocks(matrix: np.ndarray, bounds: np.ndarray | None = None) -> WeightBlocks:
-    """Blocks of rows of a contiguous matrix: block b is matrix[bounds[b] : bounds[b + 1]].
+def weight_blocks(
+    matrix: np.ndarray, firsts: np.ndarray | None = None, heights: np.ndarray | None = None
+) -> WeightBlocks:
+    """Blocks of rows of a contiguous matrix: block b has heights[b] rows from firsts[b] on.
 
-    Without `bounds` it is one block.
+    Without `firsts` it is one block.
     """
-    ends = np.array([0, len(matrix)]) if bounds is None else bounds
-    places = np.zeros((len(ends) - 1, NUM_PLACE_NUMBERS), np.int64)
-    places[:, BEGIN], places[:, END] = ends[:-1] * matrix.shape[1], ends[1:] * matrix.shape[1]
+    if firsts is None or heights is None:
+        firsts, heights = np.zeros(1, np.int64), np.array([len(matrix)])
+    places = np.zeros((len(firsts), NUM_PLACE_NUMBERS), np.int64)
+    places[:, BEGIN] = firsts * matrix.shape[1] * (heights > 0)
+    places[:, END] = places[:, BEGIN] + heights * matrix.shape[1]
     places[:, ROW_ITEMS] = matrix.shape[1]
     return WeightBlocks(_flat(matrix), places)
 

@@ -57,7 +57,7 @@ def activate_kernel(
     weights,
     gate_bias,
     up_bias,
-    bounds,
+    firsts,
     tokens,
     scores,
     factors,
@@ -71,7 +71,7 @@ def activate_kernel(
     But 0 where a choice has `scores` (`ChoiceRows`, or no values) and that number is not above 0.
     num_fired[i] is how many are not zero. `factors` (`ChoiceRows`, or no values), products with up
     rows, are activated as up is. weights (P,) float32 or (0,); biases (N,) or (0,) float32, of
-    block b from bounds[b] on; h `ChoiceRows`; num_fired (P,) int64. Checks nothing.
+    block b from firsts[b] on; h `ChoiceRows`; num_fired (P,) int64. Checks nothing.
     """
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
@@ -79,14 +79,14 @@ def activate_kernel(
             own, _ = block_rows(h, tokens, b)
             choice = tokens.starts[b]
             for t in range(begin, end):
-                _activate_row(function, gate_bias, bounds[b], own, t)
+                _activate_row(function, gate_bias, firsts[b], own, t)
                 if weights.shape[0]:
                     for n in range(own.shape[1]):
                         own[t, n] *= weights[choice + t]
             if factors.values.shape[0]:
                 of_up, _ = block_rows(factors, tokens, b)
                 for t in range(begin, end):
-                    _scale(function, up_bias, bounds[b], of_up[t], own[t])
+                    _scale(function, up_bias, firsts[b], of_up[t], own[t])
             if scores.values.shape[0]:
                 counted, _ = block_rows(scores, tokens, b)
                 for t in range(begin, end):
@@ -120,7 +120,7 @@ def _activate_row(function, bias, first, h, t):
 
 
 @njit(nogil=True, cache=True)
-def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
+def scale_kernel(function, up_bias, firsts, tokens, factors, h, first, last):
     """h[i] *= factors[i] + up_bias, activated as up is, for choices first..last-1; as above."""
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
@@ -128,7 +128,7 @@ def scale_kernel(function, up_bias, bounds, tokens, factors, h, first, last):
             own, _ = block_rows(h, tokens, b)
             of_up, _ = block_rows(factors, tokens, b)
             for t in range(begin, end):
-                _scale(function, up_bias, bounds[b], of_up[t], own[t])
+                _scale(function, up_bias, firsts[b], of_up[t], own[t])
 
 
 @njit(nogil=True, cache=True)
@@ -160,13 +160,13 @@ def _scale(function, bias, first, factors, h):
 
 
 @njit(nogil=True, cache=True)
-def list_fired(h, bounds, tokens, first, last, fired):
+def list_fired(h, firsts, tokens, first, last, fired):
     """List the neurons of runs first..last-1 where h (`ChoiceRows`) is not zero; no checks."""
     for run in range(first, last):
         block, begin, end, place, of_starts = fired.runs[run]
         own, _ = block_rows(h, tokens, block)
         ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
-        found, offset = 0, bounds[block]
+        found, offset = 0, firsts[block]
         starts[0] = 0
         for t in range(own.shape[0]):
             for n in range(begin, end):
@@ -268,16 +268,21 @@ def num_parts(width: int) -> int:
     return -(-width // PART_COLUMNS)
 
 
-def empty_fired(tokens: BlockTokens, bounds: np.ndarray, empty: Empty = np.empty) -> FiredNeurons:
-    """Space for the worst case, in uninitialized arrays empty(shape, dtype)."""
-    counts, sizes = np.diff(tokens.starts), np.diff(bounds)
+def empty_fired(
+    tokens: BlockTokens, firsts: np.ndarray, sizes: np.ndarray, empty: Empty = np.empty
+) -> FiredNeurons:
+    """Space for the worst case, in uninitialized arrays empty(shape, dtype).
+
+    Block b has sizes[b] neurons from firsts[b] on.
+    """
+    counts = np.diff(tokens.starts)
     of_block = np.where(counts, -(-sizes // RUN), 0)
     blocks = np.repeat(np.arange(sizes.size), of_block)
     number = np.arange(blocks.size) - np.repeat(np.cumsum(of_block) - of_block, of_block)
-    first = bounds[blocks] + number * RUN
+    first = firsts[blocks] + number * RUN
     runs = np.empty((blocks.size, 5), np.int64)
     runs[:, 0], runs[:, 1] = blocks, first
-    runs[:, 2] = np.minimum(first + RUN, bounds[blocks + 1])
+    runs[:, 2] = np.minimum(first + RUN, (firsts + sizes)[blocks])
     lists, starts = counts[blocks] * RUN, counts[blocks] + 1
     runs[:, 3], runs[:, 4] = np.cumsum(lists) - lists, np.cumsum(starts) - starts
     return FiredNeurons(

@@ -92,8 +92,11 @@ class SharedBuffers(NamedTuple):
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
     block_weights (T, B): as in `Selection`, of the current layer; B is 0 for one block
+    guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's
+    state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
+    block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
     ahead (`predictors.stacked`)
     """
@@ -110,10 +113,12 @@ class SharedBuffers(NamedTuple):
     active_ids: np.ndarray
     active_masks: np.ndarray
     block_weights: np.ndarray
+    guessed_weights: np.ndarray
     partials: np.ndarray
     logits: np.ndarray
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
+    block_misses: np.ndarray
     predictor_bits: np.ndarray
 
 

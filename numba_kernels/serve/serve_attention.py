@@ -52,8 +52,8 @@ from hotcold.numba_kernels.serve.work_stealing import (
     work_stealing_rows,
 )
 
-_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD, _ROUTER = range(7)
-NUM_COUNTERS = 7
+_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD, _ROUTER, _NEXT_ROUTER = range(8)
+NUM_COUNTERS = 8
 
 
 class AttentionArrays(NamedTuple):
@@ -306,23 +306,43 @@ def _ffn_input(t, layer, buffers, arrays, residual, normed):
 
 
 @njit(nogil=True, cache=True)
-def _score_experts(thread, num_threads, layer, arrays, x, scratch):
+def _score_experts(counters, thread, num_threads, layer, arrays, x, scratch):
     """This thread's share of the router's logits of x (T, d): some of the experts."""
     rows, bias = router_rows(arrays.routers, layer)
     work_stealing_rows(
-        scratch.counters[_ROUTER], thread, num_threads, rows, bias, x, x[:0],
+        counters, thread, num_threads, rows, bias, x, x[:0],
         scratch.router_logits[: x.shape[0]], 0,
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def _choose_experts(first, step, layer, buffers, arrays, scratch, num_tokens):
-    """Write the experts' `block_weights` of every step-th token from `first` on."""
+def _choose_experts(first, step, layer, arrays, scratch, num_tokens, weights):
+    """Write the experts' weights (T, B) of every step-th token from `first` on."""
     for t in range(first, num_tokens, step):
         choose_experts(
             arrays.numbers[layer], arrays.routers, layer,
-            scratch.router_logits[t, : arrays.numbers[layer].num_experts], buffers.block_weights[t],
+            scratch.router_logits[t, : arrays.numbers[layer].num_experts], weights[t],
         )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _guess_next(thread, num_threads, service, layer, buffers, arrays, scratch, num_tokens):
+    """Write `guessed_weights`, if somebody reads them: the next layer's router on this one's state.
+
+    That is a guess, as hidden states change little from one layer to the next.
+    """
+    guessed, following = buffers.guessed_weights, layer + 1
+    if num_tokens > guessed.shape[0] or following == arrays.numbers.shape[0]:
+        return
+    numbers = arrays.numbers[following]
+    if numbers.num_experts == 0:
+        return
+    barrier_wait(buffers.cells, service, num_threads)
+    x = (buffers.mixed if numbers.routes_layer_input else buffers.ffn_input)[:num_tokens]
+    counters = scratch.counters[_NEXT_ROUTER]
+    _score_experts(counters, thread, num_threads, following, arrays, x, scratch)
+    barrier_wait(buffers.cells, service, num_threads)
+    _choose_experts(thread, num_threads, following, arrays, scratch, num_tokens, guessed)
 
 
 @njit(nogil=True, cache=True)
@@ -337,14 +357,16 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     numbers = arrays.numbers[layer]
     routes_early = numbers.num_experts > 0 and numbers.routes_layer_input
     if routes_early:
-        _score_experts(thread, num_threads, layer, arrays, residual, scratch)
+        _score_experts(
+            scratch.counters[_ROUTER], thread, num_threads, layer, arrays, residual, scratch
+        )
     work_stealing_layer(
         scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
         arrays.vectors.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     if routes_early and thread == num_threads - 1:
-        _choose_experts(0, 1, layer, buffers, arrays, scratch, num_tokens)
+        _choose_experts(0, 1, layer, arrays, scratch, num_tokens, buffers.block_weights)
         number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
         ring(buffers.cells, cell(service, ROUTED), number)
     if norm_whole(thread, num_threads, layer, arrays, qkv):
@@ -373,9 +395,12 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     if numbers.num_experts > 0 and not routes_early:
         barrier_wait(buffers.cells, service, num_threads)
         x = buffers.ffn_input[:num_tokens]
-        _score_experts(thread, num_threads, layer, arrays, x, scratch)
+        _score_experts(scratch.counters[_ROUTER], thread, num_threads, layer, arrays, x, scratch)
         barrier_wait(buffers.cells, service, num_threads)
-        _choose_experts(thread, num_threads, layer, buffers, arrays, scratch, num_tokens)
+        _choose_experts(
+            thread, num_threads, layer, arrays, scratch, num_tokens, buffers.block_weights
+        )
+    _guess_next(thread, num_threads, service, layer, buffers, arrays, scratch, num_tokens)
 
 
 @njit(nogil=True, cache=True)

@@ -1,7 +1,7 @@
-"""Neurons of a bundle file: spans of it are read, checked, and copied to their rows in memory.
+"""Bundles of a bundle file: spans of it are read, checked, and copied to their rows in memory.
 
-A bundle is one neuron: a part with its gate row, then a part with its up and down rows. Each part
-is padded with zeros to a multiple of PART_UNIT bytes and has a checksum.
+A bundle is one neuron, or K neurons of an expert: a part with gate rows, then a part with up rows
+and down rows. Each part is padded with zeros to a multiple of PART_UNIT bytes and has a checksum.
 """
 
 from typing import NamedTuple
@@ -18,30 +18,33 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 # words of `NeuronFile.facts`
 DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE = range(4)
-LAYER_BUNDLES, GATE_BYTES, UP_DOWN_BYTES, PIECE = range(4, 8)
+GATE_BYTES, UP_DOWN_BYTES, PIECE = range(4, 7)
 NUM_FACTS = 8
 
 
 class NeuronFile(NamedTuple):
-    """An open bundle file, and where in it a service's N neurons of all layers are.
+    """An open bundle file, and where in it a service's N bundles of all layers are.
 
-    facts (8,) int64, the words above: bundles of a layer, bytes of each part with its padding, and
-    PIECE, the most bytes of one read, or 0 for no limit
-    layers, places (N,) int32: a neuron's layer, and the index of its bundle within that layer
+    facts (8,) int64, the words above: bytes of each part with its padding, and PIECE, the most
+    bytes of one read, or 0 for no limit; firsts (L,) int64: the first bundle of each layer
+    layers, places (N,) int32: a bundle's layer, and its index within that layer
     checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
+    firsts: np.ndarray
     layers: np.ndarray
     places: np.ndarray
     checksums: np.ndarray
 
 
 class RowBytes(NamedTuple):
-    """Rows in memory as bytes, and each neuron's slots.
+    """Rows in memory as bytes, and where each bundle's are.
 
-    gate, up, down (slots, row bytes) uint8; in a two-matrix FFN `up` has rows of no bytes
-    gate_slots, up_down_slots (N,) int32: slots of the gate row, and of the up and down rows
+    gate, up, down (rows, row bytes) uint8; in a two-matrix FFN `up` has rows of no bytes
+    gate_slots, up_down_slots (N,) int32: the row from which those of a bundle are counted
+    offsets (patterns, K) int32: which row from there each of its neurons has, -1 for none;
+    patterns (N,) int32: which of these a bundle has
     """
 
     gate: np.ndarray
@@ -49,10 +52,12 @@ class RowBytes(NamedTuple):
     down: np.ndarray
     gate_slots: np.ndarray
     up_down_slots: np.ndarray
+    offsets: np.ndarray
+    patterns: np.ndarray
 
 
 class NeuronReads(NamedTuple):
-    """Neurons to read: rows (M,) int32 in the file's order, and their parts (M,) uint8."""
+    """Bundles to read: rows (M,) int32 in the file's order, and their parts (M,) uint8."""
 
     rows: np.ndarray
     parts: np.ndarray
@@ -92,10 +97,10 @@ def bundle_checksums(bundles: np.ndarray, gate_bytes: int, checksums: np.ndarray
 
 @njit(nogil=True, cache=True)
 def part_span(file, row, parts):
-    """First and last (exclusive) byte of a neuron's parts in the file."""
+    """First and last (exclusive) byte of a bundle's parts in the file."""
     facts = file.facts
     gate, up_down = facts[GATE_BYTES], facts[UP_DOWN_BYTES]
-    bundle = file.layers[row] * facts[LAYER_BUNDLES] + file.places[row]
+    bundle = file.firsts[file.layers[row]] + file.places[row]
     begin = facts[FIRST_BYTE] + bundle * (gate + up_down)
     first = begin if parts & GATE else begin + gate
     return first, begin + gate + (up_down if parts & UP_DOWN else 0)
@@ -136,26 +141,37 @@ def copy_row(source, target, row):
 
 
 @njit(nogil=True, cache=True)
+def _copy_rows(part, at, target, first, offsets):
+    """target[first + offsets[i]] = the i-th row of part[at:]; returns where they end."""
+    size = target.shape[1]
+    for i in range(offsets.shape[0]):
+        if offsets[i] >= 0:
+            copy_row(part[at + i * size :], target, first + np.int64(offsets[i]))
+    return at + offsets.shape[0] * size
+
+
+@njit(nogil=True, cache=True)
 def copy_span(file, reads, first, last, begin, staging, target):
     """Copy rows from `staging`, the file from `begin` on; the index of a damaged one, or -1."""
     gate, up_down = file.facts[GATE_BYTES], file.facts[UP_DOWN_BYTES]
     for i in range(first, last):
         row, parts = reads.rows[i], reads.parts[i]
+        offsets = target.offsets[target.patterns[row]]
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]
             if part_checksum(part) != file.checksums[row, 0]:
                 return i
-            copy_row(part, target.gate, np.int64(target.gate_slots[row]))
+            _copy_rows(part, np.int64(0), target.gate, np.int64(target.gate_slots[row]), offsets)
             at += gate
         if parts & UP_DOWN:
             part = staging[at : at + up_down]
             if part_checksum(part) != file.checksums[row, 1]:
                 return i
-            slot = np.int64(target.up_down_slots[row])
+            slot, down_at = np.int64(target.up_down_slots[row]), np.int64(0)
             if target.up.shape[0]:
-                copy_row(part, target.up, slot)
-            copy_row(part[target.up.shape[1] :], target.down, slot)
+                down_at = _copy_rows(part, down_at, target.up, slot, offsets)
+            _copy_rows(part, down_at, target.down, slot, offsets)
     return -1
 
 

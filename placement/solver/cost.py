@@ -103,9 +103,15 @@ class RowBytes:
         return cls(first, first if config.has_gate else 0, down, transposed)
 
     def read(self, gates: float, ups: float, downs: float) -> float:
-        """Bytes read of a neuron when these shares of its rows are computed."""
-        of_down = self.down if self.reads_all_down else self.down * downs
-        return self.first * gates + self.up * ups + of_down
+        """Bytes read of a neuron when these shares of its rows are computed.
+
+        Transposed down projections are read of all neurons whose gates are.
+        """
+        return (
+            self.first * gates
+            + self.up * ups
+            + self.down * (gates if self.reads_all_down else downs)
+        )
 
 
 def read_bytes(
@@ -218,7 +224,8 @@ def make_groups(config: ModelConfig, hot: np.ndarray) -> Groups:
     """
     found = []
     for layer, own in zip(config.layers, hot, strict=True):
-        sizes, end, groups = layer.ffn.block_sizes, 0, []
+        sizes, end = layer.ffn.block_sizes, 0
+        groups: list[np.ndarray] = []
         for size in sizes:
             ids = np.arange(end, end + size)
             ids = ids[np.argsort(-own[ids], kind="stable")]

@@ -112,6 +112,7 @@ class InProcessSystem:
     bundle_bytes: int = 0
     predictor_words: int = 0
     num_blocks: int = 0
+    num_guessed: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -133,6 +134,7 @@ class InProcessSystem:
             num_pages_of(self.num_positions),
             config.num_layers,
             num_blocks=self.num_blocks or self.own_blocks(),
+            num_guessed=self.num_guessed,
             num_buckets=num_buckets(config),
             predictor_words=self.predictor_words,
             bundle_bytes=self.bundle_bytes,

@@ -261,7 +261,7 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
     )
     write_profile(artifact_path(path, PROFILE_FILE), identity, profile)
     file = read_bundle_file(pack_model(path, config), BundleGeometry.of(config), identity)
-    ordered = np.take_along_axis(profile.counts, file.order, axis=1)
+    ordered = np.take_along_axis(profile.counts, np.array(file.order), axis=1)
     assert (np.diff(ordered, axis=1) < 0).all() and file.order_name == profile.digest
     ids = [
         np.arange(config.ffn_size - 8 * layer, dtype=np.int32)[::-1].copy() for layer in range(3)
@@ -276,7 +276,7 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
 
 def test_gates_are_read_first_where_few_of_those_listed_fire() -> None:
     """The llama-7b shape in float16: a neuron's rest takes longer to read than its gate."""
-    geometry = BundleGeometry(2, 100, "float16", "float16", 8192, 8192, 8192)
+    geometry = BundleGeometry((100, 100), "float16", "float16", 8192, 8192, 8192)
     often, rarely = np.full(200, 0.4), np.r_[np.full(40, 0.4), np.full(160, 0.02)]
     kept = kept_parts(geometry, 40, 40)
     assert reads_whole(geometry, often, kept) and not reads_whole(geometry, rarely, kept)

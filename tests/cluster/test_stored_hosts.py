@@ -143,7 +143,7 @@ def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts:
         ).order
         for path in (hosts.path, hosts.far)
     ]
-    assert (orders[0] != orders[1]).any()
+    assert any((one != other).any() for one, other in zip(*orders, strict=True))
     assert hosts.answers() == expected
     assert hosts.answers(kills=before["cpu1"]) == expected
     after = hosts.client.tell(processes=True)["processes"]

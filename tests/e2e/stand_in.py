@@ -18,6 +18,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, Generation, System
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from hotcold.model.config.build import read_config
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -39,6 +40,34 @@ It is often used with triple-quoted strings, so that they line up with the code 
 """
 
 
+def mixture_map() -> NeuronMap:
+    """12 layers of 40 ReLU experts, of which a token chooses 4, and a shared one; the first dense.
+
+    Expert 0 of layer 1 has 25 of 100 tokens, and no token chose expert 39.
+    """
+    rng = np.random.default_rng(2)
+    num_layers, num_experts, size, num_tokens = 12, 40, 64, 100
+    num = np.full((num_layers, num_experts + 1), size)
+    chosen = np.zeros(num.shape, np.int64)
+    for layer in range(1, num_layers):
+        weights = rng.permuted(1 / np.arange(1, num_experts) ** 0.7)
+        chosen[layer, : num_experts - 1] = rng.multinomial(4 * num_tokens, weights / weights.sum())
+    chosen[1, 1 + chosen[1, 1:].argmax()] += chosen[1, 0] - 25
+    chosen[1, 0] = 25
+    chosen[1:, num_experts] = num_tokens
+    last = np.zeros(num.shape, np.int64)
+    for layer in range(1, num_layers):
+        last[layer, rng.choice(num_experts - 1, 4, replace=False)] = size
+    last[0] = last[1:, num_experts] = size
+    mean = num * chosen / num_tokens
+    mean[0] = size
+    experts = ExpertCounts(
+        np.array([0, *[num_experts] * (num_layers - 1)]), 4, chosen, np.minimum(chosen, num_tokens)
+    )
+    hot, computed = np.zeros_like(num), last // 3
+    return NeuronMap(num, hot, computed, last, mean / 3, mean, num_tokens, experts)
+
+
 @dataclass
 class StandIn:
     """In place of `System` and of the client that asks it. Answers repeat words of `text`."""
@@ -50,6 +79,7 @@ class StandIn:
     held_at: int | None = None  # an answer has so many, and no more as long as this stands
     error: Exception | None = None  # in place of an answer, or with `num_tokens` in its midst
     device: str = "cpu"
+    has_experts: bool = False  # as a mixture shows itself
     requests: list[GenerateRequest] = field(default_factory=list)
     _stopped: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -78,13 +108,16 @@ class StandIn:
         return neuron_owners(config, Topology(tuple(service_specs(self.describe(), config))))
 
     def telemetry(self, *_: Any) -> Telemetry:
-        """The demo model's shape; the same neurons at every token."""
-        config = read_config(DEMO_DIRECTORY)
-        num = np.full((config.num_layers, 64), config.ffn_size // 64)
-        share = np.random.default_rng(1).beta(0.5, 2, num.shape)
-        computed, gates = (num * share).astype(np.int64), num.copy()
-        hot = np.zeros_like(num)
-        neurons = NeuronMap(num, hot, computed, gates, computed * 1.0, gates * 1.0, 1)
+        """The demo model's shape, or a mixture's; the same neurons at every token."""
+        if self.has_experts:
+            neurons = mixture_map()
+        else:
+            config = read_config(DEMO_DIRECTORY)
+            num = np.full((config.num_layers, 64), config.ffn_size // 64)
+            share = np.random.default_rng(1).beta(0.5, 2, num.shape)
+            computed, gates = (num * share).astype(np.int64), num.copy()
+            hot = np.zeros_like(num)
+            neurons = NeuronMap(num, hot, computed, gates, computed * 1.0, gates * 1.0, 1)
         times = {"attention": 0.6, "ffn": 1.1, "head": 0.4, "exchange": 0.2, "python": 0.1}
         speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0)
         actors = tuple(
@@ -147,8 +180,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rate", type=float, default=100.0)
+    parser.add_argument("--experts", action="store_true")
     arguments = parser.parse_args()
-    system = StandIn(tokens_per_s=arguments.rate, num_tokens=arguments.tokens)
+    system = StandIn(
+        tokens_per_s=arguments.rate, num_tokens=arguments.tokens, has_experts=arguments.experts
+    )
     with served_page(system, "demo", port=arguments.port, client=system) as address:
         print(address, flush=True)
         threading.Event().wait()

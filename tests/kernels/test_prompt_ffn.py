@@ -91,7 +91,7 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
     expected = (h * factors) @ down_values
     most = (h * (np.abs(rounded) @ np.abs(up_values).T + 1)) @ np.abs(down_values)
 
-    fired = empty_fired(tokens, bounds)
+    fired = empty_fired(tokens, bounds[:-1], np.diff(bounds))
     out = np.full((num_tokens, width), 2, np.float32)
     sums = np.full((num_parts(width), num_tokens, 512), np.nan, np.float32)
     for first, last in pairwise(run_shares(tokens, fired, 3)):
@@ -111,7 +111,7 @@ def test_without_a_bias() -> None:
     x, h = random_floats(7, 3, 64), np.maximum(random_floats(8, 3, 20), 0)
     expected = h * (x @ values.T)
     tokens, bounds = every_token(3), np.array([0, 20])
-    fired = empty_fired(tokens, bounds)
+    fired = empty_fired(tokens, bounds[:-1], np.diff(bounds))
     list_fired(one_block(h), bounds, tokens, 0, 1, fired)
     prompt_up_kernel(up, NO_BIAS, x, tokens, 0, 1, fired)
     found = np.zeros_like(h)

@@ -84,7 +84,7 @@ def test_each_neuron_is_where_the_file_says(tmp_path: Path, name: str, dtype: st
     bundles = np.frombuffer(content, np.uint8)[geometry.first_byte :]
     for row in (0, 17, model.config.ffn_size + 5):
         layer, neuron = divmod(row, model.config.ffn_size)
-        place = layer * geometry.num_neurons + found.places()[layer, neuron]
+        place = layer * geometry.layer_bundles[0] + found.places()[layer][neuron]
         bundle = bundles[place * geometry.bundle_bytes :][: geometry.bundle_bytes]
         gate, rest = np.split(bundle, [geometry.gate_bytes])
         up = weights.up[row].tobytes() if weights.up.shape[0] else b""
@@ -101,15 +101,15 @@ def test_a_damaged_neuron_is_named_wherever_it_lies(
 ) -> None:
     """The last of a layer too, which may be read alone."""
     geometry, content = model.geometry, bytearray(model.write())
-    rows = at_once % geometry.num_neurons
+    rows = at_once % geometry.layer_bundles[0]
     monkeypatch.setattr(bundle_file, "_READ_BYTES", rows * geometry.bundle_bytes)
-    places = [(0, 0), (0, geometry.num_neurons - 1), (geometry.num_layers - 1, 3)]
+    places = [(0, 0), (0, geometry.layer_bundles[0] - 1), (geometry.num_layers - 1, 3)]
     for layer, place in places:
-        first = geometry.first_byte + layer * geometry.layer_bytes
+        first = geometry.first_byte + layer * geometry.span(0)[1]
         content[first + place * geometry.bundle_bytes] ^= 4
     model.file.write_bytes(content)
     order = model.read().order
-    expected = [(layer, int(order[layer, place])) for layer, place in places]
+    expected = [(layer, int(order[layer][place])) for layer, place in places]
     assert sorted(damaged_bundles(model.read())) == sorted(expected)
 
 
@@ -139,13 +139,13 @@ def test_a_wrong_norm_is_found(model: Model) -> None:
     """The header of a program that has updated the tables' checksum."""
     geometry, content = model.geometry, bytearray(model.write())
     layer, place = 1, 5
-    at = geometry.norms_start + 4 * (layer * geometry.num_neurons + place)
+    at = geometry.norms_start + 4 * (layer * geometry.layer_bundles[0] + place)
     content[at : at + 4] = bytes(4)
     tables = bytes(content[geometry.order_start : geometry.done_start])
     identity = ModelIdentity.of(model.path)
     header = header_block(geometry, identity, "drawn", zlib.crc32(tables))
     model.file.write_bytes(header + content[BLOCK_BYTES:])
-    neuron = int(model.read().order[layer, place])
+    neuron = int(model.read().order[layer][place])
     assert damaged_bundles(model.read()) == [(layer, neuron)]
     assert main(["pack", str(model.path), "--verify"]) == 1
 
@@ -208,7 +208,7 @@ def test_a_loss_of_power_blesses_nothing_wrong(
                 write(stream.fileno())
         begun: list[int] = []
         assert model.write(lambda done, total: begun.append(done)) == whole  # noqa: B023
-        num_went_on += not begun or begun[0] > model.geometry.layer_bytes
+        num_went_on += not begun or begun[0] > model.geometry.span(0)[1]
         num_crashes += 1
     assert num_crashes > 20 and num_went_on > 3
 
@@ -220,7 +220,7 @@ class Stopped(Exception):
 def test_a_run_that_was_stopped_goes_on(model: Model, tmp_path: Path) -> None:
     whole = model.write()
     model.file.unlink()
-    layer = model.geometry.layer_bytes
+    layer = model.geometry.span(0)[1]
 
     def stop(done: int, total: int) -> None:
         if done > layer:
@@ -285,7 +285,7 @@ def test_a_full_disk_is_one_line(model: Model, monkeypatch: pytest.MonkeyPatch) 
 
     def fail(descriptor: int, content: bytes, place: int) -> int:
         written.append(len(content))
-        if sum(written) > model.geometry.first_byte + model.geometry.layer_bytes:
+        if sum(written) > model.geometry.first_byte + model.geometry.span(0)[1]:
             raise OSError(28, "No space left on device")
         return real(descriptor, content, place)
 
@@ -346,7 +346,7 @@ def test_files_that_are_not_what_they_should_be(model: Model, tmp_path: Path) ->
             header_block(geometry, other, "drawn", 0) + content[BLOCK_BYTES:]
         ],
         "another format or version": [
-            header_block(BundleGeometry(1, 1, "q4", "q4", 8, 8, 8), identity, "", 0)
+            header_block(BundleGeometry((1,), "q4", "q4", 8, 8, 8), identity, "", 0)
         ],
         "tables are damaged": [
             changed(content, geometry.order_start, b"\xff"),

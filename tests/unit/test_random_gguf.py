@@ -39,10 +39,10 @@ def test_types_are_those_of_q4_k_m(file: Path) -> None:
 def test_weights_are_spread_around_zero_and_read_alike(file: Path) -> None:
     checkpoint = Checkpoint(file)
     stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
-    for theirs, ours in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj")):
+    for theirs, ours in (("attn_q", "self_attn.q_proj"), ("ffn_up", "mlp.up_proj")):
         tensor = stored[f"blk.0.{theirs}.weight"]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert np.std(values) == pytest.approx(0.02, rel=0.02)
+        assert np.std(values) == pytest.approx(256**-0.5, rel=0.02)
         assert abs(np.mean(values)) < 0.001
         found = to_float32(np.ascontiguousarray(checkpoint.array(f"layers.0.{ours}.weight")))
         np.testing.assert_allclose(found, values, rtol=1e-6)

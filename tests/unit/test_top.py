@@ -25,7 +25,8 @@ from hotcold.jobs.kept.top_picture import drawn, picture
 from hotcold.jobs.kept.top_watch import watch
 from hotcold.model.errors import ServiceError
 from hotcold.ui.control_api import create_control_app
-from hotcold.ui.telemetry import telemetry_json
+from hotcold.ui.telemetry import map_json, telemetry_json
+from tests.e2e.stand_in import mixture_map
 
 LAYERS, BUCKETS = 4, 64
 
@@ -237,3 +238,30 @@ def test_a_system_tells_its_own_user() -> None:
     backend.failure = ServiceError("the driver is gone")
     answer = client.get("/own/telemetry")
     assert answer.status_code == 503 and "the driver is gone" in answer.text
+
+
+def test_experts_are_told() -> None:
+    """A mixture of 40 experts a layer and a shared one, its first layer dense."""
+    found = told()
+    neurons = mixture_map()
+    found["map"] = json.loads(json.dumps(map_json(neurons), allow_nan=False))
+    assert neurons.experts is not None
+    chosen = neurons.experts.chosen[1:, :40] / 100
+    most = -np.sort(-chosen.ravel())
+    needed = int((most.cumsum() < 0.8 * most.sum()).sum()) + 1
+    lines = drawn(picture("words", found, 120), 120, False).splitlines()
+    (head,) = [line for line in lines if line.startswith("layer")]
+    assert head.split() == ["layer", "its", "experts", "hot", "fire", "gates"]
+    (line,) = [line for line in lines if line.startswith("experts: ")]
+    assert line == (
+        f"experts: 4 of 40 a token; {needed / 440:.0%} of them are 80% of the choices, the most "
+        f"wanted has {chosen.max():.0%} of the tokens, {(chosen == 0).sum()} of 440 none"
+    )
+    rows = [line for line in lines if line.strip()[:2].strip().isdigit()]
+    assert len(rows) == 12 and rows[0].split()[1] == "▓" * 41  # a third of a dense layer fires
+    for width, cells in ((120, 41), (70, 32), (60, 16), (40, 8)):
+        lines = drawn(picture("words", found, width), width, False).splitlines()
+        assert max(map(len, lines)) <= width
+        assert lines[3].count("▓") == cells
+    found["map"]["experts"]["chosen"] = np.zeros((12, 41)).tolist()
+    assert "experts: 4 of 40 a token\n" in drawn(picture("words", found, 120), 120, False)

@@ -167,6 +167,12 @@ class Metrics:
                 "Steps, or chunks of prompts, that read each expert.",
                 self._experts.read,
             )
+            if self._experts.missed is not None:
+                yield self._by_expert(
+                    "hotcold:expert_misses",
+                    "Reads of each expert that was not in memory, but on storage.",
+                    self._experts.missed,
+                )
 
     def _by_expert(self, name: str, text: str, counts: np.ndarray) -> CounterMetricFamily:
         """Counts (L, B) of the experts that routers choose from."""

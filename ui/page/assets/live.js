@@ -82,9 +82,9 @@ function drawMap(map) {
       const neurons = map.neurons[layer][bucket] || 1;
       let bottom = (layer + 1) * h - gap;
       if (most && isExpert(map, layer, bucket)) {
-        // The more often, the darker: routers are far from even, so shades follow the square root.
+        // Routers are far from even, so shades follow the square root.
         context.globalAlpha = Math.sqrt(map.experts.chosen[layer][bucket] / most);
-        context.fillStyle = fills[1];
+        context.fillStyle = 2 * counts[0] > neurons ? fills[0] : fills[1];
         context.fillRect(bucket * w, layer * h, w + 0.5, h - gap);
         context.globalAlpha = 1;
         counts.forEach((count, kind) => (totals[kind] += count));
@@ -165,8 +165,8 @@ function showExperts() {
   choice.hidden = false;
   choice.querySelector("input").checked = true;
   find("sentence").textContent =
-    "Each row is a layer of the model, each column an expert: the darker, the more tokens chose it " +
-    "lately. The other choices show how many of an expert's neurons were needed: the fuller its bar, the more.";
+    "Each row is a layer of the model, each column an expert: the stronger its colour, the more " +
+    "tokens chose it lately. The other choices show how many of an expert's neurons were needed: the fuller its bar, the more.";
 }
 
 function showTimes(times) {

@@ -1,0 +1,378 @@
+"""A shard of whole experts in a bundle file, some of them in memory, as compiled loops use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles
+from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
+from hotcold.model.bundles.bundle_file import BundleFile
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.layer_spec import FfnSpec
+from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.model.errors import ServiceError
+from hotcold.model.weights.ffn import FfnWeights
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
+from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.storage.expert_slots import new_expert_slots
+from hotcold.numba_kernels.storage.neuron_file import RowBytes
+from hotcold.numba_kernels.storage.offloaded_experts import (
+    BOTH,
+    NUM_OPTIONS,
+    OffloadedExperts,
+    await_blocks,
+    begin_experts,
+    request_ahead,
+    request_experts,
+)
+from hotcold.numba_kernels.storage.routed_ahead import (
+    new_lock,
+    release_lock,
+    serve_routed,
+    stop_routed,
+    take_lock,
+)
+
+_NO_BLOCKS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """What a shard holds of each block of each layer; unit l * B + b is block b of layer l.
+
+    Shapes:  sizes (L * B,), its neurons; firsts (L * B + 1,), its first bundle, and the end;
+             stays (L * B,), whether every token uses it; layers, places, patterns (N,) of bundles
+             as in `Bundles` and `RowBytes`; offsets (patterns, K)
+    """
+
+    sizes: np.ndarray
+    firsts: np.ndarray
+    stays: np.ndarray
+    layers: np.ndarray
+    places: np.ndarray
+    patterns: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        geometry: BundleGeometry,
+        layers: Sequence[FfnSpec],
+        starts: np.ndarray,
+        ids: np.ndarray,
+    ) -> Units:
+        """Of a shard with `starts` and `ids` of `FfnWeights`."""
+        num_blocks, found = starts.shape[1] - 1, _Patterns(geometry.bundle_neurons)
+        parts: list[_Part] = []
+        stays = np.zeros((len(layers), num_blocks), bool)
+        for layer, ffn in enumerate(layers):
+            first = bundle = 0
+            stays[layer, ffn.router.num_experts if ffn.router else 0 :] = True
+            for block in range(num_blocks):
+                size = ffn.block_sizes[block] if block < len(ffn.block_sizes) else 0
+                own = ids[starts[layer, block] : starts[layer, block + 1]] - first
+                parts.append(found.part(layer, bundle, own))
+                first, bundle = first + size, bundle + -(-size // geometry.bundle_neurons)
+        return cls(
+            sizes=np.diff(starts, axis=1).ravel(),
+            firsts=np.concatenate([[0], np.cumsum([part.places.size for part in parts])]),
+            stays=stays.ravel(),
+            layers=np.concatenate([part.layers for part in parts]),
+            places=np.concatenate([part.places for part in parts]),
+            patterns=np.concatenate([part.patterns for part in parts]),
+            offsets=np.array(found.offsets, np.int32),
+        )
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of a slot: of the largest unit that shares them."""
+        return int(self.sizes[~self.stays].max(initial=0))
+
+    @property
+    def num_own_rows(self) -> int:
+        """Rows of units that every token uses."""
+        return int(self.sizes[self.stays].sum())
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Which units have neurons and share slots."""
+        found: np.ndarray = ~self.stays & (self.sizes > 0)
+        return found
+
+
+class _Part(NamedTuple):
+    layers: np.ndarray
+    places: np.ndarray
+    patterns: np.ndarray
+
+
+class _Patterns:
+    """Which rows of a unit's bundles are whose: mostly the same in all units."""
+
+    def __init__(self, bundle_neurons: int) -> None:
+        self.offsets: list[tuple[int, ...]] = []
+        self._size = bundle_neurons
+        self._known: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def part(self, layer: int, bundle: int, neurons: np.ndarray) -> _Part:
+        """A unit of these neurons of a block, whose first bundle in the layer is `bundle`."""
+        key = neurons.tobytes()
+        if key not in self._known:
+            self._known[key] = self._find(neurons)
+        bundles, patterns = self._known[key]
+        layers = np.full(bundles.size, layer, np.int32)
+        return _Part(layers, (bundles + bundle).astype(np.int32), patterns)
+
+    def _find(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        bundles, of_neuron = np.unique(neurons // self._size, return_inverse=True)
+        offsets = np.full((bundles.size, self._size), -1, np.int32)
+        offsets[of_neuron, neurons % self._size] = np.arange(neurons.size)
+        numbers = []
+        for row in map(tuple, offsets.tolist()):
+            if row not in self._numbers:
+                self._numbers[row] = len(self.offsets)
+                self.offsets.append(row)
+            numbers.append(self._numbers[row])
+        return bundles, np.array(numbers, np.int32)
+
+
+class ExpertStore:
+    """Slots, the open file and the threads that read it."""
+
+    def __init__(
+        self,
+        file: BundleFile,
+        layers: Sequence[FfnSpec],
+        weights: FfnWeights,
+        share: OffloadedShare,
+        num_threads: int,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+        has_down_norms: bool = False,
+    ) -> None:
+        """`weights` has the shard's ids, starts and biases, and no rows; `layers` are the model's.
+
+        share.num_up_downs says of how many neurons there may be rows in memory.
+        Errors:  ServiceError
+        """
+        self._file, self._weights, self._num_threads = file, weights, num_threads
+        self._routed: threading.Thread | None = None
+        ids, starts = weights.neuron_ids, weights.starts
+        self.units = Units.of(file.geometry, layers, starts, ids)
+        units, num_blocks = self.units, starts.shape[1] - 1
+        least = int(units.shares.reshape(-1, num_blocks).sum(axis=1).max(initial=0))
+        spare = max(0, share.num_up_downs - units.num_own_rows)
+        num_slots = min(max(least, spare // max(1, units.slot_rows)), int(units.shares.sum()))
+        numbers = np.repeat(np.arange(units.sizes.size) % num_blocks, np.diff(units.firsts))
+        bundles = Bundles(units.layers, units.places, numbers, "expert")
+        most = int(np.bincount(units.layers).max(initial=1))
+        self._reads = BundleReads(file, bundles, most, share.piece_bytes)
+        num_rows = units.num_own_rows + num_slots * units.slot_rows
+        self._norms = self._own_norms() if has_down_norms else NO_NORMS
+        self.arrays = self._new_arrays(num_rows)
+        self.stored = self._new_stored(share, num_slots)
+        self._reads.start(self.stored.slots, self.stored.slots, self._row_bytes())  # type: ignore[arg-type]
+        self.request(0, _NO_BLOCKS)  # compiled now, so that no prompt waits for it
+        self.request_ahead(0, _NO_BLOCKS)
+        self.await_blocks(0, _NO_BLOCKS)
+        try:
+            self._fill(on_bytes)
+        except ServiceError:
+            self.close()
+            raise
+
+    def _own_norms(self) -> np.ndarray:
+        """Norms of down rows, in the order of the shard's neurons."""
+        units, located = self.units, self._reads.located
+        norms = self._file.norms[located.firsts[units.layers] + units.places]
+        found = np.zeros(self._weights.neuron_ids.size, np.float32)
+        firsts = np.repeat(np.cumsum(units.sizes) - units.sizes, np.diff(units.firsts))
+        rows = firsts[:, None] + units.offsets[units.patterns]
+        is_own = units.offsets[units.patterns] >= 0
+        found[rows[is_own]] = norms[is_own]
+        return found
+
+    def _new_arrays(self, num_rows: int) -> FfnArrays:
+        """Rows of units that stay, then of all slots; memory is taken when they are filled."""
+        geometry, weights = self._file.geometry, self._weights
+        gate, down = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
+
+        def rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
+            return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
+
+        def vector(own: np.ndarray) -> np.ndarray:
+            return np.zeros(num_rows if own.size else 0, np.float32)
+
+        up_rows = num_rows if geometry.up_row_bytes else 0
+        return FfnArrays(
+            weights.starts,
+            rows(num_rows, geometry.gate_row_bytes, gate),
+            rows(up_rows, geometry.gate_row_bytes, gate),
+            rows(num_rows, geometry.down_row_bytes, down),
+            vector(weights.gate_bias),
+            vector(weights.up_bias),
+            weights.down_bias,
+            vector(self._norms),
+        )
+
+    def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:
+        units, weights = self.units, self._weights
+        num_blocks = weights.starts.shape[1] - 1
+        options = np.zeros(NUM_OPTIONS, np.int64)
+        options[:] = share.most_bytes, share.most_gap, share.forgets, share.waits_first
+        firsts = np.cumsum(units.sizes * units.stays) - units.sizes * units.stays
+        slot_rows = units.num_own_rows + np.arange(num_slots) * units.slot_rows
+        slots = new_expert_slots(
+            units.firsts,
+            _unit_rates(share.rates, units.sizes),
+            np.where(units.stays, firsts, -1),
+            slot_rows,
+        )
+        none = weights.gate_bias[:0]
+        own = FfnArrays(
+            weights.starts, none, none, none, weights.gate_bias, weights.up_bias, none, self._norms
+        )
+        return OffloadedExperts(
+            arrays=self.arrays,
+            own=own,
+            file=self._reads.located,
+            slots=slots,
+            queue=self._reads.queue,
+            order=np.zeros(num_blocks, np.int32),
+            num_loaded=np.zeros(1, np.int64),
+            counters=np.stack(
+                [new_block_counters(2, self._num_threads) for _ in range(num_blocks)]
+            ),
+            places=np.zeros(most_rows(weights.starts), np.int32),
+            listed=np.zeros(most_rows(weights.starts), np.int32),
+            options=options,
+            lock=new_lock(),
+            guessed=np.zeros((0, num_blocks), np.float32),
+            ahead=np.zeros(num_blocks, np.int64),
+            ahead_state=np.array([-1, 0]),
+            most_ahead=np.full(len(weights.starts), num_blocks, np.int64),
+            ahead_counts=np.zeros(4, np.int64),
+            waited_ns=np.zeros(self._num_threads, np.int64),
+            failed=np.zeros(self._num_threads, np.int64),
+        )
+
+    def _row_bytes(self) -> RowBytes:
+        def rows(array: np.ndarray) -> np.ndarray:
+            num_bytes = array.shape[1] * array.dtype.itemsize
+            return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
+
+        gate, up, down = self.arrays[1:4]
+        up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
+        first_rows = self.stored.slots.bundle_rows
+        offsets, patterns = self.units.offsets, self.units.patterns
+        return RowBytes(rows(gate), up_bytes, rows(down), first_rows, first_rows, offsets, patterns)
+
+    def _fill(self, on_bytes: Callable[[int], None]) -> None:
+        """Read what stays, then into slots what is wanted most, if that is known."""
+        units, slots = self.units, self.stored.slots
+        chosen = units.stays & (units.sizes > 0)
+        if slots.weights.any():
+            order = np.argsort(-np.where(units.shares, slots.weights, -1), kind="stable")
+            for slot, unit in enumerate(order[: slots.unit_of.size].tolist()):
+                first, last = slots.firsts[unit : unit + 2]
+                slots.unit_of[slot], slots.slot_of[unit] = unit, slot
+                slots.row_of[unit] = slots.bundle_rows[first:last] = slots.slot_rows[slot]
+                slots.slot_weights[slot] = slots.weights[unit]
+                chosen[unit] = True
+        for unit in np.flatnonzero(chosen).tolist():
+            self._copy_vectors(unit)
+        bundles = np.repeat(chosen, np.diff(units.firsts))
+        neuron_bytes = self._file.geometry.neuron_bytes
+        num_blocks = self._weights.starts.shape[1] - 1
+        for layer in range(len(self._weights.starts)):
+            rows = np.flatnonzero(bundles & (units.layers == layer)).astype(np.int32)
+            slots.requested[rows] = 1
+            self._reads.read(rows, np.full(rows.size, BOTH, np.uint8))
+            own = slice(layer * num_blocks, (layer + 1) * num_blocks)
+            on_bytes(int(units.sizes[own][chosen[own]].sum()) * neuron_bytes)
+
+    def _copy_vectors(self, unit: int) -> None:
+        """As `offloaded_experts` does for a unit that gets rows."""
+        starts, stored = self._weights.starts, self.stored
+        layer, block = divmod(unit, starts.shape[1] - 1)
+        first, last = starts[layer, block : block + 2]
+        row = int(stored.slots.row_of[unit])
+        for own, rows in zip(stored.own[4:], stored.arrays[4:], strict=True):
+            if own.size and own.ndim == 1:
+                rows[row : row + last - first] = own[first:last]
+
+    def read_ahead(self, buffers: SharedBuffers, routes_early: bool) -> None:
+        """Read by what is guessed in `buffers`; with `routes_early` by what the router chose, too.
+
+        The attention service is the first one.
+        """
+        self.stored = self.stored._replace(guessed=buffers.guessed_weights)
+        if routes_early:
+            arguments = self.stored, 0, buffers.cells, buffers.requests, buffers.block_weights
+            self._routed = threading.Thread(
+                target=serve_routed, args=arguments, name="routed", daemon=True
+            )
+            self._routed.start()
+
+    def request(self, layer: int, blocks: np.ndarray) -> None:
+        """Start to read those of a layer's `blocks`, ascending, that are not in memory."""
+        with self._locked():
+            begin_experts(self.stored)
+            request_experts(self.stored, layer, blocks)
+
+    def request_ahead(self, layer: int, blocks: np.ndarray) -> None:
+        """Start to read `blocks` of a layer that will probably be requested next."""
+        with self._locked():
+            request_ahead(self.stored, layer, blocks)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        take_lock(self.stored.lock)
+        try:
+            yield
+        finally:
+            release_lock(self.stored.lock)
+
+    def await_blocks(self, layer: int, blocks: np.ndarray) -> None:
+        """Return when `blocks`, which were requested, are in memory. Errors: ServiceError."""
+        if not await_blocks(self.stored, layer, blocks):
+            raise ServiceError(self.failure())
+
+    def count_misses(self, misses: np.ndarray) -> None:
+        """Count misses of each unit here from now on: (L, B) uint32, of `SharedBuffers`."""
+        slots = self.stored.slots._replace(misses=misses.reshape(-1))
+        self.stored = self.stored._replace(slots=slots)
+
+    def block_firsts(self, layer: int) -> np.ndarray:
+        """The first row in memory of each block of a layer; 0 of one that has none."""
+        num_blocks = self._weights.starts.shape[1] - 1
+        rows = self.stored.slots.row_of[layer * num_blocks : (layer + 1) * num_blocks]
+        return np.maximum(rows, 0)
+
+    def failure(self) -> str:
+        """Why the last read failed; "" where none did."""
+        return self._reads.failure()
+
+    def close(self) -> None:
+        """End the reading threads and close the file."""
+        stop_routed(self.stored.lock)
+        if self._routed is not None:
+            self._routed.join()
+        self._reads.close()
+
+
+def _unit_rates(rates: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How often each unit is used: as often as the neuron of it that is used most."""
+    found = np.zeros(sizes.size, np.float32)
+    if rates.size:
+        firsts = (np.cumsum(sizes) - sizes)[sizes > 0]
+        found[sizes > 0] = np.maximum.reduceat(rates, firsts)
+    return found

@@ -1,0 +1,1 @@
+"""How a small mixture of ReGLU experts is trained, and what its routes are like."""

@@ -1,0 +1,287 @@
+"""A shard of whole experts in a bundle file, some of them in memory: lookups, reads, waits."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.candidates import BLOCK
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.storage.expert_slots import (
+    ExpertSlots,
+    begin_epoch,
+    claim_unit,
+    evict_units,
+    list_missing,
+    unit_state,
+    use,
+)
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
+from hotcold.numba_kernels.storage.read_queue import (
+    NOW,
+    NUM_BATCHES,
+    ReadQueue,
+    await_batch,
+    await_more,
+    cancel_reads,
+    drain,
+    num_completed,
+    num_pending,
+    submit_reads,
+)
+
+# words of `OffloadedExperts.options`
+MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(4)
+NUM_OPTIONS = 4
+BOTH = GATE | UP_DOWN
+# words of `OffloadedExperts.ahead_counts`: chosen experts where there was a guess, those of them
+# that were guessed, experts read ahead, those of them that were chosen
+NUM_CHOSEN, NUM_GUESSED, NUM_AHEAD, NUM_USEFUL = range(4)
+_ANY_WEIGHT = np.float32(np.inf)
+
+
+class OffloadedExperts(NamedTuple):
+    """A shard of experts in a bundle file; L layers of B blocks, unit l * B + b is block b's.
+
+    arrays: `FfnArrays` with `starts` and down biases of all neurons, but matrices, other biases and
+    norms by rows in memory; own: the biases and norms of all neurons, in their order
+    order (B,) int32: a request's chosen blocks, those in memory first, as indices of its spans;
+    num_loaded (1,) int64: how many were in memory
+    counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
+    ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`;
+    listed (M,) int32: rows of a request's listed neurons
+    options (4,) int64: the words above; the last two are for benchmarks
+    lock: of `routed_ahead`, for slots and queue
+    guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead
+    ahead (B,) int64: blocks read ahead last, ahead_state (2,) int64: for which layer, and how many;
+    most_ahead (L,) int64: how many to read of a layer; ahead_counts (4,) int64: the words below
+    waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
+    it needed in this request failed
+    """
+
+    arrays: Any
+    own: Any
+    file: NeuronFile
+    slots: ExpertSlots
+    queue: ReadQueue
+    order: np.ndarray
+    num_loaded: np.ndarray
+    counters: np.ndarray
+    places: np.ndarray
+    listed: np.ndarray
+    options: np.ndarray
+    lock: np.ndarray
+    guessed: np.ndarray
+    ahead: np.ndarray
+    ahead_state: np.ndarray
+    most_ahead: np.ndarray
+    ahead_counts: np.ndarray
+    waited_ns: np.ndarray
+    failed: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _copy_part(source, target, first, row, count):
+    if source.shape[0]:
+        target[row : row + count] = source[first : first + count]
+
+
+@njit(nogil=True, cache=True)
+def _fill_vectors(shard, layer, block):
+    """Copy a block's biases and norms to its rows in memory."""
+    starts, own, arrays = shard.arrays.starts[layer], shard.own, shard.arrays
+    first, count = starts[block], starts[block + 1] - starts[block]
+    row = shard.slots.row_of[layer * (starts.shape[0] - 1) + block]
+    _copy_part(own.gate_bias, arrays.gate_bias, first, row, count)
+    _copy_part(own.up_bias, arrays.up_bias, first, row, count)
+    _copy_part(own.down_norms, arrays.down_norms, first, row, count)
+
+
+@njit(nogil=True, cache=True)
+def _give_rows(shard, layer, block, most):
+    """`claim_unit` of a block, whose biases and norms are copied to new rows."""
+    slots, unit = shard.slots, layer * (shard.arrays.starts.shape[1] - 1) + block
+    is_new = slots.row_of[unit] < 0
+    if not claim_unit(slots, unit, most):
+        return False
+    if is_new:
+        _fill_vectors(shard, layer, block)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def drop_pending(shard):
+    """Cancel reads that have not started, and wait for those in flight."""
+    drain(shard.queue, shard.slots.requested, shard.slots.requested)
+    shard.queue.failure[:] = 0
+
+
+@njit(nogil=True, cache=True)
+def begin_experts(shard):
+    """Start a request of a layer; reads that no thread has begun are cancelled."""
+    slots = shard.slots
+    begin_epoch(slots, shard.arrays.starts.shape[0])
+    cancel_reads(shard.queue, slots.requested, slots.requested)
+    if shard.queue.failure[0]:
+        drop_pending(shard)
+    if shard.options[EVICTS_ALL]:
+        drop_pending(shard)
+        evict_units(slots)
+
+
+@njit(nogil=True, cache=True)
+def request_experts(shard, layer, blocks):
+    """Look up `blocks` (ascending) of a layer after `begin_experts`, and submit missing reads.
+
+    Fills `order` and `num_loaded` with indices of `blocks`. There are as many slots as a layer has
+    experts.
+    """
+    slots, queue, order = shard.slots, shard.queue, shard.order
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    num_loaded, num_blocks = 0, blocks.shape[0]
+    num_pending = 0
+    for i in range(num_blocks):
+        if use(slots, first + blocks[i]):
+            order[num_loaded] = i
+            num_loaded += 1
+        else:
+            num_pending += 1
+            order[num_blocks - num_pending] = i
+    shard.num_loaded[0] = num_loaded
+    pending = order[num_loaded:num_blocks]
+    pending[:] = pending[::-1].copy()
+    if num_pending == 0:
+        return
+    await_batch(queue, NOW)
+    for i in pending:
+        while not _give_rows(shard, layer, np.int64(blocks[i]), _ANY_WEIGHT):
+            drain(queue, slots.requested, slots.requested)  # reads ahead held the other slots
+    rows, parts, count = queue.rows[NOW], queue.parts[NOW], 0
+    for i in pending:
+        count = list_missing(slots, first + np.int64(blocks[i]), rows, count)
+    parts[:count] = BOTH
+    submit_reads(queue, shard.file, NOW, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+
+
+@njit(nogil=True, cache=True)
+def _guessed_weight(guessed, num_tokens, block):
+    """The largest weight that the block was guessed to have for a token."""
+    weight = np.float32(0)
+    for t in range(num_tokens):
+        weight = max(weight, guessed[t, block])
+    return weight
+
+
+@njit(nogil=True, cache=True)
+def note_guesses(shard, layer, blocks, num_tokens):
+    """Compare what was guessed for the layer with `blocks`, and adapt how many are read ahead."""
+    state, counts = shard.ahead_state, shard.ahead_counts
+    if state[0] != layer:
+        return
+    state[0], num_read, num_useful = -1, state[1], 0
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    for block in blocks:
+        if shard.slots.slot_of[first + block] >= 0 or shard.slots.row_of[first + block] < 0:
+            counts[NUM_CHOSEN] += 1
+            counts[NUM_GUESSED] += _guessed_weight(shard.guessed, num_tokens, block) > 0
+        for i in range(num_read):
+            num_useful += shard.ahead[i] == block
+    counts[NUM_AHEAD] += num_read
+    counts[NUM_USEFUL] += num_useful
+    most = shard.most_ahead
+    if num_read and 2 * num_useful >= num_read:
+        most[layer] = min(shard.ahead.shape[0], max(most[layer], num_read + 1))
+    elif num_read:
+        most[layer] = max(1, most[layer] - 1)
+
+
+@njit(nogil=True, cache=True)
+def read_guessed(shard, layer, num_tokens):
+    """Submit reads of experts that the layer will probably choose, the likeliest of them."""
+    guessed, state, ahead = shard.guessed, shard.ahead_state, shard.ahead
+    if num_tokens > guessed.shape[0] or layer == shard.arrays.starts.shape[0]:
+        return
+    first = layer * guessed.shape[1]
+    weights, count = np.empty(guessed.shape[1], np.float32), 0
+    for block in range(guessed.shape[1]):
+        weight = _guessed_weight(guessed, num_tokens, block)
+        if weight > 0 and (
+            shard.slots.row_of[first + block] < 0 or unit_state(shard.slots, first + block) <= 0
+        ):
+            ahead[count], weights[count] = block, weight
+            count += 1
+    most = shard.most_ahead[layer]
+    if count > most:
+        kept = np.sort(np.argsort(-weights[:count])[:most])
+        ahead[:most] = ahead[:count][kept].copy()
+        count = most
+    state[0], state[1] = layer, count
+    if count:
+        request_ahead(shard, layer, ahead[:count])
+
+
+@njit(nogil=True, cache=True)
+def request_routed(shard, layer, block_weights):
+    """Submit reads of experts that tokens have chosen, instead of guessed ones not begun yet."""
+    slots, blocks, count = shard.slots, np.empty(block_weights.shape[1], np.int64), 0
+    first = layer * blocks.shape[0]
+    for block in range(blocks.shape[0]):
+        weight = _guessed_weight(block_weights, block_weights.shape[0], block)
+        if weight > 0 and (
+            slots.row_of[first + block] < 0 or unit_state(slots, first + block) <= 0
+        ):
+            blocks[count] = block
+            count += 1
+    if count:
+        cancel_reads(shard.queue, slots.requested, slots.requested)
+        request_ahead(shard, layer, blocks[:count])
+
+
+@njit(nogil=True, cache=True)
+def request_ahead(shard, layer, blocks):
+    """Submit reads of `blocks` of a layer behind all others, as far as there are slots."""
+    slots, queue = shard.slots, shard.queue
+    batch = NOW + 1
+    while batch < NUM_BATCHES and num_pending(queue, batch):
+        batch += 1
+    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
+        return
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    rows, parts, count = queue.rows[batch], queue.parts[batch], 0
+    for block in blocks:
+        if not _give_rows(shard, layer, np.int64(block), _ANY_WEIGHT):
+            break
+        count = list_missing(slots, first + np.int64(block), rows, count)
+    parts[:count] = BOTH
+    submit_reads(queue, shard.file, batch, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+
+
+@njit(nogil=True, cache=True)
+def await_unit(shard, thread, unit):
+    """Wait until a unit is loaded; False where a read of it failed."""
+    while True:
+        seen = num_completed(shard.queue)
+        found = unit_state(shard.slots, unit)
+        if found:
+            return found > 0
+        started = now_ns()
+        await_more(shard.queue, seen)
+        shard.waited_ns[thread] += now_ns() - started
+
+
+@njit(nogil=True, cache=True)
+def await_blocks(shard, layer, blocks):
+    """`await_unit` of all these blocks of a layer, by the first thread."""
+    first = layer * (shard.arrays.starts.shape[1] - 1)
+    is_loaded = True
+    for block in blocks:
+        is_loaded = is_loaded and await_unit(shard, 0, first + np.int64(block))
+    return is_loaded
+
+
+@njit(nogil=True, cache=True)
+def blocks_of(spans, blocks):
+    """The chosen blocks of spans, written to `blocks`; returns those."""
+    for k in range(spans.shape[0]):
+        blocks[k] = spans[k, BLOCK]
+    return blocks[: spans.shape[0]]

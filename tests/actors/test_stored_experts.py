@@ -1,0 +1,202 @@
+"""Mixtures whose experts are on storage: the same bits as in memory, in steps, batches, prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.cpu import bundle_reads
+from hotcold.actors.cpu.bundle_reads import BundleReads
+from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
+from hotcold.actors.setup.storage import pack_model
+from hotcold.actors.telemetry.experts import expert_counts
+from hotcold.model.bundles import geometry as geometries
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ, PARTS_LOOKED_UP, PARTS_MISSED
+from hotcold.placement.storage import least_in_memory
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "small_bundles")
+Tiny = Callable[..., TinyCheckpoint]
+IDS = np.random.default_rng(3).integers(0, 101, 60)
+WAYS = ([1], [2, 7, 4], [32], [41, 1, 18])
+
+
+@pytest.fixture
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert of a tiny model is several of them."""
+    monkeypatch.setattr(geometries, "_EXPERT_BUNDLE_BYTES", 4096)
+
+
+@dataclass
+class StoredExperts(InProcessSystem):
+    """As `InProcessSystem`; CPU services have rows of so many neurons more than needed."""
+
+    more: int = 0
+    share: dict[str, Any] = field(default_factory=dict)  # of OffloadedShare
+
+    def _cpus(self) -> list[Service]:
+        config = stored_config(Checkpoint(self.path), self.config, self.weight_dtype)
+        file = self.path / "hotcold" / BundleGeometry.of(config).file_name
+        kept = least_in_memory([layer.ffn for layer in config.layers]) + self.more
+        share = OffloadedShare(kept, kept // self.num_services, **self.share)
+        return [
+            load_offloaded_service(
+                replace(one, storage=NeuronStorage(str(file), 0, 0)),
+                self.config,
+                share,
+                None,
+                lambda num_bytes: None,
+            )
+            for one in self.cpu_specs()
+        ]
+
+    def counted(self, word: int) -> int:
+        """A word of the CPU services' replies, added up."""
+        return int(self.exchange.buffers.replies[self.topology.cpu_services, word].sum())
+
+
+def answers(system: InProcessSystem, modes: Sequence[str]) -> list[np.ndarray]:
+    """Logits of every way and mode, in turn."""
+    return [system.logits(mode, IDS, way) for mode in modes for way in WAYS]
+
+
+def packed(path: Path) -> Path:
+    """The model's bundle file."""
+    return pack_model(path, stored_config(Checkpoint(path), read_config(path), ""))
+
+
+VARIANTS = [
+    "qwen3-moe-dense",
+    "glm4-moe-groups",
+    "gpt-oss",
+    "smallthinker",
+    "qwen2-moe-windows",
+    "turbosparse-mixtral",
+]
+RELU = "smallthinker", "turbosparse-mixtral"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    packed(path)
+    modes = ["exact", "dense"] if variant in RELU else ["dense"]
+    with InProcessSystem(path, 2, 2) as plain:
+        wanted = answers(plain, modes)
+    for more in (0, 100):
+        with StoredExperts(path, 2, 2, more=more) as stored:
+            for found, expected in zip(answers(stored, modes), wanted, strict=True):
+                np.testing.assert_array_equal(found, expected)
+            assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
+            assert stored.counted(BYTES_READ) > 0
+            misses = stored.exchange.buffers.block_misses[stored.topology.cpu_services]
+            assert misses.sum() == stored.counted(PARTS_MISSED)
+            counts = expert_counts(stored.config, stored.engine("dense").block_counts, misses)
+            assert counts is not None and counts.missed is not None
+            for layer, missed in zip(stored.config.layers, counts.missed, strict=True):
+                num_experts = 0 if layer.ffn.router is None else layer.ffn.router.num_experts
+                assert missed[:num_experts].any() == (num_experts > 0)
+                assert not missed[num_experts:].any()
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker"])
+def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    packed(path)
+    with InProcessSystem(path, 1, 2) as plain:
+        wanted = answers(plain, ["dense"])
+    with StoredExperts(path, 1, 2, more=24, num_guessed=4) as stored:
+        for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        service = stored.services[1]
+        assert isinstance(service, OffloadedExpertService)
+        chosen, guessed, read, useful = service.store.stored.ahead_counts.tolist()
+        assert chosen >= guessed > 0.5 * chosen  # layers of random weights change little
+        assert read >= useful > 0
+
+
+def test_the_same_bits_by_threads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no io_uring."""
+    path = tiny("qwen3-moe").path
+    packed(path)
+    monkeypatch.setattr(bundle_reads, "new_ring", lambda num_entries: None)
+    with InProcessSystem(path, 1, 2) as plain, StoredExperts(path, 1, 2) as stored:
+        for way in WAYS:
+            expected = plain.logits("dense", IDS, way)
+            np.testing.assert_array_equal(stored.logits("dense", IDS, way), expected)
+
+
+@pytest.fixture
+def own_copy(tiny: Tiny, tmp_path: Path) -> Path:
+    """A model and its bundle file that a test may spoil."""
+    copytree(tiny("qwen3-moe").path, tmp_path / "m", ignore=lambda *_: {"hotcold"})
+    packed(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("way", [[1], [40]], ids=["token", "prompt"])
+@pytest.mark.parametrize("fault", ["shorter", "changed"])
+def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: list[int]) -> None:
+    """One line, nothing wrong computed; once the file is mended, the same service goes on."""
+    file = next((own_copy / "hotcold").glob("bundles-*.bin"))
+    content = file.read_bytes()
+    config = stored_config(Checkpoint(own_copy), read_config(own_copy), "")
+    first = BundleGeometry.of(config).first_byte
+    with InProcessSystem(own_copy, 1, 2) as plain:
+        wanted = plain.logits("dense", IDS, way)
+    with StoredExperts(own_copy, 1, 2) as stored:
+        if fault == "shorter":
+            os.truncate(file, first + 4096)
+        else:
+            spoilt = np.frombuffer(content, np.uint8).copy()
+            spoilt[first::256] ^= 4
+            file.write_bytes(spoilt.tobytes())
+        for _ in range(8):
+            with pytest.raises(AnswerFailed, match=str(file)) as caught:
+                stored.logits("dense", IDS, way)
+            assert "\n" not in str(caught.value)
+            said = "became shorter" if fault == "shorter" else "expert"
+            assert said in str(caught.value)
+        with file.open("r+b") as stream:
+            stream.write(content)
+        np.testing.assert_array_equal(stored.logits("dense", IDS, way), wanted)
+
+
+def test_a_disk_that_is_slow_is_waited_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads begin when half of the answers have been waited for a while."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
+
+    path = tiny("smallthinker").path  # nothing stays: no read is needed before the first request
+    packed(path)
+    with InProcessSystem(path, 1, 2) as plain:
+        wanted = plain.logits("exact", IDS[:3], [1])
+    begin: list[Callable[[], None]] = []
+    start = BundleReads.start
+    monkeypatch.setattr(
+        BundleReads, "start", lambda reads, *args: begin.append(lambda: start(reads, *args))
+    )
+    with StoredExperts(path, 1, 2) as stored, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stored.logits, "exact", IDS[:3], [1])
+        service = stored.services[1]
+        assert isinstance(service, OffloadedExpertService)
+        while not num_pending(service.store.stored.queue, NOW):
+            assert not found.done()
+        begin[0]()
+        np.testing.assert_array_equal(found.result(), wanted)

@@ -1,0 +1,128 @@
+"""A mixture of experts as a user meets it: profile, plan, generate with both, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.profile import rates_of, read_profile
+from tests.e2e.word_model import add_tokenizer
+from tests.tiny_models import make_tiny
+
+NUM_TOKENS = 90
+OPTIONS = ("--cpu-actors", "2", "--threads", "2")
+
+
+@pytest.fixture(scope="module", params=["smallthinker", "qwen2-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_tiny(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    add_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    ids = np.random.default_rng(5).integers(3, 90, NUM_TOKENS)
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(f"w{token_id}" for token_id in ids))
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """Run a command in this process; its JSON."""
+    capsys.readouterr()
+    status = main([*map(str, arguments), "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) != 0
+    line = capsys.readouterr().err.strip()
+    assert "\n" not in line
+    return line
+
+
+def generated(capsys: pytest.CaptureFixture[str], model: Path) -> list[int]:
+    options = ("--prompt", "w5 w6 w7", "--max-tokens", "12", "--temperature", "0")
+    found: list[int] = run(capsys, "generate", model, *options, *OPTIONS)["ids"]
+    return found
+
+
+def test_profile_plan_and_answer(
+    local_ray: None, capsys: pytest.CaptureFixture[str], model: Path, text: Path
+) -> None:
+    before = generated(capsys, model)
+    report = run(capsys, "profile", model, "--text", text, *OPTIONS)
+    config = read_config(model)
+    profile = read_profile(Path(report["path"]), ModelIdentity.of(model), config)
+    assert config.experts is not None and profile.chosen is not None
+    assert report["inputs_path"] is None and profile.num_tokens == NUM_TOKENS
+    num_experts = config.experts.router.num_experts
+    for layer, spec in enumerate(config.layers):
+        if spec.ffn.router is not None:
+            routed = profile.chosen[layer, :num_experts]
+            assert routed.sum() == NUM_TOKENS * spec.ffn.router.num_chosen
+            assert report["never_chosen"][layer] == (routed == 0).sum()
+            assert report["hot_experts"][layer] is not None
+    plan = run(capsys, "plan", model, "--gpu-memory", "0", *OPTIONS)
+    held = {device["name"]: device["neurons"] for device in plan["devices"]}
+    assert sum(held.values()) == config.num_neurons
+    assert max(held.values()) - min(held.values()) <= 2
+    assert generated(capsys, model) == before  # by the plan, which is found beside the model
+    with_plan = ("--plan", plan["path"], "--gpu-memory", "0")
+    options = ("--prompt", "w5 w6 w7", "--max-tokens", "12", "--temperature", "0")
+    assert run(capsys, "generate", model, *options, *OPTIONS, *with_plan)["ids"] == before
+
+
+def test_what_takes_predictors_is_refused(
+    capsys: pytest.CaptureFixture[str], model: Path, text: Path
+) -> None:
+    said = "is for models without experts"
+    for mode in ("sign", "lowrank"):
+        assert said in refused(capsys, "generate", model, "--prompt", "w5", "--mode", mode)
+    assert said in refused(capsys, "generate", model, "--prompt", "w5", "--draft", "predicted")
+    assert said in refused(capsys, "train-predictors", model)
+    assert said in refused(capsys, "profile", model, "--text", text, "--inputs", "5")
+    if read_config(model).is_sparse:
+        told = refused(capsys, "profile", model, "--text", text, "--target-kl", "0.1")
+        assert "this one's is relu; leave them out" in told
+
+
+def test_thresholds_within_experts(
+    local_ray: None, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, text: Path
+) -> None:
+    config = read_config(model)
+    if config.is_sparse:
+        pytest.skip("its experts have silent neurons")
+    own = copytree(model, tmp_path / "own", ignore=lambda *_: {"hotcold"})
+    told = refused(capsys, "generate", own, "--prompt", "w5", "--mode", "threshold")
+    assert "`hotcold profile --target-kl 0.03` makes one" in told
+    report = run(capsys, "profile", own, "--text", text, "--target-kl", "0.05", *OPTIONS)
+    assert 0 < report["mean_kld"] <= 0.05 and 0.3 < report["ffn_bytes_share"] < 1
+    profile = read_profile(Path(report["path"]), ModelIdentity.of(own), config)
+    assert profile.chosen is not None and config.experts is not None
+    rates = rates_of(config, profile)
+    assert (rates.fired <= rates.chosen).all()
+    share = rates.fired.sum(axis=1) / rates.chosen.sum(axis=1)
+    expected = (np.array(report["up_share"]) + np.array(report["down_share"])) / 2
+    np.testing.assert_allclose(share, expected, atol=0.03)
+    scored = run(
+        capsys, "perplexity", own, "--text", text, "--mode", "threshold", "--context-window", "64",
+        *OPTIONS,
+    )  # fmt: skip
+    assert 0.01 < scored["mean_kld"] < 0.25
+    chosen = rates.chosen.sum() / config.num_neurons
+    ups = np.average(report["up_share"], weights=rates.chosen.sum(axis=1))
+    assert scored["ups_computed"] == pytest.approx(chosen * ups, abs=0.05)
