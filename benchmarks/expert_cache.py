@@ -3,7 +3,7 @@
     python -m benchmarks.expert_cache [--routes FILE.npy] [--kept 0.45] [--topics 1.5]
 
 Routes say which experts each token chooses in each layer: (tokens, layers, chosen) of integers, as
-`benchmarks.expert_routes` records them. Without a file they are drawn: a token keeps a share of the
+`examples.train_mixture` records them. Without a file they are drawn: a token keeps a share of the
 last one's experts and draws the others by how popular they are in general and in its document. Half
 of the tokens are the profile that fills the cache; the other half is counted. Rules are played over
 one cache for all layers, whose size is a share of all experts.

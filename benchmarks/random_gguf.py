@@ -190,10 +190,10 @@ class RandomModel:
         yield vector("attn_norm.weight", hidden)
         sizes = {"q": (attention, hidden), "k": (keys, hidden), "v": (keys, hidden)}
         sizes["output"] = (hidden, attention)
-        for name, size in sizes.items():
-            yield self._matrix(f"{block}attn_{name}", size, f"attn_{name}", layer)
+        for name, of_one in sizes.items():
+            yield self._matrix(f"{block}attn_{name}", of_one, f"attn_{name}", layer)
             if config.attention_bias:
-                yield vector(f"attn_{name}.bias", size[0])
+                yield vector(f"attn_{name}.bias", of_one[0])
         for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
             if config.qk_norm:
                 yield vector(
@@ -206,20 +206,24 @@ class RandomModel:
             "post_attention_norm.weight" if self._is_gpt_oss else "ffn_norm.weight", hidden
         )
         if config.experts is None:
-            matrices = {"gate": (config.ffn_size, hidden), "up": (config.ffn_size, hidden)}
-            for name, size in (matrices | {"down": (hidden, config.ffn_size)}).items():
-                yield self._matrix(f"{block}ffn_{name}", size, f"ffn_{name}", layer)
+            size = config.ffn_size
+            yield self._matrix(f"{block}ffn_gate", (size, hidden), "ffn_gate", layer)
+            yield self._matrix(f"{block}ffn_up", (size, hidden), "ffn_up", layer)
+            yield self._matrix(f"{block}ffn_down", (hidden, size), "ffn_down", layer)
             return
         experts, size = config.experts.router.num_experts, config.experts.size
         yield vector("ffn_gate_inp.weight", experts, hidden)
         if config.experts.router.has_bias:
             yield vector("ffn_gate_inp.bias", experts)
-        rows = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
-        for name, of_one in rows.items():
+        for name, rows, width in (
+            ("gate", size, hidden),
+            ("up", size, hidden),
+            ("down", hidden, size),
+        ):
             role = f"ffn_{name}_exps"
-            yield self._matrix(f"{block}{role}", (experts, *of_one), role, layer)
+            yield self._matrix(f"{block}{role}", (experts, rows, width), role, layer)
             if config.ffn_bias:
-                yield vector(f"{role}.bias", experts, of_one[0])
+                yield vector(f"{role}.bias", experts, rows)
 
     def _matrix(self, name: str, shape: tuple[int, ...], role: str, layer: int) -> Tensor:
         kind = matrix_kind(role, self._format, layer, self._config)

@@ -252,6 +252,7 @@ class ExpertStore:
                 [new_block_counters(2, self._num_threads) for _ in range(num_blocks)]
             ),
             places=np.zeros(most_rows(weights.starts), np.int32),
+            listed=np.zeros(most_rows(weights.starts), np.int32),
             options=options,
             lock=new_lock(),
             guessed=np.zeros((0, num_blocks), np.float32),

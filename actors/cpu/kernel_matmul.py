@@ -15,6 +15,7 @@ from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
+from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt import float_matmul, int16_matmul
 from hotcold.numba_kernels.prompt.block_tokens import BlockTokens, ChoiceRows, WeightBlocks
@@ -23,6 +24,7 @@ from hotcold.numba_kernels.prompt.float_matmul import (
     linear_kernel,
     num_groups,
     num_items,
+    pack_rows_kernel,
     pack_tokens_kernel,
 )
 from hotcold.numba_kernels.prompt.int16_matmul import (
@@ -103,7 +105,7 @@ class FloatMatmul:
         Shapes:  out: a row for each choice, or (T, d), to which they are added block after block
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
-        self._multiply(linear_kernel, operand, weights, out)
+        self._multiply(linear_kernel, operand, weights, out, _most_groups(operand.tokens) * LANES)
 
     def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
         """out = h @ rows of each block's choices, or it is added.
@@ -111,7 +113,16 @@ class FloatMatmul:
         Shapes:  h: as many numbers for each choice as its block has rows; out as in `linear`
         Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
-        self._multiply(combine_kernel, self.operand(h, rows, tokens), rows, out)
+        counts, items = np.diff(tokens.starts), num_items(row_widths(h, tokens), self._items)
+        starts = _starts(counts * items)
+        packed = self._tokens.shaped(int(starts[-1]) + TILE_ROWS * int(items.max(initial=0)))
+        most = -(-int(counts.max(initial=0)) // TILE_ROWS) * TILE_ROWS
+
+        def pack(thread: int) -> None:
+            pack_rows_kernel(h, tokens, packed, starts, thread, self._num_threads)
+
+        self._then(pack)
+        self._multiply(combine_kernel, FloatOperand(tokens, packed, starts), rows, out, most)
 
     def _multiply(
         self,
@@ -119,9 +130,9 @@ class FloatMatmul:
         operand: FloatOperand,
         weights: WeightBlocks,
         out: Rows,
+        num_tokens: int,
     ) -> None:
-        groups = _most_groups(operand.tokens)
-        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS * groups * LANES)
+        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS * num_tokens)
 
         def multiply(thread: int) -> None:
             buffer, own = self._buffers[thread], sums[thread]
@@ -230,7 +241,10 @@ class QuantizedMatmul:
 
 def _packed_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
     """Where each block begins in an array of whole groups of LANES choices, and the end."""
-    sizes = num_groups(np.diff(tokens.starts)) * LANES * widths
+    return _starts(num_groups(np.diff(tokens.starts)) * LANES * widths)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 

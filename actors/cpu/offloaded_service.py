@@ -171,7 +171,8 @@ def load_offloaded_service(
     geometry = BundleGeometry.of(stored_config(checkpoint, config, spec.system.weight_dtype))
     file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
-    weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias)
+    dtype = spec.system.weight_dtype
+    weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias, dtype)
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
     buckets = buckets_of(config, neuron_ids)
     function = activation(config.activation_fn, config.activation_threshold)

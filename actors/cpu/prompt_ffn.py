@@ -219,8 +219,8 @@ class LayerPredictors(NamedTuple):
     ) -> ChoiceRows:
         """outer . relu(inner . x) of each choice's neurons, in blocks that have a predictor."""
         starts = self.of_model.inner_starts[self.layer]
-        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], starts - starts[0])
-        ranks = np.diff(starts)
+        ranks, firsts = np.diff(starts), starts[:-1] - starts[0]
+        inner = weight_blocks(self.of_model.inner[starts[0] : starts[-1]], firsts, ranks)
         hidden = _empty_rows(matmul, ranks, tokens)
         scores = _empty_rows(matmul, np.where(ranks > 0, shard.widths, 0), tokens)
         matmul.block_linears(x, tokens, [(inner, hidden)])

@@ -14,15 +14,21 @@ from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
-from hotcold.placement.profile import rates_of
-from hotcold.placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
+from hotcold.placement.storage import (
+    Disk,
+    Kept,
+    Reads,
+    expected_reads,
+    gates_first,
+    missed_experts,
+    whole_bundles,
+)
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
 
@@ -96,10 +102,13 @@ def _own_predictor_bytes(storage: NeuronStorage) -> int:
 def token_reads(
     path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
 ) -> Reads:
-    """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError."""
+    """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError.
+
+    Of experts by how often others found them chosen again.
+    """
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
-        return _expert_reads(path, system, config, kept)
+        return _expert_reads(config, kept)
     fired = _cold_rates(path, system, config)
     if not fired.size:
         return Reads(0, 0)
@@ -112,25 +121,17 @@ def token_reads(
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
-def _expert_reads(
-    path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
-) -> Reads:
+def _expert_reads(config: ModelConfig, kept: NeuronStorage) -> Reads:
     """`token_reads` of whole experts, of which those that were used last are in memory."""
-    profile = own_profile(path, ModelIdentity.of(path), config)
-    chosen, geometry = rates_of(config, profile).chosen, BundleGeometry.of(config)
-    is_cold = neurons.exists(config)
-    hot = hot_neurons(system, config, None) if system.device == "cuda" else None
-    for layer, ids in enumerate(hot or []):
-        is_cold[layer, ids] = False
-    for layer, row in zip(config.layers, is_cold, strict=True):
-        experts = 0 if layer.ffn.router is None else layer.ffn.router.num_experts
-        row[sum(layer.ffn.block_sizes[:experts]) :] = False  # stay in memory
     assert config.experts is not None
-    stay = config.num_neurons - int(is_cold.sum())
-    reads = expected_reads(
-        chosen[is_cold], kept.num_up_downs - stay, geometry.bundle_bytes // geometry.bundle_neurons
-    )
-    return Reads(reads.number / geometry.bundle_neurons, reads.num_bytes)
+    router, geometry = config.experts.router, BundleGeometry.of(config)
+    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    size, num_experts = config.experts.size, router.num_experts
+    stay = config.num_neurons - num_layers * num_experts * size
+    num_slots = (kept.num_up_downs - stay) / (num_layers * size)
+    missed = num_layers * missed_experts(num_slots, num_experts, router.num_chosen)
+    num_bundles = missed * -(-size // geometry.bundle_neurons)
+    return Reads(num_bundles, num_bundles * geometry.bundle_bytes)
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:

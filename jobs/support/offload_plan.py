@@ -28,6 +28,7 @@ class OffloadPlan:
 
     cpu_memory_bytes: int
     reads_ahead: bool
+    of_experts: bool  # which are read whole
     num_gates: int
     num_up_downs: int
     num_neurons: int
@@ -85,6 +86,7 @@ def _plans(
         yield OffloadPlan(
             size,
             bool(system.storage.predictors),
+            config.experts is not None,
             min(num_cold, system.storage.num_gates),
             min(num_cold, system.storage.num_up_downs),
             num_neurons,
@@ -103,7 +105,9 @@ def offload_text(plans: list[OffloadPlan]) -> str:
         num_cold = plan.num_neurons - plan.num_on_gpu
         gates, up_downs = plan.num_gates / plan.num_neurons, plan.num_up_downs / plan.num_neurons
         in_memory = f"{gates:.0%} of the gates and {up_downs:.0%} of the other rows in memory"
-        if plan.num_gates >= num_cold:
+        if plan.of_experts:
+            in_memory = f"{up_downs:.0%} of the experts in memory"
+        elif plan.num_gates >= num_cold:
             in_memory = f"all gates and {up_downs:.0%} of the other rows in memory"
         on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
         lines.append(

@@ -115,7 +115,8 @@ class GgufWeights(WeightFile):
         changes: dict[tuple[str, str], int] = {}
         for place in self._places.values():
             kind = self._info(place).type
-            into = kind.loaded if place.role in by_layer else self._loaded.get(place.role)
+            role = _TOGETHER.get(place.role, place.role)
+            into = kind.loaded if role in by_layer else self._loaded.get(role)
             if into is None or kind.dtype is None or not is_blocks(kind.dtype):
                 continue
             if is_quantized(into) and not BLOCK_FORMATS[kind.dtype].is_as_stored(into):

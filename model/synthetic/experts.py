@@ -15,7 +15,8 @@ from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families.tensor_names import ExpertNames
 from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.files.safetensors_writer import SafetensorsWriter
-from hotcold.model.synthetic.gate import make_gate_rows
+from hotcold.model.sparsity import MAX_DENSITY
+from hotcold.model.synthetic.gate import LOW_RANK, make_gate_rows
 from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.router import Router
 
@@ -25,12 +26,13 @@ _BIAS_SCALE = 0.1
 
 @dataclass(frozen=True)
 class _Expert:
-    """Gate and up, rows (I, D), and their biases (I,)."""
+    """Gate and up, rows (I, D), their biases (I,), and fc1 (R, D), fc2 (I, R) of a predictor."""
 
     gate: torch.Tensor
     up: torch.Tensor
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
+    predictor: tuple[torch.Tensor, torch.Tensor]
 
 
 class ExpertsMaker:
@@ -87,6 +89,8 @@ class ExpertsMaker:
             for number, expert in enumerate(made):
                 self._writer.write(names.gate.format(number), expert.gate)
                 self._writer.write(names.up.format(number), expert.up)
+                for name, rows in zip(names.predictor, expert.predictor, strict=False):
+                    self._writer.write(name.format(number), rows)
             return
         biases: list[torch.Tensor] = []
 
@@ -106,6 +110,8 @@ class ExpertsMaker:
         std = 1 / float(x.square().sum(dim=1).mean().sqrt())
         num_fitted = min(_FITTED_TOKENS, self._num_fitted)
         name, limit = self._spec.activation_fn, self._spec.activation_threshold
+        is_drelu = name == "drelu"  # half of up . x is negative
+        density = min(2 * self._density, MAX_DENSITY) if is_drelu else self._density
         for number, size in enumerate(self._spec.block_sizes):
             ids = router.weights[:, number].nonzero()[:, 0]
             fitted = router.logits[: self._num_fitted, number].topk(num_fitted).indices
@@ -114,17 +120,27 @@ class ExpertsMaker:
                 x[torch.cat([fitted, ids])],
                 num_fitted,
                 size,
-                self._density,
+                density,
                 gate_bias,
                 self._source,
+                predictor_parts(x.shape[1]) if self._spec.has_predictors else LOW_RANK,
             )
             up = self._source.normal((size, x.shape[1]), std)
             pre_activations = gate.pre_activations[num_fitted:]
             factors = activated_up(name, functional.linear(x[ids], up, up_bias), limit)
+            fires = pre_activations > 0
+            if is_drelu:
+                fires &= factors > 0
+            neurons = activated(name, pre_activations, limit) * factors
+            if self._spec.has_predictors:
+                fc1, fc2 = gate.predictor
+                counted = (x[ids] @ fc1.T).relu() @ fc2.T > 0
+                fires &= counted
+                neurons *= counted
             self._tokens.append(ids)
-            self._fires.append(pre_activations > 0)
-            self._neurons.append(activated(name, pre_activations, limit) * factors)
-            yield _Expert(gate.rows, up, gate_bias, up_bias)
+            self._fires.append(fires)
+            self._neurons.append(neurons)
+            yield _Expert(gate.rows, up, gate_bias, up_bias, gate.predictor)
 
     def _write_downs(
         self, update: torch.Tensor, weights: list[torch.Tensor], std: float, output_rms: float
@@ -155,3 +171,8 @@ class ExpertsMaker:
         if not self._spec.has_biases:
             return None
         return self._source.normal((num_rows,), _BIAS_SCALE * output_rms)
+
+
+def predictor_parts(hidden: int) -> int:
+    """Return r of a predictor of 2 r + 1 parts in each expert: hidden / 4, as TurboSparse has."""
+    return max(1, hidden // 8)

@@ -20,12 +20,20 @@ LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise to a low-rank pr
 _SHIFT_BISECTIONS = 16  # of a range of 8 deviations
 
 
+_PREDICTOR_SHIFT = 0.5  # deviations of z, by which a predictor favours neurons
+
+
 @dataclass(frozen=True)
 class GateRows:
-    """Gate rows (N, D), and their pre-activations (T, N) on the inputs."""
+    """Gate rows (N, D), their pre-activations (T, N) on the inputs, and a predictor of them.
+
+    fc1 (2 r + 1, D), fc2 (N, 2 r + 1), of r low-rank parts: fc2 . relu(fc1 . x) is the
+    pre-activation without its noise, and a little more, so that few that fire are left out.
+    """
 
     rows: torch.Tensor
     pre_activations: torch.Tensor
+    predictor: tuple[torch.Tensor, torch.Tensor]
 
 
 def make_gate_rows(
@@ -35,15 +43,18 @@ def make_gate_rows(
     density: float,
     bias: torch.Tensor | None,
     source: NormalSource,
+    rank: int = LOW_RANK,
 ) -> GateRows:
     """Make gate rows for which `density` of the neurons fire on the first `num_fitted` inputs.
 
+    `rank` is that of their low-rank part; less in small models.
     Shapes:  inputs (T, D), bias (N,) or None, added to the pre-activations
     Dtypes:  float32
     """
     fitted = inputs[:num_fitted]
     direction = torch.nn.functional.normalize(fitted.mean(dim=0), dim=0)
-    rows = _residual_rows(num_neurons, inputs.shape[1], direction, source)
+    low_rank = _LowRank.draw(num_neurons, inputs.shape[1], direction, rank, source)
+    rows = low_rank.rows
     along = inputs @ direction
     across = inputs @ rows.T
     if bias is not None:
@@ -51,21 +62,46 @@ def make_gate_rows(
     falling = torch.from_numpy(power_law_rates(num_neurons, density))
     rates = falling[source.permutation(num_neurons)]
     weights = _fit_weights(rates, along[:num_fitted], across[:num_fitted], density)
+    shift = _PREDICTOR_SHIFT * float(across.std() / along.mean())
     rows.addr_(weights, direction)
-    return GateRows(rows, across.addr_(along, weights))
+    predictor = low_rank.predictor(direction, weights + shift)
+    return GateRows(rows, across.addr_(along, weights), predictor)
 
 
-def _residual_rows(
-    num_neurons: int, hidden: int, direction: torch.Tensor, source: NormalSource
-) -> torch.Tensor:
-    """Return low-rank plus noise rows of length 1, orthogonal to `direction`."""
-    rank = max(1, min(LOW_RANK, hidden // 8))
-    rows = source.normal((num_neurons, hidden), ((1 - LOW_RANK_SHARE) / hidden) ** 0.5)
-    left = source.normal((num_neurons, rank), (LOW_RANK_SHARE / rank) ** 0.5)
-    right = source.normal((rank, hidden), hidden**-0.5)
-    rows.addmm_(left, right)
-    rows.addr_(rows @ direction, direction, alpha=-1)
-    return rows.div_(rows.norm(dim=1, keepdim=True))
+@dataclass(frozen=True)
+class _LowRank:
+    """Low-rank plus noise rows (N, D) of length 1, orthogonal to a direction.
+
+    left (N, r) @ right (r, D) is their low-rank part, but for what it has along the direction.
+    """
+
+    rows: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+
+    @classmethod
+    def draw(
+        cls, num_neurons: int, hidden: int, direction: torch.Tensor, rank: int, source: NormalSource
+    ) -> _LowRank:
+        rank = max(1, min(rank, hidden // 8))
+        rows = source.normal((num_neurons, hidden), ((1 - LOW_RANK_SHARE) / hidden) ** 0.5)
+        left = source.normal((num_neurons, rank), (LOW_RANK_SHARE / rank) ** 0.5)
+        right = source.normal((rank, hidden), hidden**-0.5)
+        rows.addmm_(left, right)
+        rows.addr_(rows @ direction, direction, alpha=-1)
+        lengths = rows.norm(dim=1, keepdim=True)
+        return cls(rows.div_(lengths), left.div_(lengths), right)
+
+    def predictor(
+        self, direction: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return fc1 and fc2 of low-rank parts, p = relu(p) - relu(-p), and `weights` (N,) * s.x.
+
+        s is `direction`, along which all inputs are positive.
+        """
+        along = weights - self.left @ (self.right @ direction)
+        fc1 = torch.cat([self.right, -self.right, direction[None]])
+        return fc1, torch.cat([self.left, -self.left, along[:, None]], dim=1)
 
 
 def _fit_weights(

@@ -190,6 +190,11 @@ def _mixtral(shape: SyntheticShape) -> dict[str, Any]:
     return _mixture(shape, 1e6) | {"num_local_experts": shape.experts, "sliding_window": None}
 
 
+def _turbosparse(shape: SyntheticShape) -> dict[str, Any]:
+    """Its config.json names the gate's function, which applies to up, too."""
+    return _mixtral(shape) | {"hidden_act": "relu"}
+
+
 def _gpt_oss(shape: SyntheticShape) -> dict[str, Any]:
     """Every second layer has a window; yarn stretches 4096 positions."""
     kinds = ("sliding_attention", "full_attention")
@@ -272,6 +277,7 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "qwen3_moe": SyntheticFamily(_qwen3_moe, activation="silu", has_experts=True),
     "olmoe": SyntheticFamily(_olmoe, free_head_dim=False, activation="silu", has_experts=True),
     "mixtral": SyntheticFamily(_mixtral, activation="silu", has_experts=True),
+    "turbosparsemixtral": SyntheticFamily(_turbosparse, activation="drelu", has_experts=True),
     "gpt_oss": SyntheticFamily(_gpt_oss, activation="silu", has_experts=True),
     "smallthinker": SyntheticFamily(_smallthinker, has_experts=True),
 }
@@ -318,6 +324,12 @@ SHAPES: dict[str, SyntheticShape] = {
     "mixtral-8x7b": SyntheticShape(
         *("mixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
         activation="silu",
+        experts=8,
+        chosen=2,
+    ),
+    "turbosparse-mixtral-47b": SyntheticShape(
+        *("turbosparsemixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
+        activation="drelu",
         experts=8,
         chosen=2,
     ),

@@ -10,6 +10,7 @@ from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames, 
 from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.safetensors_writer import TensorSpec
+from hotcold.model.synthetic.experts import predictor_parts
 
 
 def written_names(config: ModelConfig) -> TensorNames:
@@ -68,7 +69,7 @@ def _layer_specs(config: ModelConfig, names: LayerNames, layer_id: int) -> Itera
 
 
 def _expert_specs(names: ExpertNames, spec: FfnSpec, hidden: int) -> Iterator[TensorSpec]:
-    """The router; gate and up of all experts; down of all experts; their biases after each."""
+    """The router; gate and up, and predictors, of all experts; their downs; biases after each."""
     assert spec.router is not None
     experts, size = spec.router.num_experts, spec.block_sizes[0]
     yield TensorSpec(names.router, (experts, hidden))
@@ -78,6 +79,11 @@ def _expert_specs(names: ExpertNames, spec: FfnSpec, hidden: int) -> Iterator[Te
         for expert in range(experts):
             for name in (names.gate, names.up):
                 yield TensorSpec(name.format(expert), (size, hidden))
+            if spec.has_predictors:
+                parts = 2 * predictor_parts(hidden) + 1
+                fc1, fc2 = (name.format(expert) for name in names.predictor)
+                yield TensorSpec(fc1, (parts, hidden))
+                yield TensorSpec(fc2, (size, parts))
         for expert in range(experts):
             yield TensorSpec(names.down.format(expert), (hidden, size))
         return

@@ -74,10 +74,11 @@ def load_ffn_biases(
     config: ModelConfig,
     neuron_ids: Sequence[np.ndarray],
     include_down_bias: bool,
+    dtype: str = "",
 ) -> FfnWeights:
-    """`load_ffn` without the matrices, which have no rows: a neuron store reads them."""
+    """`load_ffn` without gate, up and down, which have no rows: a neuron store reads them."""
     ids = _checked_ids(config, neuron_ids)
-    with TensorReader(checkpoint, None) as reader:
+    with TensorReader(checkpoint, None, requested_dtype(dtype)) as reader:
         weights = _empty_ffn(reader, config, ids, include_down_bias, has_rows=False)
         for layer in range(config.num_layers if config.ffn_bias else 0):
             _load_biases(reader, config, weights, layer)

@@ -15,6 +15,7 @@ from hotcold.numba_kernels.layer_record import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOS
 
 _CHOSEN = np.float32(np.nan)  # in the row of choices: nothing compares with it
 _LOWEST = np.float32(-np.inf)
+_TOKENS_AT_ONCE = 16  # of a prompt: they stay in a core's cache while all rows go by
 _LEAST_SUM = np.float32(1e-20)  # of chosen scores: sigmoids may all be 0
 
 
@@ -165,7 +166,9 @@ def route_tokens(numbers, routers, layer, x, ffn_input, logits, weights):
     Shapes:  x, ffn_input (T, d); logits (T, E) is work space; weights (T, B)   Dtypes: float32
     """
     rows, bias = router_rows(routers, layer)
-    rows_kernel(rows, bias, x, logits, 0, rows.shape[0])
+    for first in range(0, x.shape[0], _TOKENS_AT_ONCE):
+        some = slice(first, min(first + _TOKENS_AT_ONCE, x.shape[0]))
+        rows_kernel(rows, bias, x[some], logits[some], 0, rows.shape[0])
     for t in range(x.shape[0]):
         choose_experts(numbers, routers, layer, logits[t], weights[t])
         weigh_shared(numbers, routers, layer, ffn_input, t, weights[t])

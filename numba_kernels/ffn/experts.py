@@ -9,7 +9,7 @@ are computed while the others are read, then those of the others as they come.
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW
+from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, FIRST, LAST, ROW
 from hotcold.numba_kernels.ffn import in_memory
 from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
 from hotcold.numba_kernels.serve.mailbox import (
@@ -70,29 +70,48 @@ def _to_memory(spans, row_of):
         span[END_ROW] = span[ROW] + size
 
 
+@njit(nogil=True, cache=True)
+def _place_listed(spans, ids, row_of, rows):
+    """rows[i] = where neuron ids[i] of the spans is in memory; row_of: of the layer's units."""
+    for span in spans:
+        shift = row_of[span[BLOCK]] - span[ROW]
+        for i in range(span[FIRST], span[LAST]):
+            rows[i] = ids[i] + shift
+
+
+@njit(nogil=True, cache=True)
+def _place_spans(source, layer, selection, spans):
+    """`_to_memory`, or where ids are listed, which stay those of the layer, their rows."""
+    row_of = source.slots.row_of[_first_unit(source, layer) :]
+    if selection.is_listed:  # all threads write the same
+        _place_listed(spans, selection.ids, row_of, source.listed)
+    else:
+        _to_memory(spans, row_of)
+
+
 @njit(nogil=True, cache=True, inline="always")
 def begin(source, share, scratch):
     """Request the experts that are missing. False where a read failed that is waited for first."""
     if share.thread == 0:
         _request(source, share.layer, share.spans, share.x.shape[0])
     barrier_wait(share.cells, share.service, share.num_threads)
-    _to_memory(share.spans, source.slots.row_of[_first_unit(source, share.layer) :])
+    _place_spans(source, share.layer, share.selection, share.spans)
     return not (source.options[WAITS_FIRST] and source.failed[0])
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _products(source, share, scratch, gates, ups, spans, has_ups):
+def _products(source, share, scratch, gates, ups, spans, has_ups, listed):
     """Gates of the spans' candidates, and up products with `has_ups`, by work stealing."""
     rows, selection = share.rows, share.selection
     take_products(
         gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-        spans, rows.gate, rows.gate_bias, selection.ids, share.vectors, share.function, True,
+        spans, rows.gate, rows.gate_bias, listed, share.vectors, share.function, True,
         scratch.values, share.lists,
     )  # fmt: skip
     if has_ups:
         take_products(
             ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-            spans, rows.up, rows.up_bias, selection.ids, share.vectors, share.function, False,
+            spans, rows.up, rows.up_bias, listed, share.vectors, share.function, False,
             scratch.ups, share.lists,
         )  # fmt: skip
 
@@ -101,10 +120,12 @@ def _products(source, share, scratch, gates, ups, spans, has_ups):
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products where all are kept: experts in memory first."""
     spans, num_loaded = share.spans[source.order[: share.spans.shape[0]]], source.num_loaded[0]
-    has_ups = share.thresholds.gate < 0 and share.rows.up.shape[0] > 0
+    selection = share.selection
+    has_ups = share.thresholds.gate < 0 and not selection.is_listed and share.rows.up.shape[0] > 0
+    listed = source.listed[: selection.ids.shape[0]]
     _products(
         source, share, scratch, scratch.counters[GATES], scratch.counters[UPS], spans[:num_loaded],
-        has_ups,
+        has_ups, listed,
     )  # fmt: skip
     first, is_loaded = _first_unit(source, share.layer), True
     for i in range(num_loaded, spans.shape[0]):
@@ -112,7 +133,7 @@ def compute_gates(source, share, scratch):
         if is_loaded:
             _products(
                 source, share, scratch, source.counters[i, 0], source.counters[i, 1],
-                spans[i : i + 1], has_ups,
+                spans[i : i + 1], has_ups, listed,
             )  # fmt: skip
     if not is_loaded:
         source.failed[share.thread] = 1
@@ -132,14 +153,26 @@ def places(source, fired_ids, first):
 
 
 @njit(nogil=True, cache=True)
-def _note_rows(fired_ids, count, places):
-    places[:count] = fired_ids[:count]
+def _note_rows(source, layer, selection, spans, fired_ids, count, places):
+    """Rows in memory of the neurons that fired, whose numbers they are unless ids are listed."""
+    if not selection.is_listed:
+        places[:count] = fired_ids[:count]
+        return
+    row_of, i = source.slots.row_of[_first_unit(source, layer) :], 0
+    for span in spans:
+        shift = row_of[span[BLOCK]] - span[ROW]
+        while i < count and fired_ids[i] < span[END_ROW]:
+            places[i] = fired_ids[i] + shift
+            i += 1
 
 
 @njit(nogil=True, cache=True, inline="always")
 def find_fired(source, share, scratch):
-    """The neurons that fired are numbered by their rows in memory."""
-    _note_rows(share.fired_ids, scratch.counts[share.thread], share.places)
+    """Note rows in memory of what fired."""
+    _note_rows(
+        source, share.layer, share.selection, share.spans, share.fired_ids,
+        scratch.counts[share.thread], share.places,
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -158,7 +191,8 @@ def _to_layer(starts, spans, fired_ids, rows):
 def add(source, share, scratch):
     """As in memory, once spans and neurons are those of the layer again."""
     count, starts = scratch.counts[share.thread], source.arrays.starts[share.layer]
-    _to_layer(starts, share.spans, share.fired_ids[:count], share.places[:count])
+    if not share.selection.is_listed:
+        _to_layer(starts, share.spans, share.fired_ids[:count], share.places[:count])
     in_memory.add(source, share, scratch)
 
 

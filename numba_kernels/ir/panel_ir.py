@@ -6,17 +6,20 @@ what they are: int32 are pairs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from hotcold.numba_kernels.formats import CHUNK, SCALE_BYTES
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen
 from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS, Ahead, Instruction, LaneTile
 from hotcold.numba_kernels.ir.operands import Weights
-from hotcold.numba_kernels.ir.quantize_ir import emit_widened_chunk
-from hotcold.numba_kernels.ir.target import LANES
+from hotcold.numba_kernels.ir.quantize_ir import emit_widened_chunk, lane_weights
+from hotcold.numba_kernels.ir.quantized_ir import Chunk
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
 from hotcold.numba_kernels.ir.vec import (
     BFLOAT,
     F32,
@@ -26,6 +29,7 @@ from hotcold.numba_kernels.ir.vec import (
     Ptr,
     Vec,
     codegen_of,
+    for_range,
     for_vectors,
 )
 
@@ -56,8 +60,13 @@ def _load_narrow(dtype: Any, at: Ptr, lanes: int) -> Vec:
     floats = widen(dtype, at, lanes)
     if lanes == 1:
         floats = Vec.full(at.builder, 0, F32, LANES).with_lane(0, floats)
-    bits = floats.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _NARROW, floats).view(I16)
+    bits = _narrowed(floats)
     return bits if lanes > 1 else bits[0]
+
+
+def _narrowed(floats: Vec) -> Vec:
+    """The nearest bfloat16 of LANES numbers, as bits."""
+    return floats.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _NARROW, floats).view(I16)
 
 
 @intrinsic(prefer_literal=True)
@@ -122,28 +131,94 @@ def fill_row(typingctx, matrix, row, column, count, out):
     return types.void(matrix, _INDEX, _INDEX, _INDEX, out), codegen_of(emit)
 
 
-@intrinsic
-def fill_pair(typingctx, matrix, row, column, count, out):
-    """out[i] = the pair of matrix[row, column + i] and matrix[row + 1, column + i], for i < count.
+def _fill_groups(num_rows: int) -> Callable[..., Any]:
+    """`fill_groups` of rows that make a pair, or of one alone."""
 
-    matrix as in `fill_row`; out int32
-    """
+    def fill(typingctx, matrix, row, column, count, out, item):  # type: ignore[no-untyped-def]
+        def emit(given: Arguments) -> None:
+            row, column, count, item = given.numbers(1, 2, 3, 5)
+            rows = given.array(0).rows(row, column, num_rows)
+            block = given.array(4)
+            target, stride = block.at(0, item), block.strides[0]
+
+            def convert(index: Vec, lanes: int) -> None:
+                step = index * item_bytes(matrix.dtype)
+                if out.dtype == types.float32:
+                    values = widen(matrix.dtype, rows[0] + step, lanes)
+                else:
+                    values = _paired([_load_narrow(matrix.dtype, at + step, lanes) for at in rows])
+                group = index // LANES
+                (target + stride * group + (index - group * LANES) * 4).store(values)
+
+            for_vectors(count, LANES, convert)
+
+        signature = types.void(matrix, _INDEX, _INDEX, _INDEX, out, _INDEX)
+        return signature, codegen_of(emit)
+
+    return fill
+
+
+def _paired(halves: list[Vec]) -> Vec:
+    """One or two numbers of 16 bits in each item of 32."""
+    low, *high = (half.astype(I32, signed=False) for half in halves)
+    return low | high[0] << 16 if high else low
+
+
+# fill_groups(matrix, row, column, count, out, item): out[i // LANES, item, i % LANES] = the item of
+# matrix[row, column + i], for i < count; of int32 items, fill_pairs makes pairs with the next row.
+# matrix as in `fill_row`; out (G, items, LANES) int32 or float32
+fill_groups, fill_pairs = (intrinsic(_fill_groups(number)) for number in (1, 2))
+
+
+def _unpack_groups(num_rows: int) -> Callable[..., Any]:
+    """`unpack_groups` of rows that make a pair, or of one alone."""
+
+    def unpack(typingctx, weights, row, chunk, out, item):  # type: ignore[no-untyped-def]
+        def emit(given: Arguments) -> None:
+            matrix, block = Weights(given.array(0)), given.array(3)
+            row, chunk, item = given.numbers(1, 2, 4)
+            assert matrix.format
+            whole = Chunk(chunk, matrix.groups.like(LANES), None)
+            target, stride = block.at(0, item), block.strides[0]
+            rows = [
+                lane_weights(matrix.format, matrix.row(row + r), whole) for r in range(num_rows)
+            ]
+            for found in zip(*rows, strict=True):
+                place, values = found[0][0], [weights for _, weights in found]
+                if out.dtype == types.float32:
+                    (target + stride * place).store(values[0], align=64)
+                else:
+                    (target + stride * place).store(_paired(list(map(_narrowed, values))), align=64)
+
+        return types.void(weights, _INDEX, _INDEX, out, _INDEX), codegen_of(emit)
+
+    return unpack
+
+
+# unpack_groups(weights, row, chunk, out, item): out[i, item, g] = the item of weight i in group g
+# of a whole chunk of weights[row]; of int32 items, unpack_pairs makes pairs with the next row.
+# weights (N, row bytes) of formats whose rows are summed; out (32, items, LANES) int32 or float32
+unpack_groups, unpack_pairs = (intrinsic(_unpack_groups(number)) for number in (1, 2))
+
+
+@intrinsic
+def prefetch_columns(typingctx, matrix, row, column, count):
+    """Ask for the lines of matrix[row, column : column + count], of quantized rows for a chunk."""
 
     def emit(given: Arguments) -> None:
-        row, column, count = given.numbers(1, 2, 3)
-        rows, target = given.array(0).rows(row, column, 2), given.array(4).at()
+        weights, (row, column, count) = Weights(given.array(0)), given.numbers(1, 2, 3)
+        if not weights.format:
+            at = weights.array.at(row, column)
+            length = count * item_bytes(matrix.dtype)
+        else:
+            chunk = column // CHUNK
+            own = weights.row(row)
+            at = own.values + chunk * weights.format.chunk_bytes
+            length = chunk.like(weights.format.chunk_bytes)
+            (own.first + chunk * (SCALE_BYTES * LANES)).prefetch(locality=2)
+        for_range(0, length, LINE_BYTES, lambda index: (at + index).prefetch(locality=2))
 
-        def convert(index: Vec, lanes: int) -> None:
-            step = index * item_bytes(matrix.dtype)
-            low, high = (
-                _load_narrow(matrix.dtype, at + step, lanes).astype(I32, signed=False)
-                for at in rows
-            )
-            (target + index * 4).store(low | high << 16)
-
-        for_vectors(count, LANES, convert)
-
-    return types.void(matrix, _INDEX, _INDEX, _INDEX, out), codegen_of(emit)
+    return types.void(matrix, _INDEX, _INDEX, _INDEX), codegen_of(emit)
 
 
 @intrinsic

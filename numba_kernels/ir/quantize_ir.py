@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
@@ -126,6 +128,21 @@ def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_by
             continue
         with values.builder.if_then(chunk.num_lanes.like(lane).below(chunk.num_lanes).value):
             cell.store(four)
+
+
+def lane_weights(row_format: RowFormat, row: Row, chunk: Chunk) -> Iterator[tuple[int, Vec]]:
+    """Each place in a group and the weights there, float32, of a whole chunk: a group a lane.
+
+    The same bits as `emit_widened`'s, of formats whose rows are summed.
+    """
+    codes, factors = summed_codes(row_format), factors_of(chunk, row)
+    scale = factors.scales[0] * codes.unit
+    start = chunk.at(row.values, row_format.chunk_bytes)
+    for number in range(codes.steps):
+        step = chunk.load(chunk.step(start, number), I32)
+        for place, weights in codes.weights_of_step(number):
+            values = weights(step) * scale
+            yield place, values if factors.minima is None else values + factors.minima
 
 
 class ScaledSum:

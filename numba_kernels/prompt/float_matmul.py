@@ -18,9 +18,18 @@ from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.formats import CHUNK
+from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
-from hotcold.numba_kernels.ir.panel_ir import add_tile, fill_pair, fill_row, unpack_chunk
+from hotcold.numba_kernels.ir.panel_ir import (
+    add_tile,
+    fill_groups,
+    fill_pairs,
+    fill_row,
+    prefetch_columns,
+    unpack_chunk,
+    unpack_groups,
+    unpack_pairs,
+)
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
@@ -29,10 +38,10 @@ from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, b
 _LINEAR_ROWS, _LINEAR_ITEMS = 16 * TILE_ROWS, 512
 _COMBINE_COLUMNS, _COMBINE_ITEMS = 128 * TILE_ROWS, 128
 _PAD = 16  # items behind each row of the buffer: a power of two between rows would fill one set
-BUFFER_ITEMS = max(
-    _LINEAR_ROWS * (_LINEAR_ITEMS + _PAD), _COMBINE_ITEMS * (_COMBINE_COLUMNS + _PAD)
-)
+_COMBINE_SPACE = _COMBINE_COLUMNS * (_COMBINE_ITEMS + 1)
+BUFFER_ITEMS = max(_LINEAR_ROWS * (_LINEAR_ITEMS + _PAD), _COMBINE_SPACE)
 MAX_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
+_ROWS_AHEAD = 8  # of a block of `combine` while it is filled
 
 
 def num_groups(num_tokens: int) -> int:
@@ -147,52 +156,96 @@ def _multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
 
 
 @njit(nogil=True, cache=True)
+def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
+    """A thread's share of `packed` = items of each block's rows of h; checks nothing.
+
+    h, tokens as in `pack_tokens_kernel`; of block b packed[starts[b] : starts[b + 1]] is
+    (choices, items of a row)
+    """
+    for b in range(starts.shape[0] - 1):
+        own, ids = block_rows(h, tokens, b)
+        first, last = split_range(ids.shape[0], thread, num_threads, 1)
+        if first < last:
+            items = (starts[b + 1] - starts[b]) // ids.shape[0]
+            for t in range(first, last):
+                begin = starts[b] + t * items
+                _fill_items(own, ids[t], 0, items, packed[begin : begin + items])
+
+
+@njit(nogil=True, cache=True)
 def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, or it is added
-    rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed is h; the rest as there
+    rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed, starts: see `pack_rows_kernel`,
+    with TILE_ROWS rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
+    the most choices, rounded up to TILE_ROWS; the rest as in `linear_kernel`
     """
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(out, tokens, b)
         first, last = split_range(own.shape[1], thread, num_threads, LANES)
-        groups, matrix = num_groups_of(ids.shape[0]), block_matrix(rows, places[b])
-        if first < last and groups and matrix.shape[0]:
-            _sum_rows(
-                matrix, _packed_block(packed, starts, groups, b),
-                buffer, _block_sums(sums, groups), own, ids, adds_rows(out), first, last,
-            )  # fmt: skip
+        matrix, count = block_matrix(rows, places[b]), ids.shape[0]
+        if first < last and count and matrix.shape[0]:
+            items = (starts[b + 1] - starts[b]) // count
+            whole = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+            h = packed[starts[b] : starts[b] + whole * items].reshape(whole, items)
+            _sum_rows(matrix, h, buffer, sums, own, ids, adds_rows(out), first, last)
 
 
 @njit(nogil=True, cache=True)
-def _sum_rows(rows, tokens, buffer, sums, out, ids, adds, first, last):
-    """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1."""
-    count, rows_an_item = tokens.shape[1], _numbers_an_item(buffer)
-    stride = _COMBINE_COLUMNS + _PAD
-    block = buffer[: _COMBINE_ITEMS * stride].reshape(_COMBINE_ITEMS, stride)
-    columns, space = block.T, np.empty((2, CHUNK), np.float32)
+def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
+    """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1.
+
+    Columns are the lanes of tiles, and so the tokens are what is broadcast to them.
+    """
+    count, rows_an_item = h.shape[1], _numbers_an_item(buffer)
+    block = buffer[:_COMBINE_SPACE].reshape(_COMBINE_COLUMNS // LANES, _COMBINE_ITEMS + 1, LANES)
+    space = np.empty((2, CHUNK), np.float32)
     column = first
     while column < last:
         end_column = _end_of_block(rows, column, last)
         num_columns = end_column - column
         place, row_bytes = _part_of_row(rows, column, num_columns)
         ahead_bytes = row_bytes // _COMBINE_ITEMS
-        sums[:num_columns] = 0
+        groups = (num_columns + LANES - 1) // LANES
+        own = sums[: h.shape[0] * groups * LANES].reshape(h.shape[0], groups, LANES)
+        own[:] = 0
+        columns = block[:groups]
+        num_tiles = (groups + MAX_GROUPS - 1) // MAX_GROUPS * (h.shape[0] // TILE_ROWS)
         for begin in range(0, count, _COMBINE_ITEMS):
             end = min(begin + _COMBINE_ITEMS, count)
             _fill_block(rows, begin, end, column, num_columns, block, space)
-            next_row, next_place = rows_an_item * end, place
+            next_row, next_place, tile = rows_an_item * end, place, 0
             if end == count:
                 next_row, next_place = 0, place + row_bytes // rows.itemsize
-            for group in range(0, tokens.shape[0], MAX_GROUPS):
-                for c in range(0, num_columns, TILE_ROWS):
-                    ahead = next_row + c * rows_an_item * _COMBINE_ITEMS // num_columns
-                    _add_tiles(
-                        tokens, group, columns, c, begin, end, sums,
-                        rows, ahead, next_place, ahead_bytes,
-                    )  # fmt: skip
-        store_sums(sums, num_columns, out, ids, adds, column)
+            for group in range(0, groups, MAX_GROUPS):
+                for t in range(0, h.shape[0], TILE_ROWS):
+                    ahead = next_row + tile * rows_an_item * _COMBINE_ITEMS // num_tiles
+                    tile += 1
+                    _add_columns(
+                        columns, group, h, t, begin, end, own, rows, ahead, next_place, ahead_bytes
+                    )
+        in_lanes = _is_in_lanes(rows, column, num_columns)
+        for t in range(ids.shape[0]):
+            _store_columns(own[t].reshape(-1), in_lanes, out[ids[t], column:end_column], adds)
         column = end_column
+
+
+@njit(nogil=True, cache=True)
+def _store_columns(sums, in_lanes, out, adds):
+    """out = sums, or adds them; `in_lanes` they are 16 groups of 32 columns, a group a lane."""
+    if in_lanes:
+        for group in range(LANES):
+            for i in range(QUANT_GROUP):
+                total = sums[i * LANES + group]
+                n = group * QUANT_GROUP + i
+                out[n] = out[n] + total if adds else total
+    elif adds:
+        for n in range(out.shape[0]):
+            out[n] += sums[n]
+    else:
+        for n in range(out.shape[0]):
+            out[n] = sums[n]
 
 
 def _numbers_an_item(items):  # type: ignore[no-untyped-def]
@@ -252,10 +305,23 @@ def _part_of_row_of(rows, column, count):  # type: ignore[no-untyped-def]
     return lambda rows, column, count: (column // CHUNK * chunk_bytes, chunk_bytes)
 
 
-def _fill_block(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-    """out[i - first] = item i of `count` columns of `rows` from `column` on, for first <= i < last.
+def _is_in_lanes(rows, column, count):  # type: ignore[no-untyped-def]
+    """Whether these columns are a whole chunk of quantized rows, unpacked with a group a lane."""
+    raise NotImplementedError
 
-    Quantized columns are of one chunk. space (2, CHUNK) float32
+
+@overload(_is_in_lanes)
+def _is_in_lanes_of(rows, column, count):  # type: ignore[no-untyped-def]
+    if format_of(rows.dtype):
+        return lambda rows, column, count: count == CHUNK
+    return lambda rows, column, count: False
+
+
+def _fill_block(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
+    """out[k // LANES, i - first, k % LANES] = column k of item i, for k < count, first <= i < last.
+
+    Items are of `rows` from `column` on. Quantized columns are of one chunk; a whole one's are in
+    the order of `_is_in_lanes`. space (2, CHUNK) float32
     """
     raise NotImplementedError
 
@@ -266,45 +332,63 @@ def _fill_block_of(rows, first, last, column, count, out, space):  # type: ignor
 
     def floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
         for i in range(first, last):
-            fill_row(rows, i, column, count, out[i - first])
+            prefetch_columns(rows, i + _ROWS_AHEAD, column, count)
+            fill_groups(rows, i, column, count, out, i - first)
 
     def pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-        bits = space[0].view(np.int16)
         for i in range(first, last):
+            prefetch_columns(rows, 2 * i + _ROWS_AHEAD, column, count)
+            prefetch_columns(rows, 2 * i + 1 + _ROWS_AHEAD, column, count)
             if 2 * i + 1 < rows.shape[0]:
-                fill_pair(rows, 2 * i, column, count, out[i - first])
+                fill_pairs(rows, 2 * i, column, count, out, i - first)
             else:  # a row without a second one
-                fill_row(rows, 2 * i, column, count, bits)
-                for k in range(count):
-                    out[i - first, k] = np.int32(bits[k]) & 0xFFFF
+                fill_groups(rows, 2 * i, column, count, out, i - first)
 
     def unpacked_floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
         chunk, begin = column // CHUNK, column % CHUNK
         for i in range(first, last):
-            if begin == 0 and count == CHUNK:
-                unpack_chunk(rows, i, chunk, out[i - first])
+            prefetch_columns(rows, i + _ROWS_AHEAD, column, count)
+            if count == CHUNK:
+                unpack_groups(rows, i, chunk, out, i - first)
             else:
                 unpack_chunk(rows, i, chunk, space[0])
-                for k in range(count):
-                    out[i - first, k] = space[0, begin + k]
+                fill_groups(space, 0, begin, count, out, i - first)
 
     def unpacked_pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
         chunk, begin = column // CHUNK, column % CHUNK
-        low, high = space[0].view(np.uint16)[:CHUNK], space[1].view(np.uint16)[:CHUNK]
         bits = space.view(np.int16)
         for i in range(first, last):
+            has_second = 2 * i + 1 < rows.shape[0]
+            prefetch_columns(rows, 2 * i + _ROWS_AHEAD, column, count)
+            prefetch_columns(rows, 2 * i + 1 + _ROWS_AHEAD, column, count)
+            if count == CHUNK:
+                if has_second:
+                    unpack_pairs(rows, 2 * i, chunk, out, i - first)
+                else:
+                    unpack_groups(rows, 2 * i, chunk, out, i - first)
+                continue
             unpack_chunk(rows, 2 * i, chunk, bits[0])
-            if 2 * i + 1 < rows.shape[0]:
+            if has_second:
                 unpack_chunk(rows, 2 * i + 1, chunk, bits[1])
+                fill_pairs(bits, 0, begin, count, out, i - first)
             else:
-                high[:] = 0
-            for k in range(count):
-                pair = np.uint32(low[begin + k]) | np.uint32(high[begin + k]) << np.uint32(16)
-                out[i - first, k] = np.int32(pair)
+                fill_groups(bits, 0, begin, count, out, i - first)
 
     if is_quantized:
         return unpacked_pairs if has_pairs else unpacked_floats
     return pairs if has_pairs else floats
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _add_columns(columns, group, h, row, first, last, sums, ahead, ahead_row, column, ahead_bytes):
+    """`_add_tiles` whose lanes are columns: sums[row + r, group] += h[row + r] . columns[group].
+
+    Items first..last-1 of h are 0.. of columns.
+    """
+    own = h[:, first:last]
+    _add_tiles(
+        columns, group, own, row, 0, last - first, sums, ahead, ahead_row, column, ahead_bytes
+    )
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -48,7 +48,8 @@ class OffloadedExperts(NamedTuple):
     order (B,) int32: a request's chosen blocks, those in memory first, as indices of its spans;
     num_loaded (1,) int64: how many were in memory
     counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
-    ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`
+    ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`;
+    listed (M,) int32: rows of a request's listed neurons
     options (4,) int64: the words above; the last two are for benchmarks
     lock: of `routed_ahead`, for slots and queue
     guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead
@@ -67,6 +68,7 @@ class OffloadedExperts(NamedTuple):
     num_loaded: np.ndarray
     counters: np.ndarray
     places: np.ndarray
+    listed: np.ndarray
     options: np.ndarray
     lock: np.ndarray
     guessed: np.ndarray

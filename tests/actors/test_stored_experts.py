@@ -80,14 +80,22 @@ def packed(path: Path) -> Path:
     return pack_model(path, stored_config(Checkpoint(path), read_config(path), ""))
 
 
-VARIANTS = ["qwen3-moe-dense", "glm4-moe-groups", "gpt-oss", "smallthinker", "qwen2-moe-windows"]
+VARIANTS = [
+    "qwen3-moe-dense",
+    "glm4-moe-groups",
+    "gpt-oss",
+    "smallthinker",
+    "qwen2-moe-windows",
+    "turbosparse-mixtral",
+]
+RELU = "smallthinker", "turbosparse-mixtral"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
     path = tiny(variant).path
     packed(path)
-    modes = ["exact", "dense"] if variant == "smallthinker" else ["dense"]
+    modes = ["exact", "dense"] if variant in RELU else ["dense"]
     with InProcessSystem(path, 2, 2) as plain:
         wanted = answers(plain, modes)
     for more in (0, 100):

@@ -30,7 +30,7 @@ from hotcold.model.weights.ffn import (
     read_ffn,
 )
 from hotcold.model.weights.quantized_checkpoint import write_quantized
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, num_parameters
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.tiny_models import MIXTURES, Variant, make_tiny
@@ -181,6 +181,17 @@ def require_rows_alone(
                 whole_rows, own = getattr(whole, name), getattr(one, name)
                 assert np.array_equal(own, whole_rows[part] if whole_rows.size else own)
             assert np.array_equal(one.down_bias[layer], whole.down_bias[layer])
+
+
+def test_experts_in_several_files(tmp_path: Path) -> None:
+    """A layer's experts are where the index says."""
+    make_tiny("qwen2-moe", tmp_path, shards=5)
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) > 3
+    tensors = {name: rows for file in files for name, rows in load_file(file).items()}
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    weights = load_ffn(checkpoint, config, everything(config), include_down_bias=True)
+    require_equal(weights, everything(config), tensors, "qwen2-moe")
 
 
 def test_predictors_are_the_checkpoints(tmp_path: Path) -> None:
@@ -562,6 +573,20 @@ def test_formats_of_experts(kinds: dict[str, str], gate: str, tmp_path: Path) ->
         values = held(path, f"blk.{layer}.ffn_up_exps.weight")
         found = to_float32(weights.up[weights.part(layer)])
         assert np.allclose(found, values.reshape(found.shape), rtol=0, atol=1e-6)
+
+
+def test_what_is_said_of_conversions(tmp_path: Path) -> None:
+    """Of experts' tensors as of others: gates as stored, down too where it keeps its rows."""
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    wide("qwen2-moe", tmp_path, **sizes, shared_expert_intermediate_size=512)
+    kinds = {"blk.0.ffn_down": "Q6_K", "_exps": "Q4_K", "shexp.weight": "Q4_K"}
+    lengths = {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 512}
+    write_gguf(tmp_path, "qwen2moe", kinds=kinds, changed_keys=lengths)
+    checkpoint = Checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.conversion_note(("down",)) == ""
+    assert checkpoint.conversion_note() == "Q6_K, Q4_K: read as 8 bits a weight"
+    found = num_parameters(checkpoint, read_config(tmp_path / "m.gguf"))
+    assert found == num_parameters(Checkpoint(tmp_path), read_config(tmp_path))
 
 
 def quantized_mixtral(folder: Path, kinds: dict[str, str]) -> Path:

@@ -127,6 +127,31 @@ def test_density_inside_chosen_experts(
     assert report.density == pytest.approx(density, rel=0.2)
 
 
+def test_predictors_of_turbosparse_leave_few_out(tmp_path: Path) -> None:
+    """Beside a count by hand of what gate, up and predictor of its first layer say."""
+    report = made(tmp_path, family="turbosparsemixtral", density=0.1, experts=8, chosen=2)
+    assert report.density == pytest.approx(0.1, rel=0.25)
+    model, inputs = load_model(tmp_path, torch.float32), list[torch.Tensor]()
+    layer, tensors = model.model.layers[0], load_file(tmp_path / "model.safetensors")
+    layer.post_attention_layernorm.register_forward_hook(lambda _m, _i, out: inputs.append(out[0]))
+    with torch.inference_mode():
+        model(torch.randint(SIZES["vocab"], (1, 100)))
+    block = "model.layers.0.block_sparse_moe."
+    chosen = (inputs[0] @ tensors[f"{block}gate.weight"].T).topk(2, dim=-1).indices
+    fired, counted, right = 0, 0, 0
+    for expert in range(8):
+        x = inputs[0][(chosen == expert).any(1)]
+        names = ("w1", "w3", "predictor.fc1", "predictor.fc2")
+        w1, w3, fc1, fc2 = (tensors[f"{block}experts.{expert}.{n}.weight"] for n in names)
+        fires = (x @ w1.T > 0) & (x @ w3.T > 0)
+        counts = (x @ fc1.T).relu() @ fc2.T > 0
+        fired, counted = fired + int(fires.sum()), counted + int(counts.sum())
+        right += int((fires & counts).sum())
+    assert right > 0.9 * fired
+    assert counted < 0.45 * 100 * 2 * 64
+    assert right / (100 * 2 * 64) == pytest.approx(0.1, rel=0.3)
+
+
 def test_a_tensor_is_written_from_its_parts(tmp_path: Path) -> None:
     whole = torch.randn(3, 4, 5)
     specs = [TensorSpec("a", (3, 4, 5))]
