@@ -166,10 +166,12 @@ def test_magnitudes_of_chosen_experts(
                 row[: router.num_experts] = 0
                 chosen = random.choice(router.num_experts, router.num_chosen, replace=False)
                 row[chosen] = random.uniform(0.1, 2, chosen.size)
+    routed = iter(weights[[layer.ffn.router is not None for layer in config.layers]])
     monkeypatch.setattr(
-        reference_experts, "expert_weights",
-        lambda spec, *_: torch.from_numpy(weights[at][:, : spec.num_experts]).double(),
-    )  # fmt: skip
+        reference_experts,
+        "expert_weights",
+        lambda spec, *_: torch.from_numpy(next(routed)[:, : spec.num_experts]).double(),
+    )
     monkeypatch.setattr(reference_experts, "_shared", shared_alone)
     found = layer_magnitudes(checkpoint, config, inputs.view(np.uint16), weights)
     for at, magnitudes in enumerate(found):
