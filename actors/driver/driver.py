@@ -329,6 +329,10 @@ class Driver:
         """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
         return self._profiling.chosen_counts.copy()
 
+    def recorded_weights(self) -> np.ndarray:
+        """What blocks weigh for the last window's recorded tokens (`ProfilingEngine`)."""
+        return self._profiling.recorded_weights
+
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).
 

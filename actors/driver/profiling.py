@@ -38,6 +38,8 @@ class ProfilingEngine(Engine):
         self._counts = False
         self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
         self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
+        # What each block weighs for the last window's recorded tokens: (L, R, B), 0 is not chosen.
+        self.recorded_weights: np.ndarray = np.zeros((0, 0, 0), np.float32)
         self._num_recorded = 0  # in earlier steps of the window
 
     def profile_window(
@@ -55,6 +57,8 @@ class ProfilingEngine(Engine):
         config = self.config
         chosen = np.asarray(recorded, np.int64)
         self._inputs = np.zeros((config.num_layers, chosen.size, config.hidden_size), np.uint16)
+        blocks = config.num_layers, chosen.size, neurons.most_blocks(config)
+        self.recorded_weights = np.zeros(blocks, np.float32)
         self._num_recorded = 0
         if self._bos_id is not None:
             self._counts = False
@@ -81,18 +85,18 @@ class ProfilingEngine(Engine):
             super()._ffn(layer, num_tokens)
             return
         buffers = self.exchange.buffers
+        services, num_blocks = self._requested(), len(self.config.layers[layer].ffn.block_sizes)
+        weights = np.ones((num_tokens, num_blocks), np.float32)
+        if buffers.requests[services[0], WEIGHS_BLOCKS]:
+            weights = buffers.block_weights[:num_tokens, :num_blocks].copy()
         if self._rows.size:
-            first = self._num_recorded
+            recorded = slice(self._num_recorded, self._num_recorded + self._rows.size)
             inputs = buffers.ffn_input[self._rows]
-            self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        services = self._requested()
+            self._inputs[layer, recorded] = as_float16_bits(inputs)
+            self.recorded_weights[layer, recorded, :num_blocks] = weights[self._rows]
         buffers.requests[services, OPERATION] = COUNT_FFN
         self._request_ffn(self.config.ffn_sizes[layer])
-        chosen = self.chosen_counts[layer]
-        if buffers.requests[services[0], WEIGHS_BLOCKS]:
-            chosen += np.count_nonzero(buffers.block_weights[:num_tokens], axis=0)
-        else:
-            chosen[: len(self.config.layers[layer].ffn.block_sizes)] += num_tokens
+        self.chosen_counts[layer, :num_blocks] += np.count_nonzero(weights, axis=0)
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:

@@ -200,7 +200,7 @@ def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
         parts: list[Layers] = [[] for _ in threads]
         begin = 0
         for block, size in enumerate(layer.ffn.block_sizes):
-            turned = np.roll(np.arange(len(threads)), -block)
+            turned: list[int] = np.roll(np.arange(len(threads)), -block).tolist()
             runs = neuron_runs(size, [threads[s] for s in turned])
             for service, run in zip(turned, runs, strict=True):
                 parts[service].append(run + np.int32(begin))

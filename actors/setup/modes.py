@@ -79,11 +79,8 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
 
 
 def has_thresholds(config: ModelConfig) -> bool:
-    """Whether the model can use threshold mode: gated, and its activation never exactly zero.
-
-    Thresholds of experts are not calibrated.
-    """
-    return config.has_gate and not config.is_sparse and config.experts is None
+    """Whether the model can use threshold mode: gated, and its activation never exactly zero."""
+    return config.has_gate and not config.is_sparse
 
 
 def require_no_experts(config: ModelConfig, what: str) -> None:
@@ -106,17 +103,17 @@ def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | No
             raise UsageError(f"--thresholds go with --mode {THRESHOLD}, not with {mode}")
         return ""
     if not has_thresholds(config):
-        if config.experts is not None:
-            raise UsageError(
-                f"--mode {THRESHOLD} is for models without experts: thresholds of experts are not "
-                "calibrated; leave it out"
-            )
         gate = " of a gate" if config.has_gate else ", without a gate"
         raise UsageError(
             f"--mode {THRESHOLD} is for gated models whose activation is never exactly zero; this "
             f"one's is {config.activation_fn}{gate}: leave it out"
         )
     found = named or thresholds_path(path)
+    if config.experts is not None and not found.exists():
+        raise UsageError(
+            f"{found}: there is no thresholds file; of a mixture of experts "
+            "`hotcold profile --target-kl 0.03` makes one"
+        )
     check_artifact(found, "thresholds", ModelIdentity.of(path))
     return str(found.resolve())
 

@@ -87,10 +87,11 @@ def profile(
     Plans and predictors are made from what this writes. A run that was stopped goes on where it
     was when the same command is given again.
 
-    Of a mixture of experts it also counts how often each is chosen.
-
     Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
     calibrated first, for --mode threshold; neurons that pass them are counted.
+
+    Of a mixture of experts it also counts how often each is chosen. Its thresholds are calibrated
+    only with --target-kl.
     """
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.modes import has_thresholds, require_no_experts
@@ -106,7 +107,9 @@ def profile(
     reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
     path = locate_model(model)
     config = read_model(path)
-    if has_thresholds(config):
+    # Of a mixture, whose weights may not fit in memory, only where that is asked for.
+    is_asked = target_kld is not None or thresholds_out is not None
+    if has_thresholds(config) and (config.experts is None or is_asked):
         _refuse_counting_options()
         own = thresholds_out or thresholds_path(path)
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
@@ -114,11 +117,10 @@ def profile(
         kld = target_kld or _DEFAULT_KLD
         calibrate(path, options, files, reading.text_path, reading.max_tokens, kld, as_json)
         return
-    if target_kld is not None or thresholds_out is not None:
-        what = "has experts" if config.experts is not None else f"has {config.activation_fn}"
+    if is_asked:
         raise UsageError(
-            "--target-kl and --thresholds-out are for gated models without experts, whose "
-            f"activation is never exactly zero, and this one {what}; leave them out"
+            "--target-kl and --thresholds-out are for gated models whose activation is never "
+            f"exactly zero, and this one's is {config.activation_fn}; leave them out"
         )
     if config.experts is not None:
         if reading.num_inputs or inputs_out is not None:

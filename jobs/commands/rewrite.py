@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     "--dtype",
     type=click.Choice(QUANTIZED),
     required=True,
-    help="8 or 4 bits a weight, and a float16 scale for each 32; q4_1: and a minimum.",
+    help="8 or 4 bits a weight, and a float16 scale for each 32; q4_1: and a minimum; mxfp4: a "
+    "power of two instead.",
 )
 @json_option
 def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:

@@ -61,7 +61,7 @@ def calibrate(
     if files.plot is not None:
         from hotcold.jobs.profile.plot import plot_profile
 
-        plot_profile(files.plot, found, identity.name)
+        plot_profile(files.plot, found, found.layers(config), identity.name)
     _report(calibrated, found, served, files, time.monotonic() - started, as_json)
 
 

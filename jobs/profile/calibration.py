@@ -19,6 +19,7 @@ from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.system import System
 from hotcold.jobs.support.console import transient_progress
 from hotcold.jobs.support.text_file import TextIds
+from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -102,9 +103,9 @@ class Calibration:
 
     def run(self, target_kld: float, text: TextIds) -> tuple[Calibrated, ActivationProfile]:
         """Thresholds that cost at most `target_kld` nats, and the profile of their neurons."""
-        inputs = self._inputs()
+        inputs, weights = self._inputs()
         curves = []
-        for found in layer_magnitudes(self._checkpoint, self._config, inputs):
+        for found in layer_magnitudes(self._checkpoint, self._config, inputs, weights):
             curves.append(LayerCurve.of(found))
             self._step()
         choices, mean_kld = self._allocate(curves, self._sensitivities(curves), target_kld)
@@ -116,18 +117,24 @@ class Calibration:
             np.array([choice.down_share for choice in choices]),
             text.digest,
         )
-        counts = self._counts(inputs, choices)
-        profile = ActivationProfile(counts, inputs.shape[1], text.name, text.digest)
+        counts = self._counts(inputs, weights, choices)
+        chosen = None if weights is None else np.count_nonzero(weights, axis=1)
+        profile = ActivationProfile(counts, inputs.shape[1], text.name, text.digest, chosen)
         return calibrated, profile
 
-    def _inputs(self) -> np.ndarray:
-        """The FFN inputs of all windows' tokens: (L, T, d) float16 bits."""
-        found = []
+    def _inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The FFN inputs of all windows' tokens: (L, T, d) float16 bits.
+
+        Of a mixture, also what each block weighs for them: (L, T, B) float32.
+        """
+        found, weights = [], []
         for ids in self._windows.ids:
             own = ids[self._windows.num_opening :]
             found.append(self._running.call("profile_window", own, list(range(len(own)))))
+            if self._config.experts is not None:
+                weights.append(self._running.call("recorded_weights"))
             self._step()
-        return np.concatenate(found, axis=1)
+        return np.concatenate(found, axis=1), np.concatenate(weights, axis=1) if weights else None
 
     def _sensitivities(self, curves: list[LayerCurve]) -> list[float]:
         """The cost of each layer's error in nats, from a trial of that layer alone."""
@@ -171,16 +178,18 @@ class Calibration:
         ]
         return max(0.0, float(np.concatenate(parts).mean()))
 
-    def _counts(self, inputs: np.ndarray, choices: list[Choice]) -> np.ndarray:
+    def _counts(
+        self, inputs: np.ndarray, weights: np.ndarray | None, choices: list[Choice]
+    ) -> np.ndarray:
         """For how many tokens a neuron's up and down rows are read, on average of the two."""
-        counts = []
-        magnitudes = layer_magnitudes(self._checkpoint, self._config, inputs)
-        for found, choice in zip(magnitudes, choices, strict=True):
+        counts = np.zeros(neurons.shape(self._config), np.int64)
+        magnitudes = layer_magnitudes(self._checkpoint, self._config, inputs, weights)
+        for own, found, choice in zip(counts, magnitudes, choices, strict=True):
             thresholds = choice.thresholds
             up, down = found.rows_read(float(thresholds.gate), float(thresholds.product))
-            counts.append((up + down + 1) // 2)
+            own[: up.size] = (up + down + 1) // 2
             self._step()
-        return np.array(counts, np.int64)
+        return counts
 
 
 def _layer_thresholds(thresholds: list[Thresholds]) -> LayerThresholds:

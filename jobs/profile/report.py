@@ -32,13 +32,13 @@ class LayerSummary:
     num_unchosen: int | None = None  # experts that were never chosen
 
     @classmethod
-    def of(cls, fired: np.ndarray, num_computed: float, chosen: np.ndarray | None) -> LayerSummary:
+    def of(cls, fired: np.ndarray, num_computed: float, chosen: np.ndarray) -> LayerSummary:
         """Summarise the counts of some neurons, and of a router's experts.
 
         num_computed: pairs of a token and one of these neurons in a block that it has chosen
-        Shapes:  fired (N,), chosen (E,)
+        Shapes:  fired (N,), chosen (E,), of a layer without a router (0,)
         """
-        has_experts = chosen is not None and chosen.size > 0
+        has_experts = chosen.size > 0
         return cls(
             sparsity=float(1 - fired.sum() / max(num_computed, 1)),
             hot_share=hot_share(fired),

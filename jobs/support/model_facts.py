@@ -215,7 +215,8 @@ def _thresholds(path: Path, config: ModelConfig) -> str | None:
     except ArtifactError as problem:
         return str(problem)
     if found is None:
-        return "needs thresholds, which `hotcold profile` calibrates"
+        asked = " --target-kl 0.03" if config.experts is not None else ""
+        return f"needs thresholds, which `hotcold profile{asked}` calibrates"
     return promise(found, config)
 
 

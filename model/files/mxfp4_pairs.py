@@ -16,7 +16,6 @@ from hotcold.model.files.safetensors_file import SafetensorsFile, TensorEntry, W
 from hotcold.model.gguf.tensor_types import TYPE_OF_NAME
 from hotcold.model.mapped_file import MappedFile
 from hotcold.numba_kernels.formats import QUANT_GROUP
-from hotcold.numba_kernels.load.blocks import PairedBlocks
 
 _VALUES, _SCALES = "_blocks", "_scales"
 _DOWN = "down_proj"
@@ -52,6 +51,9 @@ class Mxfp4Pair(WeightFile):
         """Return the rows of blocks: `PairedBlocks`, an array to all that copies rows."""
         if name == self._scales:
             return np.empty(self.entries[name].shape, np.uint8)
+        # Numba takes a second to import, and commands' help needs no arrays.
+        from hotcold.numba_kernels.load.blocks import PairedBlocks
+
         values, scales = (file.array(each) for each, file in self._files.items())
         return cast(np.ndarray, PairedBlocks(values, scales))
 

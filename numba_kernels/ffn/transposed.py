@@ -29,7 +29,8 @@ from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.work_stealing import next_block
 
 _GROUP = 16  # neurons of a cache line
-_BYTES_AT_ONCE = 1 << 19  # of all chosen blocks' rows that a thread takes
+_BYTES_AT_ONCE = 1 << 18  # of all chosen blocks' rows that a thread takes at least,
+_STREAM_BYTES = 1 << 16  # and of one block's, for each begins a new stream
 _UNIT = 48  # rows; whole tiles of every format
 _MOST_UNITS = 5  # `TokenLists.products` has place for 240 rows
 _ROWS_AHEAD = 4  # of the next block, which begins a new stream
@@ -111,10 +112,12 @@ def _add_products(
 @njit(nogil=True, cache=True)
 def _rows_at_once(places, spans, itemsize):
     """Rows of all chosen blocks that a thread takes together."""
-    items = np.int64(0)
+    unit_bytes, longest = np.int64(1), np.int64(1)  # of all blocks, and of the one with most
     for span in spans:
-        items += places[span[BLOCK], ROW_ITEMS]
-    units = _BYTES_AT_ONCE // max(np.int64(1), _UNIT * items * itemsize)
+        own_bytes = places[span[BLOCK], ROW_ITEMS] * itemsize * _UNIT
+        unit_bytes += own_bytes
+        longest = max(longest, own_bytes)
+    units = max(_BYTES_AT_ONCE // unit_bytes, (_STREAM_BYTES + longest - 1) // longest)
     return max(np.int64(1), min(units, np.int64(_MOST_UNITS))) * _UNIT
 
 

@@ -130,14 +130,8 @@ class E2m1(Nibbles):
             return _looked_up(shifted, self._values)
         if not has_feature("avx2"):
             return _e2m1(shifted & 0xF).astype(F32)
-        magnitudes = Vec.of(step.builder, self._values[:8], F32)
-        name, kind = "llvm.x86.avx2.permps", magnitudes.value.type  # which reads three bits
-        low, high = (
-            magnitudes.call(name, kind, magnitudes, shifted.take(range(first, first + 8)))
-            for first in (0, 8)
-        )
-        sign = shifted << 28 & -(1 << 31)
-        return (low.take(range(LANES), high).view(I32) ^ sign).view(F32)
+        low, high = (_looked_up_by_halves(shifted, self._values[first:][:8]) for first in (0, 8))
+        return (shifted << 28 < 0).where(high, low)
 
 
 class Fifths(Codes):
@@ -236,6 +230,16 @@ def _looked_up(codes: Vec, values: Sequence[int]) -> Vec:
     """The value of each lane's low four bits, float32; AVX-512."""
     table = Vec.of(codes.builder, values, F32)
     return table.call("llvm.x86.avx512.permvar.sf.512", table.value.type, table, codes)
+
+
+def _looked_up_by_halves(codes: Vec, values: Sequence[int]) -> Vec:
+    """The value of each lane's low three bits, float32; AVX2."""
+    table = Vec.of(codes.builder, values, F32)
+    low, high = (
+        table.call("llvm.x86.avx2.permps", table.value.type, table, codes.take(range(at, at + 8)))
+        for at in (0, 8)
+    )
+    return low.take(range(LANES), high)
 
 
 def _looked_up_bytes(codes: Vec, values: Sequence[int]) -> Vec:

@@ -176,7 +176,9 @@ def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int6
     return int(_REPACK[row_format.factors](block, np.int64(row_format.bits), places))
 
 
-def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray) -> int:
+def block_columns_into(
+    rows: np.ndarray | PairedBlocks, column_ids: np.ndarray, out: np.ndarray
+) -> int:
     """Fill `out` with the columns `column_ids` of a matrix of blocks, quantized again.
 
     Blocks are read by ranges, each of which some columns are in, so columns should lie close.

@@ -224,7 +224,8 @@ def make_groups(config: ModelConfig, hot: np.ndarray) -> Groups:
     """
     found = []
     for layer, own in zip(config.layers, hot, strict=True):
-        sizes, end, groups = layer.ffn.block_sizes, 0, []
+        sizes, end = layer.ffn.block_sizes, 0
+        groups: list[np.ndarray] = []
         for size in sizes:
             ids = np.arange(end, end + size)
             ids = ids[np.argsort(-own[ids], kind="stable")]

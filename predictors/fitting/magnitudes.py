@@ -37,42 +37,84 @@ _PRICES = 1e-9, 1e15  # shares of bytes for a nat
 class Magnitudes:
     """One layer's neurons for some tokens: |fn(gate . x)|, and c.
 
-    Shapes:  gates, contributions (T, N)
-    Dtypes:  float32
+    With `ids` only those of experts that a token chose, one after another.
+    Shapes:  gates, contributions (T, N), or (P,) with ids (P,)
+    Dtypes:  float32; ids int64
     """
 
     gates: np.ndarray
     contributions: np.ndarray
+    ids: np.ndarray | None = None
+    num_tokens: int = 0  # with ids
+    num_neurons: int = 0
 
     def rows_read(self, gate: float, product: float) -> tuple[np.ndarray, np.ndarray]:
         """Return for how many tokens each neuron's up and down rows are read: (N,) int64 each."""
         up = self.gates > gate
-        return up.sum(axis=0), (up & (self.contributions > product)).sum(axis=0)
+        down = up & (self.contributions > product)
+        if self.ids is None:
+            return up.sum(axis=0), down.sum(axis=0)
+        ups, downs = (
+            np.bincount(self.ids[some], minlength=self.num_neurons) for some in (up, down)
+        )
+        return ups, downs
 
 
 def layer_magnitudes(
-    checkpoint: Checkpoint, config: ModelConfig, inputs: np.ndarray
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    inputs: np.ndarray,
+    block_weights: np.ndarray | None = None,
 ) -> Iterator[Magnitudes]:
     """Yield the magnitudes of each layer for recorded FFN inputs (L, T, d), float16 bits.
 
+    `block_weights` (L, T, B) of a mixture: what each block weighs for these tokens.
     Errors:  CheckpointError
     """
     ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(checkpoint, None) as reader:
         for layer, weights in enumerate(ffn_layers(reader, config, ids)):
             x = torch.from_numpy(inputs[layer].view(np.float16).astype(np.float32))
-            yield _magnitudes(config, weights, x)
+            if block_weights is None:
+                yield _magnitudes(config, weights, x, slice(None))
+            else:
+                yield _of_chosen(config, layer, weights, x, block_weights[layer])
 
 
-def _magnitudes(config: ModelConfig, weights: FfnWeights, x: torch.Tensor) -> Magnitudes:
-    def products(rows: np.ndarray, bias: np.ndarray) -> torch.Tensor:
-        found = x @ torch.from_numpy(to_float32(rows)).T
-        return found + torch.from_numpy(bias) if bias.size else found
+def _magnitudes(
+    config: ModelConfig, weights: FfnWeights, x: torch.Tensor, rows: slice
+) -> Magnitudes:
+    """Of a layer's neurons in `rows`, with weight 1."""
 
-    name = config.activation_fn
-    gates = activated(name, products(weights.gate, weights.gate_bias), config.activation_threshold)
-    h = gates * activated_up(name, products(weights.up, weights.up_bias))
-    return Magnitudes(gates.abs().numpy(), h.abs().numpy() * row_lengths(weights.down))
+    def products(matrix: np.ndarray, bias: np.ndarray) -> torch.Tensor:
+        found = x @ torch.from_numpy(to_float32(matrix[rows])).T
+        return found + torch.from_numpy(bias[rows]) if bias.size else found
+
+    name, limit = config.activation_fn, config.activation_threshold
+    gates = activated(name, products(weights.gate, weights.gate_bias), limit)
+    h = gates * activated_up(name, products(weights.up, weights.up_bias), limit)
+    return Magnitudes(gates.abs().numpy(), h.abs().numpy() * row_lengths(weights.down[rows]))
+
+
+def _of_chosen(
+    config: ModelConfig,
+    layer: int,
+    weights: FfnWeights,
+    x: torch.Tensor,
+    block_weights: np.ndarray,
+) -> Magnitudes:
+    """Of each block the magnitudes for the tokens that chose it. Shapes: block_weights (T, B)."""
+    parts, first = [], 0
+    for block, size in enumerate(config.layers[layer].ffn.block_sizes):
+        own = block_weights[:, block]
+        tokens = np.flatnonzero(own)
+        found = _magnitudes(config, weights, x[tokens], slice(first, first + size))
+        ids = np.broadcast_to(np.arange(first, first + size), found.gates.shape)
+        contributions = found.contributions * np.abs(own[tokens, None])
+        parts.append((found.gates.ravel(), contributions.ravel(), ids.ravel()))
+        first += size
+    gates, contributions, ids = map(np.concatenate, zip(*parts, strict=True))
+    return Magnitudes(gates, contributions, ids, len(x), first)
 
 
 @dataclass(frozen=True)
@@ -80,7 +122,8 @@ class LayerCurve:
     """Every pair of thresholds (i, j) of a layer: gate_thresholds[i], product_thresholds[j].
 
     The first thresholds are 0: only zeros are left out.
-    up_shares[i], down_shares[i, j]: the share of neurons whose row a token reads, on average
+    up_shares[i], down_shares[i, j]: the share of neurons, of chosen experts, whose row a token
+    reads, on average
     errors[i, j]: the mean over tokens of the sum of c^2 of the neurons left out
     Shapes:  thresholds (S,), up_shares (S,), down_shares, errors (S, S)
     Dtypes:  float64
@@ -103,7 +146,7 @@ class LayerCurve:
         counts = np.bincount(cells, minlength=_NUM_STEPS**2).reshape(shape)
         energies = np.bincount(cells, squares, _NUM_STEPS**2).reshape(shape)
         passed, kept = (_from_the_top(cell) for cell in (counts, energies))
-        num_tokens = found.gates.shape[0]
+        num_tokens = found.num_tokens if found.ids is not None else found.gates.shape[0]
         return cls(
             gate_thresholds,
             product_thresholds,

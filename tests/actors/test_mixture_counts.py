@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hotcold.actors.driver.profiling import ProfilingEngine, counts_by_neuron
+from hotcold.actors.driver.scoring import score_window
 from hotcold.actors.telemetry.experts import expert_counts
 from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.model.config.build import read_config
@@ -60,15 +62,15 @@ def routes(path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
     """What the reference chooses, and what fires in it."""
     weights: list[np.ndarray] = []
     parts: list[np.ndarray] = []  # of every call of an expert, of its tokens
-    weigh, compute = reference_experts.expert_weights, reference_experts._expert
+    weigh = reference_experts.expert_weights
+    compute: Any = reference_experts._expert
 
-    def weighing(*arguments):
-        found = weigh(*arguments)
+    def weighing(*arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = weigh(*arguments)
         weights.append(found.numpy() != 0)
         return found
 
-    def computing(spec, x, gate, up, down, *rest):
-        fires = torch.zeros(0)
+    def computing(spec: Any, x: Any, gate: Any, up: Any, down: Any, *rest: Any) -> torch.Tensor:
         eye = torch.eye(len(gate), dtype=x.dtype)
         fires = compute(spec, x, gate, up, eye, *rest[:2], None, *rest[3:]) != 0
         parts.append(fires.numpy())
@@ -178,3 +180,16 @@ def test_a_profile_counts_experts_and_neurons(
             engine.chosen_counts[layer, : chosen.shape[1]], chosen.sum(axis=0)
         )
         assert not engine.chosen_counts[layer, chosen.shape[1] :].any()
+
+
+def test_an_audit_counts_what_fires(path: Path, config: ModelConfig, routes: Routes) -> None:
+    """Each neuron of the chosen experts is listed where nothing predicts."""
+    if not config.is_sparse:
+        pytest.skip("dense is not compared with itself")
+    with InProcessSystem(path, num_services=2, num_threads=2) as system:
+        found = score_window(system.engine("exact"), IDS[:12].tolist(), 4, audit=True).counts
+    assert found is not None and found.num_tokens == 11
+    for layer, spec in enumerate(config.layers):
+        assert found.num_fired[layer] == routes.fires[layer][:11].sum()
+        sizes = np.array(spec.ffn.block_sizes)
+        assert found.num_listed[layer] == (routes.chosen[layer][:11] @ sizes).sum()

@@ -32,7 +32,7 @@ def rounding(rounds_h: bool) -> Iterator[None]:
     """The reference with experts' inputs as kernels take them, and h where down is transposed."""
     exact = torch.nn.functional.linear
 
-    def linear(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+    def linear(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None):
         is_down = weights.shape[1] == WIDE["intermediate_size"]
         if len(weights) >= 64 and (rounds_h or not is_down):  # not a router's
             x = torch.from_numpy(quantized_vectors(x.float().numpy()))

@@ -195,7 +195,7 @@ def test_recall_and_precision_equal_a_count_neuron_by_neuron(llama: InProcessSys
         for layer, (f, c) in enumerate(zip(fired, chosen, strict=True)):
             f, c = f[: SIZE - 1], c[: SIZE - 1]
             sums[:, layer] += (c.sum(), (f & c).sum(), f.sum())
-    report = summary(scores, FFN_SIZE, "sign")
+    report = summary(scores, llama.config.num_neurons, "sign")
     listed, both, fired_sums = sums
     assert report["recall"] == (both / fired_sums).tolist()
     assert report["precision"] == (both / listed).tolist()
@@ -222,7 +222,7 @@ def test_a_predicting_mode_beside_dense_equals_transformers(llama: InProcessSyst
         ):
             np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
         np.testing.assert_array_equal(found.same_top, same)
-        report = summary([found], FFN_SIZE, "sign")
+        report = summary([found], llama.config.num_neurons, "sign")
         assert report["mean_kld"] == pytest.approx(kld.mean(), rel=1e-3)
         spread = math.sqrt(np.var(kld, ddof=1) / kld.size)
         assert report["kld_stderr"] == pytest.approx(spread, rel=1e-3)
@@ -259,7 +259,7 @@ def test_a_window_leaves_nothing_behind(llama: InProcessSystem) -> None:
     np.testing.assert_array_equal(first.counts.num_listed, again.counts.num_listed)
     assert first.counts.num_tokens == SIZE - 1 and short.counts.num_tokens == 3
     assert short.nll.size == 1
-    report = summary([short], FFN_SIZE, "sign")
+    report = summary([short], llama.config.num_neurons, "sign")
     assert report["ppl_stderr"] is None and report["kld_stderr"] is None
 
 
@@ -268,7 +268,7 @@ def test_a_layer_where_nothing_fires_has_no_recall() -> None:
     counts = NeuronCounts(4, np.array([0, 8]), zero, np.array([0, 4]), zero)
     one = np.ones(3)
     score = WindowScores(one * 800, one, one, one > 0, predicts=True, counts=counts)
-    report = summary([score, score], 10, "sign")
+    report = summary([score, score], 20, "sign")
     assert report["recall"] == [None, 0.0]
     assert report["precision"] == [None, 0.0]
     assert report["neurons_computed"] == 16 / (8 * 2 * 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.placement.profile import read_profile
+from hotcold.placement.profile import rates_of, read_profile
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 
@@ -89,11 +90,39 @@ def test_what_takes_predictors_is_refused(
     capsys: pytest.CaptureFixture[str], model: Path, text: Path
 ) -> None:
     said = "is for models without experts"
-    for mode in ("sign", "lowrank", "threshold"):
+    for mode in ("sign", "lowrank"):
         assert said in refused(capsys, "generate", model, "--prompt", "w5", "--mode", mode)
     assert said in refused(capsys, "generate", model, "--prompt", "w5", "--draft", "predicted")
     assert said in refused(capsys, "train-predictors", model)
     assert said in refused(capsys, "profile", model, "--text", text, "--inputs", "5")
-    assert "without experts" in refused(
-        capsys, "profile", model, "--text", text, "--target-kl", "0.1"
-    )
+    if read_config(model).is_sparse:
+        told = refused(capsys, "profile", model, "--text", text, "--target-kl", "0.1")
+        assert "this one's is relu; leave them out" in told
+
+
+def test_thresholds_within_experts(
+    local_ray: None, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, text: Path
+) -> None:
+    config = read_config(model)
+    if config.is_sparse:
+        pytest.skip("its experts have silent neurons")
+    own = copytree(model, tmp_path / "own", ignore=lambda *_: {"hotcold"})
+    told = refused(capsys, "generate", own, "--prompt", "w5", "--mode", "threshold")
+    assert "`hotcold profile --target-kl 0.03` makes one" in told
+    report = run(capsys, "profile", own, "--text", text, "--target-kl", "0.05", *OPTIONS)
+    assert 0 < report["mean_kld"] <= 0.05 and 0.3 < report["ffn_bytes_share"] < 1
+    profile = read_profile(Path(report["path"]), ModelIdentity.of(own), config)
+    assert profile.chosen is not None and config.experts is not None
+    rates = rates_of(config, profile)
+    assert (rates.fired <= rates.chosen).all()
+    share = rates.fired.sum(axis=1) / rates.chosen.sum(axis=1)
+    expected = (np.array(report["up_share"]) + np.array(report["down_share"])) / 2
+    np.testing.assert_allclose(share, expected, atol=0.03)
+    scored = run(
+        capsys, "perplexity", own, "--text", text, "--mode", "threshold", "--context-window", "64",
+        *OPTIONS,
+    )  # fmt: skip
+    assert 0.01 < scored["mean_kld"] < 0.25
+    chosen = rates.chosen.sum() / config.num_neurons
+    ups = np.average(report["up_share"], weights=rates.chosen.sum(axis=1))
+    assert scored["ups_computed"] == pytest.approx(chosen * ups, abs=0.05)

@@ -183,6 +183,17 @@ def require_rows_alone(
             assert np.array_equal(one.down_bias[layer], whole.down_bias[layer])
 
 
+def test_experts_in_several_files(tmp_path: Path) -> None:
+    """A layer's experts are where the index says."""
+    make_tiny("qwen2-moe", tmp_path, shards=5)
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) > 3
+    tensors = {name: rows for file in files for name, rows in load_file(file).items()}
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    weights = load_ffn(checkpoint, config, everything(config), include_down_bias=True)
+    require_equal(weights, everything(config), tensors, "qwen2-moe")
+
+
 def test_predictors_are_the_checkpoints(tmp_path: Path) -> None:
     make_tiny("turbosparse-mixtral", tmp_path)
     file = tmp_path / "model.safetensors"

@@ -31,7 +31,7 @@ GATE_UP, DOWN = ("model.layers.1.mlp.experts." + name for name in ("gate_up_proj
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mxfp4(tmp_path_factory.mktemp("mxfp4"), **SMALL)
+    return make_mxfp4(tmp_path_factory.mktemp("mxfp4"), "gpt-oss", 5, **SMALL)
 
 
 def test_pairs_are_tensors_of_blocks(model: Path) -> None:

@@ -46,3 +46,14 @@ def test_the_demo_is_dealt_in_turn_without_a_plan() -> None:
     assert [device.name for device in found.devices] == ["cpu0", "cpu1", "cpu2"]
     assert sum(device.num_neurons for device in found.devices) == 4 * config.ffn_size
     assert sum(device.activations or 0 for device in found.devices) == pytest.approx(1)
+
+
+def test_shares_of_layers_of_several_sizes() -> None:
+    """What a smaller layer lacks is nobody's."""
+    owner = np.array([[0, 1, -1, -1], [0, 0, 1, 1]], np.int16)
+    counts = np.array([[6, 2, 0, 0], [1, 1, 0, 0]])
+    first, second = device_shares(["cpu0", "cpu1"], owner, counts)
+    assert (first.num_neurons, first.neurons, first.activations) == (3, 0.5, 0.8)
+    assert (second.num_neurons, second.neurons, second.activations) == (3, 0.5, 0.2)
+    first, second = device_shares(["cpu0", "cpu1"], owner, None)
+    np.testing.assert_allclose(second.curve[-1], [1, 1])

@@ -229,7 +229,7 @@ def test_hottest_experts_stay_whole() -> None:
     """Without any count, a GPU that holds some experts holds all of their neurons."""
     from hotcold.actors.setup.assignment import _ranks
 
-    config = replace(SILU, experts=replace(SILU.experts, shared_size=0, dense_layers=()))  # type: ignore[type-var, arg-type]
+    config = replace(SILU, experts=replace(SILU.experts, shared_size=0, dense_layers=()))  # type: ignore[type-var]
     hot = hotness(config, rates_of(config, None))
     found = hottest_neurons(hot.shape, 5 * 128, hot, neurons.exists(config), _ranks(config))
     assert sum(ids.size for ids in found) == 5 * 128
