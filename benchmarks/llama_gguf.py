@@ -46,6 +46,11 @@ def write_gguf(path: Path, out: Path, dtype: str = "f16") -> None:
     Errors:  UsageError for another format, or rows that have no whole groups of 32
     """
     config, checkpoint = read_config(path), Checkpoint(path)
+    if config.experts is not None:
+        raise UsageError(
+            f"{path.name} is a mixture of experts; benchmarks.random_gguf writes one of its shape, "
+            "which both programs read"
+        )
     if config.dtype != "float16":
         raise UsageError(f"{path.name} is in {config.dtype}; give a model in float16")
     if dtype not in DTYPES:

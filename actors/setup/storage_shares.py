@@ -18,6 +18,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
+from hotcold.model.weights.sizes import predictor_bytes_a_neuron
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
 from hotcold.placement.storage import (
@@ -184,6 +185,7 @@ def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: Neur
     tables = geometry.num_bundles * _ROW_BYTES
     if geometry.bundle_neurons > 1:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
+        tables += int(config.num_neurons * predictor_bytes_a_neuron(config))  # all stay
     buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors

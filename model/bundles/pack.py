@@ -146,7 +146,7 @@ def _write_layers(
     on_bytes: OnBytes,
 ) -> None:
     missing = np.flatnonzero(~done).tolist()
-    written = sum(geometry.span(layer)[1] for layer in np.flatnonzero(done))
+    written = sum([geometry.span(layer)[1] for layer in np.flatnonzero(done).tolist()])
     neurons = [ids.astype(np.int32) for ids in order]
     if geometry.bundle_neurons > 1:
         neurons = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]

@@ -88,13 +88,13 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     num_first = 2 if config.has_gate else 1
     rows: float = num_first * row_bytes(config, config.hidden_size, "gate")
     rows += mean_row_bytes(config, config.hidden_size, "down")
-    per_neuron = rows + 4 * num_first * config.ffn_bias + 4 + _predictor_bytes(config)
+    per_neuron = rows + 4 * num_first * config.ffn_bias + 4 + predictor_bytes_a_neuron(config)
     num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
     down_bias = config.num_layers * num_blocks * config.hidden_size * 4 * config.ffn_bias
     return round(num_neurons_total * per_neuron) + down_bias
 
 
-def _predictor_bytes(config: ModelConfig) -> float:
+def predictor_bytes_a_neuron(config: ModelConfig) -> float:
     """Bytes of predictors in experts, shared out among their neurons; in 8 bits if quantized."""
     if config.experts is None or not config.experts.has_predictors:
         return 0.0

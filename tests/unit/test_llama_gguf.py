@@ -10,6 +10,7 @@ import pytest
 from hotcold.model.config.build import read_config
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import SHAPES as KNOWN
 from hotcold.model.synthetic.shape import SyntheticShape
 from hotcold.numba_kernels.formats import Q4, Q8
 from hotcold.numba_kernels.load.convert import to_float32
@@ -154,4 +155,7 @@ def test_what_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     make_model(tmp_path / "narrow", SyntheticShape("llama", 48, 64, 4, 4, 12, 64, 64, 1))
     text = error_of(run_benchmark("llama_gguf", tmp_path / "narrow", out, "--dtype", "q8"))
     assert "rows of 48 weights" in text and "f16" in text
+    make_model(tmp_path / "mixture", KNOWN["tiny-moe"])
+    text = error_of(run_benchmark("llama_gguf", tmp_path / "mixture", out))
+    assert "is a mixture of experts; benchmarks.random_gguf writes one of its shape" in text
     assert not out.exists() and not list(tmp_path.glob("*.part"))

@@ -1,0 +1,91 @@
+"""How a mixture larger than memory is laid out on storage, and what of it stays in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.storage import storage_within
+from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.placement.memory import MemoryNeed
+from hotcold.placement.storage import least_in_memory
+
+LAYERS, EXPERTS, SIZE, HIDDEN = 6, 64, 512, 1024
+GIB = 1 << 30
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    """One dense layer, five of experts; no weights are needed."""
+    facts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 2000,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": SIZE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    return read_config(tmp_path)
+
+
+def test_an_expert_is_several_bundles_of_about_one_read(config: ModelConfig) -> None:
+    geometry = BundleGeometry.of(config)
+    assert 200_000 < geometry.bundle_bytes < 270_000
+    of_expert = -(-SIZE // geometry.bundle_neurons)
+    of_dense = -(-4096 // geometry.bundle_neurons)
+    assert geometry.layer_bundles == (of_dense,) + (EXPERTS * of_expert,) * (LAYERS - 1)
+    weights = config.num_neurons * 3 * 2 * HIDDEN
+    assert weights < geometry.file_bytes < 1.05 * weights
+
+
+def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Path) -> None:
+    system = SystemConfig(str(tmp_path))
+    least = least_in_memory([layer.ffn for layer in config.layers])
+    assert least == 4096 + EXPERTS * SIZE
+    need = MemoryNeed(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
+    with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
+        storage_within(tmp_path, need, system, config, GIB // 8)
+    found = [storage_within(tmp_path, need, system, config, size) for size in (GIB, 3 * GIB // 2)]
+    kept = [each.num_up_downs for each in found]
+    assert least < kept[0] < kept[1] <= config.num_neurons
+    for each, size in zip(found, (GIB, 3 * GIB // 2), strict=True):
+        assert 0 <= each.num_up_downs - each.num_gates <= 2  # whole neurons
+        assert bytes_in_memory(config, each) < size
+
+
+def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:
+    system = SystemConfig(str(tmp_path))
+    counts = [4096 + share * EXPERTS * SIZE * (LAYERS - 1) // 4 for share in range(1, 5)]
+    reads = [
+        token_reads(tmp_path, system, config, NeuronStorage("", count, count)) for count in counts
+    ]
+    assert [each.num_bytes for each in reads] == sorted(
+        (each.num_bytes for each in reads), reverse=True
+    )
+    all_chosen = (LAYERS - 1) * 8 * SIZE * 3 * 2 * HIDDEN
+    assert 0.05 * all_chosen < reads[1].num_bytes < 0.25 * all_chosen
+    assert reads[-1].num_bytes == 0
