@@ -119,14 +119,14 @@ def _gather_vectors(x, tokens, width, lists):  # type: ignore[no-untyped-def]
             row += 1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def are_all(tokens, num_tokens):
     """Whether the bits of all of the first `num_tokens` tokens are set."""
     some = _ALL_TOKENS >> np.uint32(32 - num_tokens)
     return np.uint32(tokens) & some == some
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def count_tokens(tokens, num_tokens):
     """How many of the first `num_tokens` tokens have their bit set."""
     count = np.int64(0)
