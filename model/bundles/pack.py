@@ -31,7 +31,7 @@ _WRITE_BYTES = 16 << 20  # at once
 def write_bundles(
     model_path: Path,
     config: ModelConfig,
-    order: Sequence[np.ndarray],
+    order: Sequence[np.ndarray] | np.ndarray,
     order_name: str,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
@@ -103,7 +103,7 @@ def _begin(
     part: Path,
     geometry: BundleGeometry,
     header: bytes,
-    order: Sequence[np.ndarray],
+    order: Sequence[np.ndarray] | np.ndarray,
 ) -> np.ndarray:
     """Return which layers of the unfinished file are complete; start anew after other arguments."""
     num_layers = geometry.num_layers
@@ -140,7 +140,7 @@ def _write_layers(
     model_path: Path,
     config: ModelConfig,
     geometry: BundleGeometry,
-    order: Sequence[np.ndarray],
+    order: Sequence[np.ndarray] | np.ndarray,
     done: np.ndarray,
     weight_dtype: str,
     on_bytes: OnBytes,
