@@ -29,7 +29,7 @@ from examples.train_mixture.report import write_report
 from hotcold.model.limits import num_cpus
 
 DENSITY, EXPONENT = 0.3, 0.5  # of neurons inside the experts that a token chose
-BALANCE = 0.01
+BALANCE = 0.02
 
 
 @click.command()

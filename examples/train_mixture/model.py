@@ -68,16 +68,15 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(Expert(*sizes) for _ in range(config.num_experts))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=_INIT_STD)
-        self.chosen = self.weights = self.scores = torch.empty(0)
+        self.chosen = self.weights = self.logits = torch.empty(0)
 
     def route(self, layer_input: Tensor) -> None:
-        """Choose experts: `chosen` and `weights` (tokens, k), `scores` (tokens, E)."""
-        logits = functional.linear(
+        """Choose experts: `chosen` and `weights` (tokens, k) by `logits` (tokens, E)."""
+        self.logits = functional.linear(
             layer_input.flatten(0, -2).float(), self.primary_router.weight.float()
         )
-        self.scores = logits.sigmoid()
-        self.chosen = logits.topk(self.num_chosen, dim=-1).indices
-        weights = self.scores.gather(1, self.chosen)
+        chosen = self.logits.topk(self.num_chosen, dim=-1)
+        self.chosen, weights = chosen.indices, chosen.values.sigmoid()
         self.weights = weights / weights.sum(-1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,13 +93,12 @@ class Experts(nn.Module):
     def balance(self) -> Tensor:
         """1 where all experts are used alike, more where few are.
 
-        experts * sum over experts e of (share of the choices of e) * (mean share of its score)
+        experts * sum over experts e of (share of the choices of e) * (mean of its softmax)
         Source:  Switch Transformers, section 2.2
         """
         counts = torch.bincount(self.chosen.flatten(), minlength=len(self.experts))
         shares = counts.float() / counts.sum()
-        scores = self.scores / self.scores.sum(-1, keepdim=True)
-        return len(self.experts) * (shares * scores.mean(0)).sum()
+        return len(self.experts) * (shares * self.logits.softmax(-1).mean(0)).sum()
 
 
 class MixtureLayer(LlamaDecoderLayer):

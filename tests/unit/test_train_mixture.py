@@ -107,10 +107,10 @@ def test_the_penalty_is_of_the_experts_that_were_asked(model: MixtureForCausalLM
 
 def test_balance_is_least_where_experts_are_used_alike(model: MixtureForCausalLM) -> None:
     block = model.model.layers[0].mlp
-    block.chosen, block.scores = torch.arange(48).view(16, 3) % 8, torch.ones(16, 8)
+    block.chosen, block.logits = torch.arange(48).view(16, 3) % 8, torch.ones(16, 8)
     assert float(block.balance()) == pytest.approx(1)
     block.chosen = torch.tensor([[0, 1, 2]] * 16)
-    block.scores = torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0]] * 16)
+    block.logits = torch.tensor([[50.0] * 3 + [0.0] * 5] * 16)
     assert float(block.balance()) == pytest.approx(8 / 3)
     model(torch.from_numpy(IDS)[None], use_cache=False)
     balance_loss(model, 0.01).backward()
