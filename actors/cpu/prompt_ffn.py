@@ -40,6 +40,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 )
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
+    add_bias_kernel,
     copy_kernel,
     empty_fired,
     list_fired,
@@ -118,8 +119,8 @@ def prompt_ffn(
             is_few = num_fired <= _FEW * widths
         rest.add_by_choice(tokens, h, is_few, out, block_weights.size > 0)
         if arrays.down_bias.shape[2]:
-            biases = arrays.down_bias[layer]
-            matmul.then_rows(len(out), partial(_add_bias, out, block_weights, biases))
+            add_bias = partial(add_bias_kernel, block_weights, arrays.down_bias[layer], out)
+            matmul.then_rows(len(out), add_bias)
 
 
 def compile_prompt_ffn(
@@ -132,6 +133,8 @@ def compile_prompt_ffn(
     num_fired = np.empty(0, np.int64)
     activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, rows, num_fired, 0, 0)
     scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
+    no_tokens = np.empty((0, 0), np.float32)
+    add_bias_kernel(NO_WEIGHTS, arrays.down_bias[0], no_tokens, 0, 0)
     outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
     if arrays.starts.shape[1] > 2:
         outs.append(np.empty((1, CHUNK), np.float32))
@@ -188,13 +191,13 @@ class _Shard(NamedTuple):
         def part(array: np.ndarray) -> np.ndarray:
             return array[own] if array.shape[0] else array
 
-        is_transposed = isinstance(arrays, TransposedArrays)
+        down = arrays.down
         return cls(
             function,
             starts[:-1] - starts[0] if firsts is None else firsts,
             np.diff(starts),
             *map(part, (arrays.gate, arrays.up, arrays.gate_bias, arrays.up_bias)),
-            layer_blocks(arrays.down, layer) if is_transposed else part(arrays.down),
+            part(down) if isinstance(down, np.ndarray) else layer_blocks(down, layer),
         )
 
     def blocks(self, rows: np.ndarray) -> WeightBlocks:
@@ -239,17 +242,6 @@ def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.n
     for block, (first, last) in enumerate(pairwise(ends)):
         if len(rows := rows_of_block(h, tokens, block)[0]):
             counts[first:last] += np.count_nonzero(rows, axis=0)
-
-
-def _add_bias(
-    out: np.ndarray, weights: np.ndarray, biases: np.ndarray, first: int, last: int
-) -> None:
-    """out += biases (B, d), of each block by its weight."""
-    if not weights.size:
-        out[first:last] += biases.sum(axis=0)
-        return
-    for block in range(weights.shape[1]):
-        out[first:last] += weights[first:last, block, None] * biases[block]
 
 
 def _set_zero(out: np.ndarray, first: int, last: int) -> None:

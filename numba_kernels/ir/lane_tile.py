@@ -1,7 +1,8 @@
-"""A tile of products whose lanes are tokens, with its sums in registers.
+"""A tile of products whose lanes are tokens, or columns, with its sums in registers.
 
 Numbers go by in items of 32 bits: a pair of bfloat16 or int16, or one float32. A tile is TILE_ROWS
-rows of weights times up to MAX_GROUPS groups of LANES tokens. Tokens are the lanes, so an item of
+rows of weights times up to MAX_GROUPS groups of LANES tokens. Where rows are weighted and summed,
+columns stand for tokens here, and tokens for rows. Tokens are the lanes, so an item of
 weights is broadcast to them and no sum crosses lanes; each token's sum has one order, whatever its
 batch-mates. The tile's sums fill the registers: with AVX-512, for each item of columns, four loads
 of tokens and six of weights feed 24 instructions; with AVX2 two and six feed 12.

@@ -132,6 +132,21 @@ def scale_kernel(function, up_bias, firsts, tokens, factors, h, first, last):
 
 
 @njit(nogil=True, cache=True)
+def add_bias_kernel(weights, biases, out, first, last):
+    """out[t] += sum over blocks b of weights[t, b] * biases[b], for first <= t < last, in order.
+
+    weights (T, B) float32 as in `Selection`: without any each is 1, with 0 a block is not chosen
+    biases (B, d), out (T, d) float32. Checks nothing.
+    """
+    for t in range(first, last):
+        for b in range(biases.shape[0]):
+            weight = weights[t, b] if weights.shape[0] else np.float32(1)
+            if weight != 0:
+                for i in range(out.shape[1]):
+                    out[t, i] += weight * biases[b, i]
+
+
+@njit(nogil=True, cache=True)
 def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last):
     """target[i] = source[from_choices[i]] for choices first..last-1 of `tokens`.
 

@@ -116,8 +116,7 @@ def of_float64(
             own = slice(*predictors.inner_starts[layer, block : block + 2])
             hidden = np.maximum(exact @ wide(predictors.inner[own]).T, 0)
             h = h * (hidden @ wide(predictors.outer.matrix(layer, block)).T > 0)
-        is_transposed = isinstance(arrays, TransposedArrays)
-        if is_transposed:
+        if isinstance(arrays, TransposedArrays):
             out[ids] += h @ wide(arrays.down.matrix(layer, block)).T
         else:
             out[ids] += h @ wide(arrays.down[part])
@@ -235,6 +234,7 @@ def test_no_expert_but_the_chosen_ones_is_read(matmul: Matmul) -> None:
     weights[:, 1] = 0
     expected = output(matmul, arrays, 1, "silu", x, weights)
     first, last = arrays.starts[1, 1:3]
+    assert isinstance(arrays, FfnArrays)
     for rows in (arrays.gate, arrays.up, arrays.down):
         rows[first:last] = np.nan
     assert output(matmul, arrays, 1, "silu", x, weights).tobytes() == expected.tobytes()
