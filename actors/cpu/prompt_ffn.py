@@ -196,7 +196,10 @@ class _Shard(NamedTuple):
             function,
             starts[:-1] - starts[0] if firsts is None else firsts,
             np.diff(starts),
-            *map(part, (arrays.gate, arrays.up, arrays.gate_bias, arrays.up_bias)),
+            part(arrays.gate),
+            part(arrays.up),
+            part(arrays.gate_bias),
+            part(arrays.up_bias),
             part(down) if isinstance(down, np.ndarray) else layer_blocks(down, layer),
         )
 

@@ -12,6 +12,8 @@ are numbers.
 Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van de Geijn, 2008.
 """
 
+from typing import TypeVar
+
 import numpy as np
 from numba.core import types
 from numba.extending import overload
@@ -41,15 +43,16 @@ _PAD = 16  # items behind each row of the buffer: a power of two between rows wo
 _COMBINE_SPACE = _COMBINE_COLUMNS * (_COMBINE_ITEMS + 1)
 BUFFER_ITEMS = max(_LINEAR_ROWS * (_LINEAR_ITEMS + _PAD), _COMBINE_SPACE)
 MAX_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
+Count = TypeVar("Count", int, np.ndarray)  # one, or of several blocks
 _ROWS_AHEAD = 8  # of a block of `combine` while it is filled
 
 
-def num_groups(num_tokens: int) -> int:
+def num_groups(num_tokens: Count) -> Count:
     """Groups of LANES tokens."""
     return -(-num_tokens // LANES)
 
 
-def num_items(width: int, dtype: type) -> int:
+def num_items(width: Count, dtype: type) -> Count:
     """Items of `dtype` that hold `width` numbers."""
     return width if dtype == np.float32 else -(-width // 2)
 

@@ -22,7 +22,7 @@ from hotcold.numba_kernels.ir.int16_ir import (
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
-from hotcold.numba_kernels.prompt.float_matmul import num_groups_of, store_sums
+from hotcold.numba_kernels.prompt.float_matmul import Count, num_groups_of, store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB
@@ -32,7 +32,7 @@ BUFFER_PAIRS = _ROWS * _STRIDE
 MAX_SUMS = _ROWS  # rows of sums that the kernel wants
 
 
-def num_column_groups(width: int) -> int:
+def num_column_groups(width: Count) -> Count:
     """Groups of columns in a row, the last one filled up with zeros."""
     return -(-width // COLUMN_GROUP)
 
