@@ -73,7 +73,7 @@ def test_rows_are_the_files(tmp_path: Path) -> None:
     checkpoint, sizes = Checkpoint(path), sizes_of_blocks(config)
     everything = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     # Two services: of each expert one of them, of the wider blocks parts.
-    parts: list[np.ndarray] = []
+    parts: list[list[np.ndarray]] = []
     for turn in (0, 1):
         parts.append([])
         for layer, ids in enumerate(everything):
