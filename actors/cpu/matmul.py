@@ -26,7 +26,7 @@ from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
-from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
+from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, is_quantized, row_items
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.prompt.block_tokens import (
@@ -144,6 +144,8 @@ class Matmul:
         with self.at_once():
             x, out = np.zeros((1, CHUNK), np.float32), np.empty((1, CHUNK), np.float32)
             self.linear(x, row, np.empty(0, np.float32))
+            if is_quantized(dtype) and not ROW_FORMATS[dtype].is_summed:
+                return
             h = one_block(np.zeros((1, 1), np.float32))
             self.combine(h, every_token(1), weight_blocks(row), one_block(out))
 

@@ -280,10 +280,10 @@ class _Rest(NamedTuple):
             self._add_all(tokens, h, token_rows(tokens, out))
             return
         self.matmul.then_rows(len(out), partial(_set_zero, out))
-        if num_few == is_few.size:
-            self._add_fired(tokens, h, out)
-        elif num_few == 0:
+        if num_few == 0:
             self._add_all(tokens, h, out)
+        elif num_few == is_few.size:
+            self._add_fired(tokens, h, out)
         else:
             for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
                 own = listed(tokens, which)

@@ -217,9 +217,10 @@ def test_neurons_are_counted_where_their_expert_was_chosen(matmul: Matmul) -> No
     assert counts.sum() > 1000
 
 
-def test_tokens_that_chose_nothing_here(matmul: Matmul) -> None:
+@pytest.mark.parametrize(("layout", "kind"), [("rows", "f32"), ("transposed", "q8")])
+def test_tokens_that_chose_nothing_here(matmul: Matmul, layout: str, kind: str) -> None:
     """All chose the expert of another shard; some or all tokens have no choice in this one."""
-    arrays, x = a_shard("rows", "f32", has_bias=False), random_floats(7, 40, WIDTH)
+    arrays, x = a_shard(layout, kind, has_bias=False), random_floats(7, 40, WIDTH)
     weights = np.zeros((40, 6), np.float32)
     weights[:, 2] = 1
     assert not output(matmul, arrays, 1, "relu", x, weights).any()
