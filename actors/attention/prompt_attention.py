@@ -134,6 +134,10 @@ def compile_prompt_attention(buffers: SharedBuffers, arrays: AttentionArrays) ->
     nothing, counters = np.empty((0, 0), np.float32), np.zeros(INTS_A_CELL, np.int32)
     rotate_and_store(0, 1, 0, buffers, arrays, nothing)
     prompt_attention_kernel(numbers, sinks, nothing, 0, *cache, *scratch, counters, nothing)
+    if arrays.routers.rows.size:
+        routed = int(np.flatnonzero(np.diff(arrays.routers.starts))[0])
+        rows = [nothing, nothing, nothing, buffers.block_weights[:0]]
+        route_tokens(arrays.numbers[routed], arrays.routers, routed, *rows)
 
 
 def prompt_attention(

@@ -218,8 +218,9 @@ class QuantizedMatmul:
     def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> QuantizedOperand:
         """The vectors of x, in space that is kept from call to call."""
         count, width = tokens.ids.size, int(row_widths(x, tokens).max(initial=0))
-        if self._vectors.values.shape[1] < count or self._vectors.values.shape[2] < width:
-            self._vectors = empty_vectors(1, count, width)
+        _, most, widest = self._vectors.values.shape
+        if most < count or widest < width:
+            self._vectors = empty_vectors(1, max(most, count), max(widest, width))
         vectors = QuantizedVectors(*(array[0, :count] for array in self._vectors))
 
         def quantize(thread: int) -> None:

@@ -153,10 +153,10 @@ def layer_ffn(
     _clear(source, share, scratch)
     has_ups = _compute_gates(source, share, scratch)
     barrier_wait(cells, service, num_threads)
+    if thread == 0:
+        scratch.counters[:] = 0  # also where a read has failed: the next request begins anew
     if not _is_well(source, share, scratch):
         return False
-    if thread == 0:
-        scratch.counters[:] = 0
     num_fired = _keep_fired(share, has_ups, scratch)
     scratch.counts[thread] = scratch.up_counts[thread] = num_fired
     _find_fired(source, share, scratch)

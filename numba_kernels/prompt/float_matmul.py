@@ -68,7 +68,7 @@ def pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, num_threads):
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(x, tokens, b)
         groups = num_groups_of(ids.shape[0])
-        first, last = split_range(groups, thread, num_threads, 1)
+        first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
         if first < last:
             of_block = _packed_block(packed, starts, groups, b)
             _pack_groups(own, ids, of_block, buffer, first, last)
@@ -167,7 +167,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
     """
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(h, tokens, b)
-        first, last = split_range(ids.shape[0], thread, num_threads, 1)
+        first, last = split_range(ids.shape[0], (thread + b) % num_threads, num_threads, 1)
         if first < last:
             items = (starts[b + 1] - starts[b]) // ids.shape[0]
             for t in range(first, last):

@@ -49,7 +49,7 @@ def pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, num_thr
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(x, tokens, b)
         groups = num_groups_of(ids.shape[0])
-        first, last = split_range(groups, thread, num_threads, 1)
+        first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
         if first < last:
             pairs, steps = _packed_block(packed, scales, starts, groups, b)
             _pack_groups(own, ids, pairs, steps, buffer, first, last)

@@ -39,11 +39,13 @@ class Source:
         thresholds: Thresholds,
         activation_fn: str,
         num_threads: int = 1,
+        kept: FfnScratch | None = None,
     ) -> tuple[np.ndarray, FfnScratch]:
-        """The layer's output for x (T, d), and the work space that says what has fired."""
-        new = new_transposed_scratch if isinstance(self.rows, TransposedArrays) else new_scratch
-        num_blocks = self.starts.shape[1] - 1
-        scratch = new(num_threads, len(x), most_rows(self.starts), self.width, num_blocks)
+        """The layer's output for x (T, d), and the work space that says what has fired.
+
+        `kept`: that of an earlier request
+        """
+        scratch = kept or self.scratch(num_threads, len(x))
         out = np.full((len(x), self.width), np.nan, np.float32)
         cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
         # Read-only as in services, so that the same specialisations are compiled.
@@ -59,6 +61,12 @@ class Source:
         with ThreadPoolExecutor(num_threads) as pool:
             assert all(pool.map(run, range(num_threads)))
         return out, scratch
+
+    def scratch(self, num_threads: int, num_tokens: int) -> FfnScratch:
+        """Work space for `ffn`."""
+        new = new_transposed_scratch if isinstance(self.rows, TransposedArrays) else new_scratch
+        num_blocks = self.starts.shape[1] - 1
+        return new(num_threads, num_tokens, most_rows(self.starts), self.width, num_blocks)
 
 
 def in_memory(arrays: FfnArrays, width: int) -> Source:

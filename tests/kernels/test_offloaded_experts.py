@@ -215,6 +215,27 @@ def test_a_damaged_expert_is_named_and_read_again_once_it_is_mended(
     assert one.store.failure() == ""
 
 
+def test_a_failed_read_leaves_nothing_to_the_next_request(
+    own_copy: Path, stored: Callable[..., Stored]
+) -> None:
+    """Blocks of gates that threads had taken before a read failed are taken again."""
+    one, rng = stored(own_copy, kept=10_000), np.random.default_rng(1)
+    first, other = (one.choose(rng, layer, 1) for layer in (0, 1))
+    x, y = (random_floats(seed, 1, one.config.hidden_size) for seed in (3, 4))
+    name, kept = one.config.activation_fn, one.source.scratch(3, 1)
+    one.source.ffn(0, x, first, ALL_FIRE, name, 3, kept)  # the experts are in slots from here on
+    content, begin = one.path.read_bytes(), one.geometry.first_byte
+    spoilt = np.frombuffer(content, np.uint8).copy()
+    spoilt[begin::64] ^= 4
+    rewrite(one.path, spoilt.tobytes())
+    with pytest.raises(AssertionError):
+        one.source.ffn(1, x, other, ALL_FIRE, name, 3, kept)
+    rewrite(one.path, content)
+    expected, _ = one.plain.ffn(0, y, first, ALL_FIRE, name, 3)
+    found, _ = one.source.ffn(0, y, first, ALL_FIRE, name, 3, kept)
+    np.testing.assert_array_equal(found, expected)
+
+
 def rewrite(file: Path, content: bytes) -> None:
     """In place: whoever has it open sees it."""
     with file.open("r+b") as stream:
