@@ -109,7 +109,8 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        compile_prompt_ffn(self._matmul.get(), self.arrays, self.function)
+        self._matmul.get()
+        compile_prompt_ffn(self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""

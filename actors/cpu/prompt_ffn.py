@@ -9,6 +9,7 @@ on its batch-mates. A token's choices are added in the order of blocks, matmuls 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -123,10 +124,16 @@ def prompt_ffn(
             matmul.then_rows(len(out), add_bias)
 
 
-def compile_prompt_ffn(
-    matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation
-) -> None:
-    """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it."""
+def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
+    """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it.
+
+    With a matmul of its own: a prompt may be computed by the service's meanwhile.
+    """
+    with closing(Matmul(1, ())) as matmul:
+        _compile(matmul, arrays, function)
+
+
+def _compile(matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
