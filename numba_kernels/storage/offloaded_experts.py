@@ -222,7 +222,12 @@ def read_guessed(shard, layer, num_tokens):
 
 @njit(nogil=True, cache=True)
 def request_routed(shard, layer, block_weights):
-    """Submit reads of experts that tokens have chosen, instead of guessed ones not begun yet."""
+    """Submit reads of experts that tokens have chosen, instead of guessed ones not begun yet.
+
+    Nothing is done where the layer's request came first, or where the disk lags behind.
+    """
+    if num_pending(shard.queue, NOW) or _free_batch(shard.queue) == NUM_BATCHES:
+        return
     slots, blocks, count = shard.slots, np.empty(block_weights.shape[1], np.int64), 0
     first = layer * blocks.shape[0]
     for block in range(blocks.shape[0]):
@@ -238,12 +243,19 @@ def request_routed(shard, layer, block_weights):
 
 
 @njit(nogil=True, cache=True)
-def request_ahead(shard, layer, blocks):
-    """Submit reads of `blocks` of a layer behind all others, as far as there are slots."""
-    slots, queue = shard.slots, shard.queue
+def _free_batch(queue):
+    """A batch of reads ahead with no pending span; NUM_BATCHES where there is none."""
     batch = NOW + 1
     while batch < NUM_BATCHES and num_pending(queue, batch):
         batch += 1
+    return batch
+
+
+@njit(nogil=True, cache=True)
+def request_ahead(shard, layer, blocks):
+    """Submit reads of `blocks` of a layer behind all others, as far as there are slots."""
+    slots, queue = shard.slots, shard.queue
+    batch = _free_batch(queue)
     if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
     first = layer * (shard.arrays.starts.shape[1] - 1)

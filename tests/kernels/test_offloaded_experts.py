@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.actors.setup.assignment import cold_shards
@@ -30,6 +31,8 @@ from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, Selection
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.storage.expert_slots import NUM_LOOKUPS, NUM_MISSES
+from hotcold.numba_kernels.storage.offloaded_experts import request_routed
+from hotcold.numba_kernels.storage.read_queue import NUM_BATCHES, num_pending
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.numba_calls import fired_ids
@@ -40,6 +43,8 @@ Tiny = Callable[..., TinyCheckpoint]
 
 class Stored:
     """A shard of a mixture, in memory and on storage."""
+
+    begin: Callable[[], None]
 
     def __init__(self, path: Path, service: int = 0, threads: tuple[int, ...] = (2,), **share: Any):
         config = self.config = stored_config(Checkpoint(path), read_config(path), "")
@@ -258,3 +263,52 @@ def test_a_mixture_has_bundles_of_about_one_read(tiny: Tiny) -> None:
     geometry = BundleGeometry.of(config)
     assert config.experts is not None and geometry.bundle_neurons == config.experts.size
     assert geometry.layer_bundles == tuple(len(e.ffn.block_sizes) for e in config.layers)
+
+
+@pytest.fixture
+def unread(tiny: Tiny, stored: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch) -> Stored:
+    """Of SmallThinker, where nothing stays; no thread reads until `one.begin()` is called."""
+    begin: list[Callable[[], None]] = []
+    start = BundleReads.start
+    monkeypatch.setattr(
+        BundleReads, "start", lambda reads, *args: begin.append(lambda: start(reads, *args))
+    )
+    one = stored(tiny("smallthinker").path)
+    one.begin = begin[0]
+    return one
+
+
+def routed_to(one: Stored, blocks: np.ndarray) -> np.ndarray:
+    """`block_weights` of one token that chose `blocks`."""
+    weights = np.zeros((1, one.plain.starts.shape[1] - 1), np.float32)
+    weights[0, blocks] = 1
+    return weights
+
+
+def test_a_choice_that_comes_late_leaves_what_is_awaited(unread: Stored) -> None:
+    """Reads that the layer's request waits for are not cancelled, wherever others stand."""
+    shard, blocks = unread.store.stored, np.array([0, 2])
+    unread.store.request(1, blocks)
+    unread.store.request_ahead(2, np.array([1]))
+    unread.store.request_ahead(2, np.array([3]))
+    pending = [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)]
+    assert all(pending)
+    request_routed(shard, 1, routed_to(unread, blocks))
+    assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
+    unread.begin()
+    unread.store.await_blocks(1, blocks)
+
+
+def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> None:
+    shard, blocks = unread.store.stored, np.array([0, 2])
+    unread.store.request_ahead(1, np.array([1]))
+    request_routed(shard, 1, routed_to(unread, blocks))
+    units = blocks + (unread.plain.starts.shape[1] - 1)
+    firsts = shard.slots.firsts
+    assert all(shard.slots.requested[firsts[unit]] for unit in units)
+    assert not shard.slots.requested[firsts[units[0] + 1]]  # the guess was cancelled
+    unread.store.request_ahead(1, np.array([1]))  # in the other batch: now none is free
+    pending = [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)]
+    request_routed(shard, 1, routed_to(unread, np.array([3])))
+    assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
+    unread.begin()
