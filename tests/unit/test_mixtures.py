@@ -267,6 +267,7 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
         num_groups=4,
         num_chosen_groups=2,
     )
+    assert len({id(layer.ffn) for layer in glm.layers}) == 2  # alike ones are one
     gpt = read_config(make_tiny("gpt-oss", tmp_path / "gpt"))
     assert [layer.attention.window for layer in gpt.layers] == [9, 0, 9, 0]
     assert gpt.layers[0].attention.has_sinks
@@ -283,6 +284,11 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
     [
         ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
         ("qwen3-moe", {"num_experts": 6}, "num_local_experts is 7 but num_experts is 6"),
+        (
+            "qwen3-moe",
+            {"num_experts": 1 << 16, "num_local_experts": None, "num_hidden_layers": 1000},
+            "num_experts is 65536 in 1000 layers; at most",
+        ),
         ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ("qwen2-moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; not supported"),
