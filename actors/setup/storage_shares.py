@@ -181,11 +181,11 @@ def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
 
 def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
-    geometry = BundleGeometry.of(config)
+    geometry, services = BundleGeometry.of(config), system.num_cpu_actors
     tables = geometry.num_bundles * _ROW_BYTES
     if geometry.bundle_neurons > 1:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
-        tables += int(config.num_neurons * predictor_bytes_a_neuron(config))  # all stay
-    buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
+        tables += int(config.num_neurons * predictor_bytes_a_neuron(config, services))
+    buffers = services * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors
