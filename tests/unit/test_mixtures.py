@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
@@ -277,6 +280,28 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
     router = small.layers[0].ffn.router
     assert router is not None
     assert (router.reads, router.score) == ("layer_input", "softmax_of_chosen")
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen3-moe", {"mlp_only_layers": list(range(64))}),
+        ("qwen2-moe", {"decoder_sparse_step": 1 << 10}),
+        ("glm4-moe", {"first_k_dense_replace": 1 << 10}),
+    ],
+)
+def test_dense_layers_alone_are_no_mixture(
+    variant: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    file = make_tiny(variant, tmp_path) / "config.json"
+    assert read_config(tmp_path).experts is not None
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    config = read_config(tmp_path)
+    assert config.experts is None
+    assert config.ffn_sizes == (config.ffn_size,) * config.num_layers
+    storage = NeuronStorage("", config.ffn_size, config.ffn_size)
+    system = SystemConfig(str(tmp_path))
+    assert token_reads(tmp_path, system, config, storage).num_bytes > 0
 
 
 @pytest.mark.parametrize(
