@@ -184,7 +184,7 @@ def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: Neur
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
     geometry, services = BundleGeometry.of(config), system.num_cpu_actors
     tables = geometry.num_bundles * _ROW_BYTES + ffn_bytes(config, 0)  # down's biases
-    if geometry.bundle_neurons > 1:
+    if geometry.is_mixture:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
         tables += int(config.num_neurons * predictor_bytes_a_neuron(config, services))
     buffers = services * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
