@@ -84,9 +84,9 @@ class AsyncClient:
             self.cancel(request_id)
         self._readers.pop(request_id, None)
 
-    async def load(self) -> DriverLoad:
-        """What the driver is busy with. Errors: ServiceError."""
-        load: DriverLoad = await _answer_soon(self._system.begin("driver_load"))
+    async def load(self, with_experts: bool = False) -> DriverLoad:
+        """What the driver is busy with, as `Driver.load`. Errors: ServiceError."""
+        load: DriverLoad = await _answer_soon(self._system.begin("driver_load", with_experts))
         return load
 
     async def _take(self) -> None:

@@ -45,16 +45,17 @@ def memory_need(
     arena_bytes: int,
     predictor_bytes: int = 0,
     draft_bytes: int = 0,
+    num_cpu_services: int = 1,
 ) -> MemoryNeed:
     """The need of a system of so many processes, with its KV cache full.
 
     `config` has the dtype that matrices are loaded in; `kv_bytes` is that of the KV cache,
-    `arena_bytes` that of all arenas.
+    `arena_bytes` that of all arenas; neurons are divided among `num_cpu_services`.
     """
     return MemoryNeed(
         attention_bytes=attention_bytes(config),
         head_bytes=head_bytes(config),
-        ffn_bytes=ffn_bytes(config, config.num_neurons),
+        ffn_bytes=ffn_bytes(config, config.num_neurons, num_cpu_services),
         kv_cache_bytes=kv_bytes,
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,

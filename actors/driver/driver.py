@@ -204,14 +204,17 @@ class Driver:
         """
         return self.readers.touch(epoch).take(num_taken, wait_s)
 
-    def load(self) -> DriverLoad:
-        """Requests that run and wait now. Errors: ServiceError where the system has ended."""
+    def load(self, with_experts: bool = False) -> DriverLoad:
+        """Requests that run and wait now, and counts of experts if asked for.
+
+        Errors:  ServiceError where the system has ended
+        """
         self._queue.require_running()
         return DriverLoad(
             self._scheduler.num_running,
             self._queue.num_waiting,
             self._pool.usage,
-            experts=self._expert_counts(),
+            experts=self._expert_counts() if with_experts else None,
         )
 
     def _expert_counts(self) -> ExpertCounts | None:

@@ -145,9 +145,10 @@ class DriverActor:
         """Process ids by name, the driver's too. Errors: ServiceError while it loads."""
         return {"driver": os.getpid(), **self.services.process_ids()}
 
-    def driver_load(self) -> DriverLoad:
-        """Requests that run and wait. Errors: ServiceError where the system has ended."""
-        return replace(self.services.driver.load(), device=self.services.device_name)
+    def driver_load(self, with_experts: bool = False) -> DriverLoad:
+        """As `Driver.load`. Errors: ServiceError where the system has ended."""
+        load = self.services.driver.load(with_experts)
+        return replace(load, device=self.services.device_name)
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
         """What the system does now; see `Driver.telemetry`. Cheap enough for twice a second."""

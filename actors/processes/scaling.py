@@ -197,7 +197,8 @@ def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
 
 
 def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
-    need = memory_need(config, 0, system.num_cpu_actors, layout.num_bytes)
+    services = system.num_cpu_actors
+    need = memory_need(config, 0, services, layout.num_bytes, num_cpu_services=services)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
     if (drafting := draft_config(system, config)) is not None:
         needed += ffn_bytes(drafting, config.num_neurons)

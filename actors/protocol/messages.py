@@ -390,7 +390,7 @@ class DriverLoad:
     num_waiting: int
     kv_cache_usage: float  # the share of the KV cache's pages that is allocated
     device: str = "cpu"  # of services with attention
-    experts: ExpertCounts | None = None  # of a mixture, since the system began
+    experts: ExpertCounts | None = None  # of a mixture, since the system began, if asked for
 
 
 # Stages that count bytes: of weights, and of files that other hosts lack.

@@ -98,5 +98,6 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
         gates = spec.storage.num_gates * geometry.gate_row_bytes
         return drafting + gates + spec.storage.num_up_downs * geometry.up_down_row_bytes
     if spec.neuron_ids is not None:
-        num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
+        num_neurons = sum(ids.size for ids in spec.neuron_ids)
+        num_bytes += ffn_bytes(config, num_neurons, spec.system.num_cpu_actors)
     return num_bytes

@@ -99,6 +99,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_arenas * arena_layout(system, config).num_bytes,
         _predictor_bytes(system),
         draft_bytes(system, config),
+        system.num_cpu_actors,
     )
     parts = attention_parts_bytes(system, config)
     return replace(need, process_bytes=need.process_bytes + parts)

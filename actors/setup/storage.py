@@ -114,7 +114,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         raise ValueError(f"{spec.name} has no neurons on storage")
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
-    if geometry.bundle_neurons > 1:
+    if geometry.is_mixture:
         most = 0
     num_gates, num_up_downs = max(most, storage.num_gates), max(most, storage.num_up_downs)
     path = spec.path
@@ -164,7 +164,7 @@ def _file_order(
     config: ModelConfig, profile: ActivationProfile | None
 ) -> tuple[list[np.ndarray], str]:
     geometry = BundleGeometry.of(config)
-    if profile is None or geometry.bundle_neurons > 1:
+    if profile is None or geometry.is_mixture:
         return [np.arange(size, dtype=np.int32) for size in geometry.layer_bundles], "checkpoint"
     order = np.argsort(-profile.counts, axis=1, kind="stable")
     return list(order.astype(np.int32)), profile.digest

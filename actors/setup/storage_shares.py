@@ -18,7 +18,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
-from hotcold.model.weights.sizes import predictor_bytes_a_neuron
+from hotcold.model.weights.sizes import ffn_bytes, predictor_bytes_a_neuron
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
 from hotcold.placement.storage import (
@@ -34,7 +34,8 @@ from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import words_to_read_ahead
 
 _ROW_BYTES = 64  # of each neuron: its place, checksums, biases, counts
-_EXPERT_NEURON_BYTES = 24  # of each neuron of an expert: its number, biases, bucket
+# Of each neuron of an expert: its number (twice), biases, bucket, norms (file's, own), count.
+_EXPERT_NEURON_BYTES = 8 + 8 + 2 + 8 + 8
 _SLOT_BYTES = 24  # of each slot: its owner, biases
 _UNKNOWN_RATE = 0.1  # firing rate assumed without a profile
 _DIVISIONS = 32  # steps between all memory for whole neurons and all for gates
@@ -181,11 +182,11 @@ def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
 
 def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
-    geometry = BundleGeometry.of(config)
-    tables = geometry.num_bundles * _ROW_BYTES
-    if geometry.bundle_neurons > 1:
+    geometry, services = BundleGeometry.of(config), system.num_cpu_actors
+    tables = geometry.num_bundles * _ROW_BYTES + ffn_bytes(config, 0)  # down's biases
+    if geometry.is_mixture:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
-        tables += int(config.num_neurons * predictor_bytes_a_neuron(config))  # all stay
-    buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
+        tables += int(config.num_neurons * predictor_bytes_a_neuron(config, services))
+    buffers = services * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors

@@ -30,8 +30,8 @@ _NORM_ERROR = 1e-5  # CPUs round differently
 class BundleFile:
     """The tables of a bundle file; bundles of all layers are numbered one after another.
 
-    Of bundles of one neuron order[l] says which neuron of layer l each is; larger ones are in the
-    order of neurons.
+    order[l] says which neuron of layer l each bundle is; those of a mixture are in the order of
+    neurons.
     Shapes:  order L times (bundles of the layer,); checksums (bundles, 2), of a bundle's two parts;
              norms (bundles, K), the lengths of its neurons' down rows
     Dtypes:  order int32, checksums uint32, norms float32
@@ -127,6 +127,8 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     norms = np.frombuffer(tables, "<f4", num_norms, start).reshape(count, geometry.bundle_neurons)
     if not all((np.sort(layer) == np.arange(layer.size)).all() for layer in order):
         raise ArtifactError(f"{path}: does not hold each neuron once; {_MAKE_AGAIN}")
+    if geometry.is_mixture and any((np.diff(layer) < 0).any() for layer in order):
+        raise ArtifactError(f"{path}: experts are not in their order; {_MAKE_AGAIN}")
     return BundleFile(path, geometry, order, checksums, norms, str(facts["order_name"]))
 
 

@@ -26,8 +26,8 @@ class BundleGeometry:
 
     The file is: header, order (bundles,) int32, checksums (bundles, 2) uint32, norms (bundles * K)
     float32, done (L,) uint8, then the bundles, layer by layer in that order; each at a multiple of
-    BLOCK_BYTES. A bundle is K gate rows, padded, then K up rows and K down rows, padded. With K > 1
-    bundles go through a layer's blocks, expert after expert; the last one of a block may have rows
+    BLOCK_BYTES. A bundle is K gate rows, padded, then K up rows and K down rows, padded. Those of a
+    mixture go through a layer's blocks, expert after expert; the last one of a block may have rows
     of zeros at its end.
     Units:   bytes
     """
@@ -39,6 +39,7 @@ class BundleGeometry:
     up_row_bytes: int  # 0 in a two-matrix FFN
     down_row_bytes: int
     bundle_neurons: int = 1  # K
+    is_mixture: bool = False  # bundles are in the order of their neurons
     version: int = VERSION
 
     @classmethod
@@ -50,7 +51,8 @@ class BundleGeometry:
         count = _bundle_neurons(config, sum(rows))
         layers = (layer.ffn.block_sizes for layer in config.layers)
         bundles = tuple(sum(-(-size // count) for size in sizes) for sizes in layers)
-        return cls(bundles, config.dtype_of("gate"), config.dtype_of("down"), *rows, count)
+        dtypes = config.dtype_of("gate"), config.dtype_of("down")
+        return cls(bundles, *dtypes, *rows, count, config.experts is not None)
 
     @property
     def noun(self) -> str:

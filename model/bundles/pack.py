@@ -40,7 +40,7 @@ def write_bundles(
     """Write the model's bundle file atomically; return its path.
 
     `config` has the dtypes that matrices are loaded in; order[l] int32 is the order of layer l's
-    bundles, ascending where they are larger than a neuron. Layers that a stopped run with the same
+    bundles, ascending in a mixture. Layers that a stopped run with the same
     arguments has written are kept. An existing file is replaced; with `accept_existing` it is
     returned, and a process that is writing it is waited for.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
@@ -148,7 +148,7 @@ def _write_layers(
     missing = np.flatnonzero(~done).tolist()
     written = sum([geometry.span(layer)[1] for layer in np.flatnonzero(done).tolist()])
     neurons = [ids.astype(np.int32) for ids in order]
-    if geometry.bundle_neurons > 1:
+    if geometry.is_mixture:
         neurons = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
         found = ffn_layers(reader, config, neurons, missing)

@@ -92,6 +92,8 @@ def build_config(
         "embed_size": fields["hidden_size"],
     }
     result = ModelConfig(**shared | fields)
+    if all(layer.ffn.router is None for layer in result.layers):
+        result = replace(result, experts=None)
     for rope in result.ropes:
         _check_rope(reader, rope, result.head_dim)
     longest = max(result.max_positions, *(rope.stretched for rope in result.ropes), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.config.activations import ActivationFn
 from hotcold.model.config.layer_order import (
@@ -108,13 +108,13 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         LayerSpec(
             attention=_attention(config, layer),
             order=order,
-            ffn=_ffn(config, layer),
+            ffn=ffn,
             norm_kind=config.norm_kind,
             norm_eps=config.norm_eps,
             residual_scale=config.residual_scale,
             vectors=vectors,
         )
-        for layer in range(config.num_layers)
+        for layer, ffn in enumerate(_ffns(config))
     )
 
 
@@ -142,23 +142,28 @@ def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
     )
 
 
-def _ffn(config: ModelConfig, layer: int) -> FfnSpec:
+def _ffns(config: ModelConfig) -> list[FfnSpec]:
+    """The FFN of each layer; layers that are alike share one."""
+    shared: dict[str, Any] = {
+        "activation_fn": config.activation_fn,
+        "activation_threshold": config.activation_threshold,
+        "has_gate": config.has_gate,
+        "has_biases": config.ffn_bias,
+    }
+    dense = FfnSpec(block_sizes=(config.ffn_size,), **shared)
     experts = config.experts
-    sizes: tuple[int, ...]
-    if experts is None or layer in experts.dense_layers:
-        router, sizes = None, (config.ffn_size,)
-    else:
-        router, sizes = experts.router, (experts.size,) * experts.router.num_experts
-        sizes += (experts.shared_size,) if experts.shared_size else ()
-    return FfnSpec(
-        activation_fn=config.activation_fn,
-        activation_threshold=config.activation_threshold,
-        has_gate=config.has_gate,
-        has_biases=config.ffn_bias,
+    if experts is None:
+        return [dense] * config.num_layers
+    sizes = (experts.size,) * experts.router.num_experts
+    sizes += (experts.shared_size,) if experts.shared_size else ()
+    routed = FfnSpec(
         block_sizes=sizes,
-        router=router,
-        has_predictors=router is not None and experts is not None and experts.has_predictors,
+        router=experts.router,
+        has_predictors=experts.has_predictors,
+        **shared,
     )
+    dense_layers = set(experts.dense_layers)
+    return [dense if layer in dense_layers else routed for layer in range(config.num_layers)]
 
 
 def _vector_sizes(config: ModelConfig) -> dict[str, int]:

@@ -83,22 +83,30 @@ def head_bytes(config: ModelConfig) -> int:
     return config.vocab_size * row_bytes(config, config.embed_size, "head") + 4 * vectors
 
 
-def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
-    """Return the bytes of `FfnWeights` with so many neurons, counted over all layers."""
+def ffn_bytes(config: ModelConfig, num_neurons_total: int, num_services: int = 1) -> int:
+    """Return the bytes of `FfnWeights` with so many neurons, counted over all layers.
+
+    num_services: among which each expert's neurons are divided
+    """
     num_first = 2 if config.has_gate else 1
     rows: float = num_first * row_bytes(config, config.hidden_size, "gate")
     rows += mean_row_bytes(config, config.hidden_size, "down")
-    per_neuron = rows + 4 * num_first * config.ffn_bias + 4 + predictor_bytes_a_neuron(config)
+    per_neuron = rows + 4 * num_first * config.ffn_bias + 4
+    per_neuron += predictor_bytes_a_neuron(config, num_services)
     num_blocks = max(len(layer.ffn.block_sizes) for layer in config.layers)
     down_bias = config.num_layers * num_blocks * config.hidden_size * 4 * config.ffn_bias
     return round(num_neurons_total * per_neuron) + down_bias
 
 
-def predictor_bytes_a_neuron(config: ModelConfig) -> float:
-    """Bytes of predictors in experts, shared out among their neurons; in 8 bits if quantized."""
+def predictor_bytes_a_neuron(config: ModelConfig, num_services: int = 1) -> float:
+    """Bytes of predictors in experts, shared out among their neurons; in 8 bits if quantized.
+
+    Each service has fc2's rows of its own neurons, and all of fc1.
+    """
     if config.experts is None or not config.experts.has_predictors:
         return 0.0
-    weights = config.experts.mean_predictor_rank * (1 + config.hidden_size / config.experts.size)
+    inner = num_services * config.hidden_size / config.experts.size
+    weights = config.experts.mean_predictor_rank * (1 + inner)
     dtype = numpy_dtype(config.dtype_of("gate"))
     dtype = Q8 if is_quantized(dtype) else dtype
     return weights * row_items(dtype, QUANT_GROUP) * dtype.itemsize / QUANT_GROUP

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.setup.storage import pack_model
 from hotcold.jobs.cli import main
 from hotcold.model.bundles import bundle_file, pack
 from hotcold.model.bundles.bundle_file import (
@@ -31,6 +32,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_file import SafetensorsFile
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn
+from hotcold.placement.profile import ActivationProfile
 from tests.full_disk import files_of_at_most
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
@@ -376,3 +378,21 @@ def test_the_command(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 neurons are damaged, the first is neuron 3 of layer 0" in error
     assert main(["pack", str(model.path)]) == 0
     assert main(["pack", str(model.path), "--verify"]) == 0
+
+
+def test_a_mixtures_bundles_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each is one neuron, which takes a whole read: a profile does not order them."""
+    path = make_tiny("qwen3-moe", tmp_path / "m")
+    config = stored_config(Checkpoint(path), read_config(path), "")
+    monkeypatch.setattr("hotcold.model.bundles.geometry._EXPERT_BUNDLE_BYTES", 1)
+    geometry, identity = BundleGeometry.of(config), ModelIdentity.of(path)
+    assert geometry.bundle_neurons == 1 and geometry.layer_bundles == config.ffn_sizes
+    counts = np.random.default_rng(0).integers(0, 100, (config.num_layers, config.largest_ffn))
+    profile = ActivationProfile(counts, 100, "drawn", "0")
+    monkeypatch.setattr("hotcold.actors.setup.storage.own_profile", lambda *_: profile)
+    ascending = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    found = read_bundle_file(pack_model(path, config), geometry, identity)
+    assert all(map(np.array_equal, found.order, ascending))
+    file = write_bundles(path, config, [ids[::-1] for ids in ascending], "drawn")
+    with pytest.raises(ArtifactError, match="experts are not in their order; make it again"):
+        read_bundle_file(file, geometry, identity)

@@ -9,6 +9,8 @@ from hotcold.actors.protocol.messages import DriverLoad
 from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.ui.api.metrics import Metrics, metrics_text
 
+_QUOTED = 'a "quoted" \\ name'
+
 
 def test_each_expert_has_its_counts() -> None:
     """Of layer 1's two experts and shared one, and of layer 2's three; layer 0 is dense."""
@@ -17,7 +19,7 @@ def test_each_expert_has_its_counts() -> None:
     missed = np.array([[0, 0, 0], [1, 2, 0], [0, 0, 3]])
     counts = ExpertCounts(np.array([0, 2, 3]), 1, chosen, read, missed)
     assert counts.hit_rate == 1 - 6 / (4 + 2 + 1 + 0 + 4)
-    both = Metrics("one"), Metrics("two")
+    both = Metrics("one"), Metrics(_QUOTED)
     for metrics in both:
         metrics.show(DriverLoad(0, 0, 0.0, experts=counts))
         metrics.show(None)  # a driver that does not answer takes no count away
@@ -40,7 +42,7 @@ def test_each_expert_has_its_counts() -> None:
         }
         assert found == {
             (model, str(layer), str(expert)): wanted[layer, expert]
-            for model in ("one", "two")
+            for model in ("one", _QUOTED)
             for layer, expert in routed
         }
 

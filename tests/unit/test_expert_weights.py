@@ -33,6 +33,7 @@ from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, num_parameters
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.placement.memory import memory_need
 from tests.tiny_models import MIXTURES, Variant, make_tiny
 from tests.unit.test_mixtures import FILES, write_gguf
 
@@ -168,6 +169,25 @@ def test_rows_are_the_checkpoints(variant: str, tmp_path: Path) -> None:
     counted += whole.predictors.inner.nbytes  # and outer's without gaps
     counted += sum(outer.matrix(*at).nbytes for at in np.ndindex(*outer.places.shape[:2]))
     assert ffn_bytes(stored, len(weights.neuron_ids)) == counted
+
+
+@pytest.mark.parametrize("num_services", [2, 3])
+def test_predictors_are_counted_in_each_service(num_services: int, tmp_path: Path) -> None:
+    make_tiny("turbosparse-mixtral", tmp_path)
+    checkpoint, config = Checkpoint(tmp_path), read_config(tmp_path)
+    counted = num_neurons = 0
+    for service in range(num_services):
+        own = [ids[service::num_services] for ids in everything(config)]
+        weights = load_ffn(checkpoint, config, own, include_down_bias=False)
+        outer = weights.predictors.outer
+        rows = (weights.gate, weights.up, weights.down, weights.predictors.inner)
+        counted += sum(array.nbytes for array in (*rows, weights.neuron_ids))
+        counted += sum(outer.matrix(*at).nbytes for at in np.ndindex(*outer.places.shape[:2]))
+        num_neurons += weights.neuron_ids.size
+    stored = stored_config(checkpoint, config)
+    assert ffn_bytes(stored, num_neurons, num_services) == counted
+    need = memory_need(stored, 0, 1, 0, num_cpu_services=num_services)
+    assert need.ffn_bytes == counted > ffn_bytes(stored, num_neurons)
 
 
 def require_rows_alone(

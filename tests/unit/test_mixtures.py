@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
@@ -267,6 +270,7 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
         num_groups=4,
         num_chosen_groups=2,
     )
+    assert len({id(layer.ffn) for layer in glm.layers}) == 2  # alike ones are one
     gpt = read_config(make_tiny("gpt-oss", tmp_path / "gpt"))
     assert [layer.attention.window for layer in gpt.layers] == [9, 0, 9, 0]
     assert gpt.layers[0].attention.has_sinks
@@ -279,10 +283,37 @@ def test_what_a_layer_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen3-moe", {"mlp_only_layers": list(range(64))}),
+        ("qwen2-moe", {"decoder_sparse_step": 1 << 10}),
+        ("glm4-moe", {"first_k_dense_replace": 1 << 10}),
+    ],
+)
+def test_dense_layers_alone_are_no_mixture(
+    variant: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    file = make_tiny(variant, tmp_path) / "config.json"
+    assert read_config(tmp_path).experts is not None
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    config = read_config(tmp_path)
+    assert config.experts is None
+    assert config.ffn_sizes == (config.ffn_size,) * config.num_layers
+    storage = NeuronStorage("", config.ffn_size, config.ffn_size)
+    system = SystemConfig(str(tmp_path))
+    assert token_reads(tmp_path, system, config, storage).num_bytes > 0
+
+
+@pytest.mark.parametrize(
     ("variant", "changes", "said"),
     [
         ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
         ("qwen3-moe", {"num_experts": 6}, "num_local_experts is 7 but num_experts is 6"),
+        (
+            "qwen3-moe",
+            {"num_experts": 1 << 16, "num_local_experts": None, "num_hidden_layers": 1000},
+            "num_experts is 65536 in 1000 layers; at most",
+        ),
         ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ("qwen2-moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; not supported"),

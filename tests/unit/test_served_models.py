@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import (
@@ -18,6 +19,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
+from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.jobs.commands.serve import _serve
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -48,7 +50,10 @@ class StandIn:
         if self.failure is not None:
             raise self.failure
         if method == "driver_load":
-            return DriverLoad(len(self._asked), 0, 0.0)
+            experts = ExpertCounts(np.array([2]), 1, *np.array([[[5, 7]], [[3, 4]]]))
+            return DriverLoad(
+                len(self._asked), 0, 0.0, experts=experts if any(args) else None,
+            )  # fmt: skip
         if method == "submit":
             self._asked[args[1].request_id] = args[1]
         if method == "cancel":
@@ -323,6 +328,24 @@ async def test_all_are_listed_and_counted(house: House) -> None:
     ):
         assert line in lines
     assert len([line for line in lines if line.startswith("# TYPE hotcold:model_loaded")]) == 1
+
+
+@house(room=1)
+async def test_only_metrics_ask_for_experts(house: House) -> None:
+    assert await house.ask("b") == "b"
+    loads: list[DriverLoad] = []
+    client: Any = house.of["b"].client
+    load = client.load
+
+    async def noted(*args: Any, **options: Any) -> DriverLoad:
+        loads.append(await load(*args, **options))
+        return loads[-1]
+
+    client.load = noted
+    await house.http.get("/health")
+    lines = (await house.http.get("/metrics")).text.splitlines()
+    assert [found.experts is None for found in loads] == [True, False]
+    assert 'hotcold:expert_tokens_total{model_name="b",layer="0",expert="1"} 7' in lines
 
 
 @house(room=3)

@@ -55,7 +55,7 @@ class Client:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    async def load(self) -> DriverLoad:
+    async def load(self, with_experts: bool = False) -> DriverLoad:
         if self.events and isinstance(self.events[0], ServiceError):
             raise self.events[0]
         return DriverLoad(1, 2, 0.25)

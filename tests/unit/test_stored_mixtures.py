@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.storage import storage_within
-from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes, token_reads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -89,3 +90,15 @@ def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path
     all_chosen = (LAYERS - 1) * 8 * SIZE * 3 * 2 * HIDDEN
     assert 0.05 * all_chosen < reads[1].num_bytes < 0.25 * all_chosen
     assert reads[-1].num_bytes == 0
+
+
+def test_tables_of_neurons_and_biases_are_counted(config: ModelConfig, tmp_path: Path) -> None:
+    """Beyond slots: down's biases (L, B, d) float32; ids, biases and norms of each neuron."""
+    system, storage = SystemConfig(str(tmp_path)), NeuronStorage("", 0, 0)
+    plain = offloaded_ffn_bytes(system, config, storage)
+    with_biases = offloaded_ffn_bytes(system, replace(config, ffn_bias=True), storage)
+    assert with_biases - plain == 4 * LAYERS * EXPERTS * HIDDEN
+    arrays = 2 * 4 + 2 * 4 + 2 + 2 * 4  # without counts, which only a profile makes
+    twice = replace(config, experts=replace(config.experts, size=2 * SIZE))  # type: ignore[type-var]
+    more = offloaded_ffn_bytes(system, twice, storage) - plain
+    assert more > (twice.num_neurons - config.num_neurons) * arrays

@@ -1,6 +1,6 @@
 """Metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from prometheus_client import (
@@ -11,7 +11,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from hotcold.actors.protocol.messages import DriverLoad, Generation
@@ -29,6 +29,19 @@ _REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+
+# Fields of `ExpertCounts`: names and texts of their counters.
+_BY_EXPERT = {
+    "chosen": ("hotcold:expert_tokens_total", "Tokens that had each expert."),
+    "read": (
+        "hotcold:expert_reads_total",
+        "Steps, or chunks of prompts, that read each expert.",
+    ),
+    "missed": (
+        "hotcold:expert_misses_total",
+        "Reads of each expert that was not in memory, but on storage.",
+    ),
+}
 
 
 class Metrics:
@@ -158,31 +171,16 @@ class Metrics:
     def families(self) -> Iterable[Metric]:
         """All of it, by name."""
         yield from self._registry.collect()
-        if self._experts is not None:
-            yield self._by_expert(
-                "hotcold:expert_tokens", "Tokens that had each expert.", self._experts.chosen
-            )
-            yield self._by_expert(
-                "hotcold:expert_reads",
-                "Steps, or chunks of prompts, that read each expert.",
-                self._experts.read,
-            )
-            if self._experts.missed is not None:
-                yield self._by_expert(
-                    "hotcold:expert_misses",
-                    "Reads of each expert that was not in memory, but on storage.",
-                    self._experts.missed,
-                )
 
-    def _by_expert(self, name: str, text: str, counts: np.ndarray) -> CounterMetricFamily:
-        """Counts (L, B) of the experts that routers choose from."""
-        found = CounterMetricFamily(name, text, labels=["model_name", "layer", "expert"])
-        assert self._experts is not None
-        for layer, num_experts in enumerate(self._experts.num_experts.tolist()):
-            for expert in range(num_experts):
-                labels = [self._model_name, str(layer), str(expert)]
-                found.add_metric(labels, int(counts[layer, expert]))
-        return found
+    @property
+    def model_name(self) -> str:
+        """Of the label."""
+        return self._model_name
+
+    @property
+    def experts(self) -> ExpertCounts | None:
+        """The newest counts of a mixture's experts."""
+        return self._experts
 
     def _count_end(self, reason: str) -> None:
         name = "abort" if reason == "cancelled" else reason
@@ -200,7 +198,7 @@ class Metrics:
         return made.labels(self._model_name)
 
 
-def metrics_text(counts: Iterable[Metrics]) -> bytes:
+def metrics_text(counts: Sequence[Metrics]) -> bytes:
     """The counts of all models in Prometheus' text format, in which each name stands once."""
     merged: dict[str, Metric] = {}
     for metrics in counts:
@@ -215,4 +213,29 @@ def metrics_text(counts: Iterable[Metrics]) -> bytes:
 
     registry = CollectorRegistry()
     registry.register(Merged())
-    return generate_latest(registry)
+    return generate_latest(registry) + _experts_text(counts).encode()
+
+
+def _experts_text(counts: Sequence[Metrics]) -> str:
+    """Counts of each expert that a router chooses from; thousands of them: formatted directly."""
+    lines = []
+    experts = [(each.model_name, each.experts) for each in counts]
+    for field, (name, text) in _BY_EXPERT.items():
+        samples: list[str] = []
+        for model_name, found in experts:
+            if found is not None and getattr(found, field) is not None:
+                samples += _samples(name, model_name, found.num_experts, getattr(found, field))
+        if samples:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} counter", *samples]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(
+    name: str, model_name: str, num_experts: np.ndarray, values: np.ndarray
+) -> Iterator[str]:
+    """A line for each expert of `values` (L, B)."""
+    label = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    for layer, count in enumerate(num_experts.tolist()):
+        begin = f'{name}{{model_name="{label}",layer="{layer}",expert="'
+        for expert, value in enumerate(values[layer, :count].tolist()):
+            yield f'{begin}{expert}"}} {value}'

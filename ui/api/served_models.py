@@ -98,7 +98,8 @@ class ServedModels:
         loads = await asyncio.gather(*(_load(backend) for backend in self.backends))
         for backend, load in zip(self.backends, loads, strict=True):
             backend.metrics.show(load)
-        return metrics_text([backend.metrics for backend in self.backends])
+        counts = [backend.metrics for backend in self.backends]
+        return await asyncio.to_thread(metrics_text, counts)  # of many experts: much text
 
     def _names(self) -> str:
         names = [f"{name!r}" for name in self._backends]
@@ -111,6 +112,6 @@ async def _load(backend: Backend) -> DriverLoad | None:
         return None
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return await backend.client.load()
+            return await backend.client.load(with_experts=True)
     except (HotcoldError, TimeoutError):
         return None

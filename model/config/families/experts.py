@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from hotcold.model.config.families.family import MAX_WIDTH
+from hotcold.model.config.families.family import MAX_WIDTH, num_layers
 from hotcold.model.config.families.tensor_names import ExpertNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RouterSpec
 
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS = 1 << 16  # of a layer
+MAX_ALL_EXPERTS = 1 << 20  # of all layers together
 # The number of experts: transformers 5 writes another of these than a family's own files have.
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -26,7 +27,7 @@ def read_router(
     """Return the router of `experts_key` experts, `chosen_key` of them for a token.
 
     Another of COUNT_KEYS may stand in place of `experts_key`.
-    Errors:  ConfigError for none, or more chosen than there are
+    Errors:  ConfigError for none, too many, or more chosen than there are
     """
     found = {
         key: reader.integer(key, high=MAX_EXPERTS)
@@ -37,6 +38,12 @@ def read_router(
     for key, count in found.items():
         if count != experts:
             raise reader.fail(key, f"is {count} but {experts_key} is {experts}; keep one")
+    layers = num_layers(reader)
+    if experts * layers > MAX_ALL_EXPERTS:
+        raise reader.fail(
+            experts_key,
+            f"is {experts} in {layers} layers; at most {MAX_ALL_EXPERTS} experts are supported",
+        )
     return RouterSpec(
         num_experts=experts,
         num_chosen=reader.integer(chosen_key, high=experts),
@@ -51,7 +58,7 @@ def expert_size(reader: ConfigReader, key: str) -> int:
     return reader.integer(key, high=MAX_WIDTH)
 
 
-def stepped_dense_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
+def stepped_dense_layers(reader: ConfigReader) -> tuple[int, ...]:
     """Return Qwen's layers without experts: mlp_only_layers, all but each decoder_sparse_step-th.
 
     Errors:  ConfigError for anything but numbers of layers
@@ -60,7 +67,9 @@ def stepped_dense_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ..
     named = reader.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or any(type(layer) is not int for layer in named):
         raise reader.fail("mlp_only_layers", f"is {named!r:.60}; give a list of layers")
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step != 0)
+    return tuple(
+        layer for layer in range(num_layers(reader)) if layer in named or (layer + 1) % step != 0
+    )
 
 
 def named_experts(

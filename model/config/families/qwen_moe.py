@@ -43,7 +43,7 @@ def _experts(
         router=router,
         size=expert_size(reader, size),
         shared_size=expert_size(reader, key) if gates_shared else 0,
-        dense_layers=stepped_dense_layers(reader, num_layers(reader)),
+        dense_layers=stepped_dense_layers(reader),
     )
 
 
