@@ -341,3 +341,15 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
         expected = system.complete(long).ids
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         assert system.complete(long).ids == expected
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+def test_to_prepare_leaves_a_running_prompt_alone(tiny: Tiny, variant: str) -> None:
+    """Services prepare in a thread of their own, while a prompt may be computed."""
+    with InProcessSystem(tiny(variant).path, num_threads=2) as system:
+        for service in system.services:
+            of_service, called = service._matmul.get(), []
+            with of_service.at_once():
+                of_service.then(called.append)
+                service.prepare_prompts()
+            assert sorted(called) == list(range(of_service.num_threads))
