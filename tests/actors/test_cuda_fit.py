@@ -189,7 +189,7 @@ def test_which_mixtures_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     system, config = prepare_system(make_tiny("qwen3-moe", tmp_path / "m"), SystemOptions())
     assert system.device == "cuda" and system.neuron_upload_tokens == 0
-    assert system.num_hot_neurons == config.num_neurons
+    assert system_need(system, config).ffn_bytes == 0
     turbosparse = make_tiny("turbosparse-mixtral", tmp_path / "t")
     assert prepare_system(turbosparse, SystemOptions())[0].device == "cpu"
     with pytest.raises(UsageError, match="--device cuda was given, but experts with predictors"):
