@@ -246,14 +246,16 @@ class NumpyKernels:
             **{name: getattr(numbers, name) for name in _OF_ROUTERS},
         )
 
-        def float64(array: np.ndarray) -> torch.Tensor | None:
-            return torch.from_numpy(array).double() if array.size else None
-
         def run() -> None:
-            parts = (router.rows.data, router.bias, router.selection_bias)
-            found = expert_weights(spec, *map(float64, parts), float64(x))
+            rows, tokens = (torch.from_numpy(each).double() for each in (router.rows.data, x))
+            biases = [
+                torch.from_numpy(each).double() if each.size else None
+                for each in (router.bias, router.selection_bias)
+            ]
             weights[:] = 0
-            weights[:, : numbers.num_experts] = found
+            weights[:, : numbers.num_experts] = expert_weights(
+                spec, rows, biases[0], biases[1], tokens
+            )
             if numbers.num_blocks > numbers.num_experts:
                 shared = 1.0
                 if router.shared is not None:
