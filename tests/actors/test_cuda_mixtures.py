@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ
 from tests.actors.cuda_in_process import CudaInProcess
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_cuda_emulated import emulated_devices
+from tests.actors.test_stored_experts import StoredExperts, answers, packed, small_bundles
 from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4
 from tests.reference import reference_logits
@@ -25,6 +28,7 @@ Tiny = Callable[..., TinyCheckpoint]
 Hot = Callable[[int, int], list[np.ndarray]]
 
 # Whole steps are run, as copies that fill others up would write to one place at once.
+__all__ = ["small_bundles"]  # a fixture
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 42)
 SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
 
@@ -158,3 +162,23 @@ def test_mxfp4_as_on_the_cpu(hot: Hot, tmp_path: Path, device: Callable[[], Nump
         with kind(path) as system:
             found.append(system.logits("dense", IDS, [34, 4, 2, 1, 1]))
     assert relative_difference(found[1], found[0]) < 0.02
+
+
+@dataclass
+class StoredBesideGpu(StoredExperts, CudaInProcess):
+    """Cold experts in a file."""
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize("hot", [two_thirds, whole_experts])
+@pytest.mark.parametrize("variant", ["qwen3-moe-dense", "smallthinker"])
+def test_cold_experts_on_storage(tiny: Tiny, variant: str, hot: Hot) -> None:
+    """Which nobody guesses then: the bits of the same experts in memory."""
+    path = tiny(variant).path
+    packed(path)
+    with CudaInProcess(path, 2, 2, hot=hot) as plain:
+        wanted = answers(plain, ["dense"])
+    with StoredBesideGpu(path, 2, 2, hot=hot, num_guessed=4) as stored:
+        for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert stored.counted(BYTES_READ) > 0
