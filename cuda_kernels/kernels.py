@@ -9,7 +9,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
-from hotcold.cuda_kernels.neurons import ALL, DeviceNeurons, DeviceSelection
+from hotcold.cuda_kernels.neurons import ALL, DeviceNeurons, DeviceRouter, DeviceSelection
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -33,6 +33,7 @@ RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
 # as in numba_kernels.checks
 RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU = range(8)
 MAX_TOKENS = 32
+MAX_EXPERTS = 1024  # of a router
 _NORM_THREADS = 512
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
@@ -42,6 +43,7 @@ _SOFTCAP = Entry("softcap", "SOFTCAP")
 _QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
 _MERGE_SPLITS = Entry("attention", "MERGE_SPLITS")
 _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
+_CHOOSE_EXPERTS = Entry("router", "CHOOSE_EXPERTS")
 
 
 class Layer(NamedTuple):
@@ -179,8 +181,8 @@ class CudaKernels:
         """Each token's heads attend to the positions up to its own, grouped-query.
 
         With a window only to the last of them; with a softcap scores become
-        softcap * tanh(score / softcap). Positions are below `max_length`. scratch:
-        `attention_scratch_items`.
+        softcap * tanh(score / softcap); the layer's sinks join the softmax. Positions are below
+        `max_length`. scratch: `attention_scratch_items`.
         Shapes:  qkv as in `rope_store`; out (T, H * dim); dim <= 256
         """
         numbers, num_tokens = layer.numbers, qkv.shape[0]
@@ -202,8 +204,8 @@ class CudaKernels:
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
         self._launcher.launch(entry, grid, THREADS, arguments)
         merged = (
-            layer.struct, self._at(scratch), self._at(cache.positions), np.int32(num_splits),
-            self._at(out),
+            layer.struct, self._at(scratch), self._at(layer.vectors.sinks),
+            self._at(cache.positions), np.int32(num_splits), self._at(out),
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
@@ -213,6 +215,36 @@ class CudaKernels:
             self._at(cache.positions), self._at(cache.slots), self._at(cache.page_tables),
             np.int32(cache.page_tables.shape[1]), np.int32(cache.keys.shape[2]),
         )  # fmt: skip
+
+    def route(
+        self, layer: Layer, router: DeviceRouter, x: Any, ffn_input: Any, scratch: Any, weights: Any
+    ) -> None:
+        """weights[t, b] = what block b weighs for token t: 0 of experts that are not chosen.
+
+        As `numba_kernels.decode.router.route_tokens`; the router reads x, the shared expert's gate
+        ffn_input. scratch: `router_scratch_items`.
+        Shapes:  x, ffn_input (T, d); weights (T, B), the layer's blocks first
+        """
+        num_tokens, num_experts = _checked_tokens(x), router.rows.num_rows
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"{num_experts} experts; routers choose among {MAX_EXPERTS} at most")
+        logits = scratch[: num_tokens * num_experts].reshape(num_tokens, num_experts)
+        self.gemv(router.rows, router.bias, x, logits)
+        shared = None
+        if router.shared is not None:
+            shared = scratch[logits.size : logits.size + num_tokens].reshape(num_tokens, 1)
+            self.gemv(router.shared, router.bias[:0], ffn_input, shared)
+        scores = record(
+            logits=self._at(logits),
+            selection_bias=self._at(router.selection_bias),
+            shared=self._at(shared),
+        )
+        arguments = layer.struct, scores, np.int32(weights.shape[1]), self._at(weights)
+        self._launcher.launch(_CHOOSE_EXPERTS, (num_tokens, 1, 1), THREADS, arguments)
+
+    def router_scratch_items(self, num_tokens: int, num_experts: int) -> int:
+        """float32 items that `route` needs as scratch."""
+        return num_tokens * (num_experts + 1)
 
     def hot_ffn(
         self,

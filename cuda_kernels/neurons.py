@@ -1,4 +1,4 @@
-"""A layer's neurons on a device, and which of them a step computes."""
+"""A layer's neurons and router on a device, and which neurons a step computes."""
 
 from __future__ import annotations
 
@@ -48,6 +48,19 @@ class DeviceNeurons:
             down_norms=self.down_norms[own],
             starts=self.starts[:0],
         )
+
+
+@dataclass(frozen=True)
+class DeviceRouter:
+    """A layer's router, float32: as a layer of `numba_kernels.router_arrays.RouterArrays`.
+
+    rows (E, d); bias, selection_bias (E,) or (0,); shared (1, d), None without a shared gate
+    """
+
+    rows: DeviceMatrix
+    bias: Any
+    selection_bias: Any
+    shared: DeviceMatrix | None
 
 
 class DeviceSelection(NamedTuple):

@@ -1,5 +1,6 @@
 """Routers of all layers of a mixture of experts, as kernels read them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,15 @@ class RouterArrays(NamedTuple):
         """Bytes of all weights."""
         weights = self.rows, self.bias, self.selection_bias, self.shared
         return sum(array.nbytes for array in weights)
+
+
+def stacked_routers(layers: Sequence[RouterArrays]) -> RouterArrays:
+    """Return the routers of all layers of a model, given those of one after another."""
+    counts, arrays = [], list(zip(*layers, strict=True))
+    for starts in arrays[0]:
+        counts += np.diff(starts).tolist()
+    starts = np.append(0, np.cumsum(counts)).astype(np.int64)
+    return RouterArrays(starts, *(np.concatenate(of_layers) for of_layers in arrays[1:]))
 
 
 def no_routers(num_layers: int) -> RouterArrays:

@@ -77,11 +77,16 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         pin=options.pin,
         hosts=options.hosts,
         numa_root=str(root),
-        device=choose_device(options.device, options.gpu_memory_bytes, config.experts is not None),
+        device=choose_device(
+            options.device,
+            options.gpu_memory_bytes,
+            config.experts is not None and config.experts.has_predictors,
+        ),
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
-    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
+    has_experts = config.experts is not None
+    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts, has_experts)
     system = replace(system, neuron_upload_tokens=tokens)
     system = with_draft(path, system, config, options)
     _check_hosts(system)

@@ -16,6 +16,7 @@ from hotcold.placement.machine.this_machine import measured_before
 from hotcold.placement.memory import MemoryNeed
 
 RESERVE_BYTES = 512 << 20  # left to other programs where no budget is given
+NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
 _ASIDE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 
 
@@ -82,10 +83,12 @@ def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
     return config.num_neurons - num_hot
 
 
-def choose_device(device: str, gpu_memory_bytes: int | None, has_experts: bool = False) -> str:
+def choose_device(
+    device: str, gpu_memory_bytes: int | None, has_expert_predictors: bool = False
+) -> str:
     """Resolve --device: "auto" is "cuda" where there is a GPU, else "cpu".
 
-    A mixture of experts has no kernels for a GPU yet.
+    Experts with predictors of their own (TurboSparse) have no kernels for a GPU.
     Errors:  UsageError where `device` or a budget demands a GPU and none can be used
     """
     if device not in DEVICES:
@@ -96,12 +99,10 @@ def choose_device(device: str, gpu_memory_bytes: int | None, has_experts: bool =
         raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
     if device == "cpu" or gpu_memory_bytes == 0:
         return "cpu"
-    if has_experts:
+    if has_expert_predictors:
         if device == "cuda" or gpu_memory_bytes:
             option = "--device cuda" if device == "cuda" else "--gpu-memory"
-            raise UsageError(
-                f"{option} was given, but mixtures of experts run on the CPU only; leave it out"
-            )
+            raise UsageError(f"{option} was given, but {NO_EXPERT_PREDICTORS}; leave it out")
         return "cpu"
     found = first_gpu()
     if not isinstance(found, str):
@@ -112,12 +113,15 @@ def choose_device(device: str, gpu_memory_bytes: int | None, has_experts: bool =
     return "cpu"
 
 
-def neuron_upload_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
+def neuron_upload_tokens(
+    device: str, exchange: str, hosts: tuple[str, ...], has_experts: bool = False
+) -> int:
     """The prompt length from which cold neurons are uploaded to the GPU; 0: never.
 
-    They travel through the arena, from services of this host.
+    They travel through the arena, from services of this host, without their blocks: so a mixture's
+    stay on the CPU.
     """
-    if device == "cpu" or exchange != "arena" or hosts:
+    if device == "cpu" or exchange != "arena" or hosts or has_experts:
         return 0
     return upload_tokens(measured_before())
 

@@ -246,13 +246,15 @@ DEVICE float block_largest(float value) {
 }
 
 // out[t, h] = the splits' sums in order, each rescaled from its own largest score to the overall.
-DEVICE void merge_head(const Step& step, const float* partials, float* out) {
+// A head's sink, a logit without a value, joins the sum of exponentials.
+DEVICE void merge_head(const Step& step, const float* partials, const float* sinks, float* out) {
     __shared__ float shares[THREADS], totals[THREADS];
     int head = blockIdx.x, token = blockIdx.y, size = step.layer.head_dim, thread = threadIdx.x;
     int first_split = step.first_position(token) / SPLIT;
     int splits = step.last_position(token) / SPLIT + 1 - first_split;
     const float* first = partials + step.partial(token, head, first_split);
-    float top = -infinity(), total = 0.0f, sums[MAX_HEAD_DIM / THREADS] = {};
+    float sink = sinks ? load(sinks + head) : -infinity();
+    float top = sink, total = 0.0f, sums[MAX_HEAD_DIM / THREADS] = {};
     for (int s = thread; s < splits; s += THREADS) {
         top = fmaxf(top, load(first + static_cast<i64>(s) * (size + 2) + size));
     }
@@ -278,6 +280,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
         }
         __syncthreads();
     }
+    if (sinks) total += expf(sink - top);
     float* target = out + (static_cast<i64>(token) * step.layer.num_heads + head) * size;
 #pragma unroll
     for (int j = 0; j < MAX_HEAD_DIM / THREADS; ++j) {
@@ -304,8 +307,8 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
 #define MERGE_SPLITS()                                                                             \
     ENTRY(THREADS)                                                                                 \
     merge_splits(                                                                                  \
-        const LayerNumbers layer, const float* partials, const int* positions, int num_splits,     \
-        float* out) {                                                                              \
+        const LayerNumbers layer, const float* partials, const float* sinks,                       \
+        const int* positions, int num_splits, float* out) {                                        \
         Step step{layer, nullptr, positions, nullptr, num_splits};                                 \
-        merge_head(step, partials, out);                                                           \
+        merge_head(step, partials, sinks, out);                                                    \
     }

@@ -247,7 +247,8 @@ def prompt_down_kernel(down, tokens, fired, first, last, sums, out):
         last_token = min(last - part * num_tokens, num_tokens)
         own = sums[part]
         own[first_token:last_token] = 0
-        _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
+        if num_runs > 0:  # else the shard has no neuron of the chosen blocks
+            _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
         for run in range(num_runs):
             _add_run(down, tokens, fired, run, part, first_token, last_token, own)
         begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])

@@ -32,13 +32,13 @@ class CudaInProcess(InProcessSystem):
             1 + self.num_services,
             self.max_tokens,
             config.hidden_size,
-            config.ffn_size,
+            config.largest_ffn,
             config.vocab_size,
             self.max_tokens,
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks or self.own_blocks(),
             bundle_bytes=self.bundle_bytes,
         )
         return replace(super().gpu_spec(), gpu_layout=layout)
@@ -50,6 +50,13 @@ class CudaInProcess(InProcessSystem):
             num_host_layers=self.first_layer,
             head_on_host=not self.has_head,
         )
+
+    def hot_ids(self) -> list[np.ndarray] | None:
+        """As `InProcessSystem`; of a mixture `hot` gets the neurons of each layer."""
+        if self.hot is None or self.config.experts is None:
+            return super().hot_ids()
+        sizes = self.config.ffn_sizes
+        return [self.hot(len(sizes), size)[layer] for layer, size in enumerate(sizes)]
 
     def _gpu(self) -> Service:
         loading = CudaLoading(self.device, self.config, self.gpu_spec())

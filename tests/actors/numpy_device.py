@@ -21,10 +21,16 @@ from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import ALL
 from hotcold.model.config import activations
+from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_NAMES
 from hotcold.numba_kernels.load.convert import to_float32
+from tests.reference_experts import expert_weights
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
+_OF_ROUTERS = (
+    *("num_experts", "num_chosen", "norms_chosen"),
+    *("num_groups", "num_chosen_groups"),
+)
 GARBAGE = 255  # what new memory holds: a NaN in every float format
 
 
@@ -191,9 +197,11 @@ class NumpyKernels:
                     scores = softcap * np.tanh(scores / softcap)
                 if window:
                     scores[:, : max(0, length - window)] = -np.inf
+                if layer.vectors.sinks.shape[0]:
+                    scores = np.concatenate([scores, layer.vectors.sinks[:, None]], axis=1)
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
                 weights /= weights.sum(axis=1, keepdims=True)
-                out[t] = np.einsum("hp,hpd->hd", weights, near[1]).reshape(-1)
+                out[t] = np.einsum("hp,hpd->hd", weights[:, :length], near[1]).reshape(-1)
 
         self._device.run(run)
 
@@ -227,6 +235,37 @@ class NumpyKernels:
             out[:] = np.where(fires, h, np.float32(0)) @ as_floats(neurons.down)
 
         self._device.run(run)
+
+    def route(self, layer, router, x, ffn_input, scratch, weights):
+        num_tokens, numbers = x.shape[0], layer.numbers
+        assert num_tokens <= 32
+        assert scratch.size >= self.router_scratch_items(num_tokens, numbers.num_experts)
+        spec = RouterSpec(
+            score=("softmax", "sigmoid", "softmax_of_chosen")[numbers.router_score],
+            scale=numbers.router_scale,
+            **{name: getattr(numbers, name) for name in _OF_ROUTERS},
+        )
+
+        def run() -> None:
+            rows, tokens = (torch.from_numpy(each).double() for each in (router.rows.data, x))
+            biases = [
+                torch.from_numpy(each).double() if each.size else None
+                for each in (router.bias, router.selection_bias)
+            ]
+            weights[:] = 0
+            weights[:, : numbers.num_experts] = expert_weights(
+                spec, rows, biases[0], biases[1], tokens
+            )
+            if numbers.num_blocks > numbers.num_experts:
+                shared = 1.0
+                if router.shared is not None:
+                    shared = 1 / (1 + np.exp(-ffn_input @ router.shared.data[0]))
+                weights[:, numbers.num_experts] = shared
+
+        self._device.run(run)
+
+    def router_scratch_items(self, num_tokens, num_experts):
+        return num_tokens * (num_experts + 1)
 
     def attention_scratch_items(self, num_tokens, num_heads, head_dim, max_length):
         return num_tokens * num_heads * 2

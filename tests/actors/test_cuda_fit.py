@@ -21,6 +21,7 @@ from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.setup import gpu_share
+from hotcold.actors.setup.assignment import require_partition
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
@@ -30,6 +31,7 @@ from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
+from hotcold.model.weights.sizes import ffn_bytes
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
 from tests.tiny_models import make_tiny
@@ -176,10 +178,58 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     assert choose_device("auto", None) == choose_device("cuda", 1 << 30) == "cuda"
     assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
-    assert choose_device("auto", None, has_experts=True) == "cpu"
+    assert choose_device("auto", None, has_expert_predictors=True) == "cpu"
     for device, memory in (("cuda", None), ("auto", 1 << 30)):
-        with pytest.raises(UsageError, match="mixtures of experts run on the CPU only; leave it"):
-            choose_device(device, memory, has_experts=True)
+        with pytest.raises(UsageError, match="experts with predictors of their own run on the CPU"):
+            choose_device(device, memory, has_expert_predictors=True)
+
+
+def test_which_mixtures_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those with predictors of their own; their cold experts are never uploaded."""
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
+    system, config = prepare_system(make_tiny("qwen3-moe", tmp_path / "m"), SystemOptions())
+    assert system.device == "cuda" and system.neuron_upload_tokens == 0
+    assert system_need(system, config).ffn_bytes == 0
+    turbosparse = make_tiny("turbosparse-mixtral", tmp_path / "t")
+    assert prepare_system(turbosparse, SystemOptions())[0].device == "cpu"
+    with pytest.raises(UsageError, match="--device cuda was given, but experts with predictors"):
+        prepare_system(turbosparse, SystemOptions(device="cuda"))
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker", "glm4-moe"])
+def test_experts_without_silent_neurons_stay_whole(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU or on the CPU, but for the one in which the GPU's memory ends."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_tiny(variant, tmp_path / "model")
+    system = SystemConfig(
+        str(path),
+        num_cpu_actors=2,
+        num_threads=2,
+        context_length=64,
+        max_batch=1,
+        prefill_chunk=4,
+        device="cuda",
+    )
+    config, whole = read_config(path), bytes_of_all(system)
+    of_neurons = ffn_bytes(config, config.num_neurons)
+    device, fitted, loading = fit(replace(system, gpu_memory_bytes=whole - of_neurons // 2))
+    assert device.used_bytes() <= whole - of_neurons // 2
+    assert 0 < fitted.system.num_hot_neurons < config.num_neurons
+    assert fitted.system.num_host_layers == fitted.system.head_on_host == 0
+    specs = service_specs(fitted.system, config)
+    require_partition(config, [spec.neuron_ids for spec in specs])
+    hot = loading.spec.neuron_ids
+    assert hot is not None
+    num_cut = 0
+    for layer, ids in zip(config.layers, hot, strict=True):
+        ends = np.cumsum(layer.ffn.block_sizes)
+        held = np.bincount(np.searchsorted(ends, ids, "right"), minlength=ends.size)
+        is_cut = (held > 0) & (held < layer.ffn.block_sizes)
+        num_cut += int(is_cut.sum()) if layer.ffn.router is not None else 0
+    assert num_cut <= 1 or config.is_sparse
 
 
 def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ class Blocks:
                 starts = system.device.empty((num_blocks + 1,), np.int32)
                 system.device.upload(starts, model.starts[layer])
                 model.ffn[layer] = replace(part, starts=starts)
+                model.layers[layer].numbers.num_blocks = num_blocks
         self.starts = model.starts[LAYER_ASKED]
         ids = a_third(system.config.num_layers, system.config.ffn_size)
         checkpoint = Checkpoint(system.path)

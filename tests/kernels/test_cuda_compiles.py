@@ -31,6 +31,7 @@ FEW = {
         "Q4_K_true_1",
         "Q5_true_2",
         "Q5_K_false_1",
+        "MXFP4_true_1",
     ],
     "gates": ["F16_true_4", "Q8_true_2", "Q4_false_1", "Q4_1_false_8"],
     "down": [
@@ -41,6 +42,7 @@ FEW = {
         "Q4_true_4",
         "Q8_false_4",
         "Q4_1_true_4",
+        "MXFP4_true_1",
     ],
     "attention": ["F16_true_16_8", "F32_false_32_4", "F16_false_8_1", "merge_splits"],
     "widen": [
@@ -54,6 +56,7 @@ FEW = {
         "Q4_K_true",
         "Q5_true",
         "Q5_K_false",
+        "MXFP4_true",
     ],
 }
 _CUPY_OPTIONS = ["--device-as-default-execution-space"]  # which it always gives

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Step:
     slots: np.ndarray
     page_tables: np.ndarray
     cache: np.ndarray  # (2, pages, KV, 64, dim)
+    sinks: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
     @property
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,14 +50,15 @@ class Step:
         """With `table` as its rope."""
         dim = self.cache.shape[-1]
         facts: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return device_layer(put, table, head_dim=dim, scale=dim**-0.5, **facts)
+        vectors = {"sinks": self.sinks}
+        return device_layer(put, table, vectors, head_dim=dim, scale=dim**-0.5, **facts)
 
     def token(self, t: int) -> Step:
         """The step of one token alone."""
         rows = slice(t, t + 1)
         places = self.positions[rows], self.slots[rows], self.page_tables
         counts = self.num_heads, self.num_kv_heads
-        return Step(self.qkv[rows], *counts, self.table, *places, self.cache)
+        return Step(self.qkv[rows], *counts, self.table, *places, self.cache, self.sinks)
 
     def run(self, device: DeviceCalls, max_length: int) -> tuple[np.ndarray, np.ndarray]:
         """The heads' outputs, and the cache afterwards."""
@@ -130,6 +132,34 @@ def test_attention_step(device: DeviceCalls, dtype: type, heads: tuple[int, int]
     for t in range(2, 6):  # alone, and where the grid allows for longer sequences
         alone, _ = step.token(t).run(device, 301 if t == 5 else 1000)
         assert (alone[0] == found[t]).all()
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_sinks_join_the_softmax(device: DeviceCalls, size: float) -> None:
+    """A head's output is as if another position with a value of zeros had its logit; sinks may be
+    larger than any score, or so large that nothing else is left.
+    """
+    step = make_step(np.float32, (4, 2), 20, [199, 200, 0, 300])
+    sinks = np.array([-1, 0.5, 1, -np.inf], np.float32) * np.float32(size)
+    plain, _ = step.run(device, 301)
+    found, _ = replace(step, sinks=sinks).run(device, 301)
+    expected, share = expected_step(step)[0].reshape(4, 4, 20), np.empty((4, 4, 1))
+    for t in range(len(step.qkv)):
+        for head, sink in enumerate(sinks.astype(np.float64)):
+            total = np.exp(scores_of(step, t, head)).sum()
+            share[t, head] = total / (total + np.exp(sink))
+    np.testing.assert_allclose(found, (expected * share).reshape(4, -1), atol=2e-5)
+    assert (found.reshape(4, 4, 20)[:, 3] == plain.reshape(4, 4, 20)[:, 3]).all()
+
+
+def scores_of(step: Step, t: int, head: int) -> np.ndarray:
+    """Float64 scores of a token's head, over all its positions."""
+    cache, dim = expected_step(step)[1], step.cache.shape[-1]
+    keys = cache[0][step.page_tables[step.slots[t]], head * step.num_kv_heads // step.num_heads]
+    query = step.qkv[t].reshape(-1, dim)[head : head + 1].astype(np.float64)
+    query = reference.rope(query, step.table[step.positions[t]])[0]
+    found: np.ndarray = keys.reshape(-1, dim)[: step.positions[t] + 1] @ query * dim**-0.5
+    return found
 
 
 def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls) -> None:

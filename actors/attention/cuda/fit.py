@@ -47,8 +47,11 @@ class _Sizes:
         layout, kernels = arena_layout(system, config), device.kernels
         tokens = layout.max_tokens
         width, qkv, neurons = config.hidden_size, config.qkv_rows, config.largest_ffn
-        prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * neurons)
-        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size + layout.num_blocks)
+        block = max(max(layer.ffn.block_sizes) for layer in config.layers)
+        own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
+        prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
+        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
+        step += KERNEL_TOKENS * (2 * layout.num_blocks + 1)  # what they weigh, a router's logits
         step += neurons  # masks of which are computed
         step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
         step += kernels.attention_scratch_items(

@@ -22,7 +22,7 @@ from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import one_format
-from hotcold.numba_kernels.router_arrays import no_routers
+from hotcold.numba_kernels.router_arrays import RouterArrays, no_routers, stacked_routers
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
 
@@ -44,12 +44,14 @@ class CudaLoading:
     def fill(self, on_bytes: Callable[[int], None]) -> CudaAttentionService:
         """Read the weights; the service is then complete. Errors: CheckpointError."""
         arrays = None if self._is_whole else self._host_arrays()
+        routers: list[RouterArrays] = []
 
         def keep(layer: int, weights: AttentionWeights) -> None:
             if arrays is None:
                 return
             for target, stack in zip(arrays.vectors, weights.vectors, strict=True):
                 target[layer] = stack[0]
+            routers.append(weights.routers)
             if layer < self.spec.system.num_host_layers:
                 arrays.qkv.matrix(layer)[...] = weights.qkv.matrix(0)
                 arrays.out[layer] = weights.out[0]
@@ -58,6 +60,7 @@ class CudaLoading:
         if arrays is not None:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
+            arrays = arrays._replace(routers=stacked_routers(routers))
             spec = self.spec
             inner = AttentionService(spec.name, spec.index, spec.num_threads, arrays)
             self._service.host = HostPart(inner)

@@ -14,11 +14,14 @@ import numpy as np
 from hotcold.actors.attention.arrays import layer_numbers, rope_tables
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
+from hotcold.actors.setup.gpu_share import NO_EXPERT_PREDICTORS
 from hotcold.cuda_kernels.kernels import Layer
 from hotcold.cuda_kernels.matrix import DeviceMatrix
-from hotcold.cuda_kernels.neurons import DeviceNeurons
+from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
+from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.errors import UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, attention_layers
 from hotcold.model.weights.check import weight_shapes
@@ -30,16 +33,18 @@ from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.router_arrays import RouterArrays
 
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """One layer's projections and KV cache; keys, values (pages, KV, 64, head_dim)."""
+    """One layer's projections, KV cache and router; keys, values (pages, KV, 64, head_dim)."""
 
     qkv: DeviceMatrix
     out: DeviceMatrix
     keys: Any
     values: Any
+    router: DeviceRouter | None  # of a layer with experts
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class CudaModel:
     layers[l] has what kernels know of a layer beside its matrices, of every layer of the model.
     attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
     int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
-    (d,) or (0,) is there for every layer: neuron upload, which computes whole layers, adds it.
+    (d,) or (0,) is there for every layer of a model without experts: neuron upload, which computes
+    whole layers, adds it.
     `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
@@ -68,6 +74,8 @@ class CudaModel:
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
+        if config.experts is not None and config.experts.has_predictors:
+            raise UsageError(f"{NO_EXPERT_PREDICTORS}; give --device cpu")
         if spec.cache is None:
             raise ValueError(f"the {spec.name} service has no KV cache")
         self.config, self._spec = config, spec
@@ -80,10 +88,11 @@ class CudaModel:
         shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
-        self.down_bias = [self._like(ffn.down_bias[0, 0]) for _ in range(config.num_layers)]
+        bias = ffn.down_bias[0, 0, : 0 if config.experts else None]
+        self.down_bias = [self._like(bias) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
-            self._attention(attention, cache.pages_of(layer.attention.window))
+            self._attention(attention, cache.pages_of(layer.attention.window), layer.ffn.router)
             if number >= system.num_host_layers
             else None
             for number, layer in enumerate(config.layers)
@@ -137,10 +146,22 @@ class CudaModel:
         if part is not None:
             upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
             upload(part.out.data, _bits(weights.out[0]))
+            if part.router is not None:
+                self._fill_router(part.router, weights.routers)
+
+    def _fill_router(self, router: DeviceRouter, weights: RouterArrays) -> None:
+        """`weights` are of one layer."""
+        upload = self._device.upload
+        upload(router.rows.data, weights.rows)
+        upload(router.bias, weights.bias)
+        upload(router.selection_bias, weights.selection_bias)
+        if router.shared is not None:
+            upload(router.shared.data, weights.shared)
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
-        upload(self.down_bias[layer], weights.down_bias[layer, 0])
+        bias = self.down_bias[layer]
+        upload(bias, weights.down_bias[layer, 0, : bias.shape[0]])
         if part is None:
             return
         upload(part.gate.data, _bits(weights.gate))
@@ -178,7 +199,9 @@ class CudaModel:
         self._device.upload(target, array)
         return target
 
-    def _attention(self, weights: AttentionWeights, num_pages: int) -> AttentionPart:
+    def _attention(
+        self, weights: AttentionWeights, num_pages: int, router: RouterSpec | None
+    ) -> AttentionPart:
         config = self.config
         pages = num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
         kind = np.float32 if self._kv_dtype == "float32" else np.uint16
@@ -187,6 +210,23 @@ class CudaModel:
             out=self._matrix(weights.out[0]),
             keys=self._device.empty(pages, kind),
             values=self._device.empty(pages, kind),
+            router=None if router is None else self._router(router),
+        )
+
+    def _router(self, spec: RouterSpec) -> DeviceRouter:
+        count, width = spec.num_experts, self.config.hidden_size
+
+        def floats(*shape: int) -> Any:
+            return self._device.empty(shape, np.float32)
+
+        def rows(num_rows: int) -> DeviceMatrix:
+            return DeviceMatrix(floats(num_rows, width), "f32", width)
+
+        return DeviceRouter(
+            rows=rows(count),
+            bias=floats(count * spec.has_bias),
+            selection_bias=floats(count * spec.has_selection_bias),
+            shared=rows(1) if spec.gates_shared else None,
         )
 
     def _ffn(self, weights: FfnWeights, starts: np.ndarray) -> DeviceNeurons:

@@ -16,7 +16,7 @@ from hotcold.actors.attention.cuda.step import norm_queries_and_keys, whole_leng
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
-from hotcold.cuda_kernels.neurons import DeviceNeurons
+from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -29,16 +29,20 @@ _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 class PromptWork:
     """Computes a layer or the head for many tokens, in temporary arrays."""
 
-    def __init__(self, device: Device, model: CudaModel, attention_scratch: Any) -> None:
-        """`attention_scratch` is large enough for the longest sequence."""
+    def __init__(
+        self, device: Device, model: CudaModel, attention_scratch: Any, router_scratch: Any
+    ) -> None:
+        """Both are of a step; `attention_scratch` is large enough for the longest sequence."""
         self._device, self._model = device, model
-        self._scratch = attention_scratch
+        self._scratch, self._router_scratch = attention_scratch, router_scratch
         self._wide: Any = None
 
     def attention(
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
-    ) -> tuple[Any, Any]:
-        """mixed, ffn_input (T, d) of hidden (T, d); tables (2, slots, pages), the others (T,)."""
+    ) -> tuple[Any, Any, Any]:
+        """mixed, ffn_input (T, d) of hidden (T, d), and of a layer with experts what its blocks
+        weigh (T, B), else None; tables (2, slots, pages), the others (T,).
+        """
         own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
         vectors, own_tables = own.vectors, tables[WINDOWED if own.numbers.window else FULL]
@@ -55,34 +59,65 @@ class PromptWork:
             out += residual
             return out
 
-        return mixed_and_ffn_input(
+        residual = self._layer_input(layer, hidden)
+        mixed, ffn_input = mixed_and_ffn_input(
             own.numbers,
-            self._layer_input(layer, hidden),
+            residual,
             norm=lambda x: self._norm(own, x, vectors.norm_weight, vectors.norm_bias),
             ffn_norm=lambda x: self._ffn_norm(layer, x),
             add_attention=add_attention,
         )
+        x = residual if own.numbers.routes_layer_input else ffn_input
+        weights = None if part.router is None else self._route(own, part.router, x, ffn_input)
+        return mixed, ffn_input, weights
+
+    def _route(self, layer: Layer, router: DeviceRouter, x: Any, ffn_input: Any) -> Any:
+        """(T, B): to the last bit what steps of fewer tokens choose."""
+        num_blocks = self._model.starts.shape[1] - 1
+        weights = self._device.empty((x.shape[0], num_blocks), np.float32)
+        for few in _few_at_once(x.shape[0]):
+            self._device.kernels.route(
+                layer, router, x[few], ffn_input[few], self._router_scratch, weights[few]
+            )
+        return weights
 
     def hot_blocks(
         self, layer: int, x: Any, weights: np.ndarray, out: Any, *, counts: Any = None
     ) -> None:
         """`hot` of the layer's neurons, where weights (T, B) choose blocks for each token.
 
-        Each block that any token chose meets all tokens; the others are not read.
+        Each block meets the tokens that chose it, in ascending order of blocks; the others are not
+        read.
         """
         part, starts = self._model.ffn[layer], self._model.starts[layer]
         assert part is not None
-        on_device = self._device.empty(weights.shape, np.float32)
-        self._device.upload(on_device, weights)
         out[...] = 0
         if counts is not None:
             counts[...] = 0
-        for block in np.flatnonzero(weights.any(axis=0) & (np.diff(starts) > 0)):
+        places = np.diff(starts) > 0
+        tokens = [np.flatnonzero(column) for column in weights.T]
+        sizes = np.array([own.size for own in tokens]) * places
+        blocks = np.flatnonzero(sizes)
+        if not blocks.size:
+            return
+        chosen = self._uploaded(np.concatenate([tokens[block] for block in blocks]))
+        factors = self._uploaded(
+            np.concatenate([weights[tokens[block], block] for block in blocks])[:, None]
+        )
+        ends = np.cumsum(sizes[blocks]).tolist()
+        for block, begin, end in zip(blocks.tolist(), [0, *ends], ends, strict=False):
             first, last = int(starts[block]), int(starts[block + 1])
             own_counts = None if counts is None else counts[first:last]
-            own_weights = on_device[:, block : block + 1]
+            own, own_x = chosen[begin:end], x[chosen[begin:end]]
+            found, own_factors = self._device.empty(own_x.shape, np.float32), factors[begin:end]
             rows = part.rows(first, last)
-            self.hot(rows, x, out, add=True, counts=own_counts, weights=own_weights)
+            self.hot(rows, own_x, found, add=False, counts=own_counts, weights=own_factors)
+            out[own] += found
+
+    def _uploaded(self, array: np.ndarray) -> Any:
+        target = self._device.empty(array.shape, array.dtype)
+        self._device.upload(target, array)
+        return target
 
     def hot(
         self,

@@ -52,9 +52,12 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hot neurons that have been launched, all of a layer: for which request, and how to finish."""
+    """Hot neurons that have been launched: for which request, and how to finish.
 
-    request: tuple[int, int, Thresholds]  # layer, tokens, which neurons fire
+    All of a layer, or of the experts that its router has just chosen.
+    """
+
+    request: tuple[int, int, Thresholds, bool]  # layer, tokens, which fire, whether blocks weigh
     event: Any
     land: Callable[[], None]
 
@@ -79,7 +82,8 @@ class CudaAttentionService(Service):
         self.host: HostPart | None = None
         self._device, self._model = device, model
         self._work = StepWork(device, model, layout)
-        self._prompts = PromptWork(device, model, self._work.attention_scratch)
+        scratch = self._work.attention_scratch, self._work.router_scratch
+        self._prompts = PromptWork(device, model, *scratch)
         self._neuron_upload: NeuronUpload | None = None
         if layout.bundle_bytes:
             self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)
@@ -119,7 +123,11 @@ class CudaAttentionService(Service):
                 work.hot(hot[-1], 1, ALL_FIRE)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
                 assert part is not None
-                self._prompts.hot(part, x, out, add=False)
+                ones = np.ones((tokens, self._model.starts.shape[1] - 1), np.float32)
+                if ones.shape[1] > 1:
+                    self._prompts.hot_blocks(hot[-1], x, ones, out)
+                else:
+                    self._prompts.hot(part, x, out, add=False)
             if self._model.head is not None:
                 work.head(1)
         device.wait(device.record(spin=False))
@@ -205,13 +213,25 @@ class CudaAttentionService(Service):
         targets = buffers.mixed[:num_tokens].reshape(-1), buffers.ffn_input[:num_tokens].reshape(-1)
         found = work.mixed_and_input[:, : targets[0].size]
         land = self._link.download("mixed", targets, found)
+        land_weights = self._download_weights(layer, num_tokens, work.block_weights)
         self.times.mark("copies")
         done = self._device.record(spin=True)  # the rest of the system is idle
-        # Which of several blocks are computed is not known before the neurons' request.
-        if self._model.ffn[layer] is not None and self._model.starts.shape[1] == 2:
-            self._begun = self._begin_hot(layer, num_tokens, thresholds, EVERYTHING)
+        numbers = self._model.layers[layer].numbers
+        is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
+        if self._model.ffn[layer] is not None and is_known:
+            weighs = numbers.num_experts > 0
+            self._begun = self._launch_hot(layer, num_tokens, thresholds, False, weighs)
         self._device.wait(done)
         land()
+        land_weights()
+
+    def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
+        """Put a copy of what the layer's blocks weigh on the stream, if it has experts."""
+        if not self._model.layers[layer].numbers.num_experts:
+            return lambda: None
+        target = self.buffers.block_weights[:num_tokens].reshape(-1)
+        source = found.reshape(-1)[: target.size]
+        return self._link.download("weights", [target], source)
 
     def _selection(self) -> Selection:
         request = self.buffers.requests[self.index]
@@ -223,9 +243,18 @@ class CudaAttentionService(Service):
     def _begin_hot(
         self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
     ) -> _Begun:
-        work, whole = self._work, whole_step(num_tokens)
+        """Hot neurons that a request selects, of its input."""
+        whole, weighs = whole_step(num_tokens), selection.block_weights.size > 0
+        x = self.buffers.ffn_input[:num_tokens]
+        self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
         self._put_selection(layer, selection, whole)
-        chosen = selection.is_listed, selection.block_weights.size > 0
+        return self._launch_hot(layer, num_tokens, thresholds, selection.is_listed, weighs)
+
+    def _launch_hot(
+        self, layer: int, num_tokens: int, thresholds: Thresholds, *chosen: bool
+    ) -> _Begun:
+        """`chosen`: whether masks are on the device, and weights of blocks."""
+        work, whole = self._work, whole_step(num_tokens)
         key = "hot", layer, whole, thresholds, *chosen
         self.times.mark("")
         self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, *chosen))
@@ -237,7 +266,7 @@ class CudaAttentionService(Service):
         self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
-        return _Begun((layer, num_tokens, thresholds), event, land)
+        return _Begun((layer, num_tokens, thresholds, chosen[1]), event, land)
 
     def _put_selection(self, layer: int, selection: Selection, whole: int) -> None:
         """Put masks and weights on the stream, where the selection has any."""
@@ -254,10 +283,8 @@ class CudaAttentionService(Service):
         self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
     ) -> None:
         begun, self._begun = self._begun, None
-        is_part = selection.is_listed or selection.block_weights.size > 0
-        if is_part or begun is None or begun.request != (layer, num_tokens, thresholds):
-            x, whole = self.buffers.ffn_input[:num_tokens], whole_step(num_tokens)
-            self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
+        request = layer, num_tokens, thresholds, selection.block_weights.size > 0
+        if selection.is_listed or begun is None or begun.request != request:
             begun = self._begin_hot(layer, num_tokens, thresholds, selection)
         self._device.wait(begun.event)
         begun.land()
@@ -291,7 +318,7 @@ class CudaAttentionService(Service):
         buffers = self.buffers
         with self._device.stream():
             positions, slots = self._positions.put_prompt(buffers, num_tokens)
-            mixed, ffn_input = self._prompts.attention(
+            mixed, ffn_input, weights = self._prompts.attention(
                 layer,
                 self._uploaded(buffers.hidden[:num_tokens]),
                 positions,
@@ -306,6 +333,7 @@ class CudaAttentionService(Service):
                 ("ffn_input", buffers.ffn_input, ffn_input),
             )
         ]
+        lands.append(self._download_weights(layer, num_tokens, weights))
         self._finish(*lands)
 
     def _hot_of_many(self, layer: int, num_tokens: int, counts: bool) -> None:

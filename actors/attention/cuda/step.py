@@ -53,7 +53,7 @@ class StepWork:
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
     (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (2,
     slots, pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot
-    neurons, and block_weights (T, B).
+    neurons, and block_weights (T, B), which a layer's router writes, or a request brings.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -92,9 +92,11 @@ class StepWork:
         self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
         self.token_masks = device.empty((most,), np.uint32)
         self.block_weights = floats(tokens, layout.num_blocks)
+        most_experts = max(layer.numbers.num_experts for layer in model.layers)
+        self.router_scratch = floats(kernels.router_scratch_items(tokens, most_experts))
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
-        """hidden → mixed_and_input."""
+        """hidden → mixed_and_input, and block_weights of a layer with experts."""
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
         mixed, ffn_input = self.outputs(num_tokens)
 
@@ -106,9 +108,10 @@ class StepWork:
             self._add_attention(layer, x, residual, max_length, mixed)
             return mixed
 
+        residual = self._layer_input(layer, num_tokens)
         found = mixed_and_ffn_input(
             own.numbers,
-            self._layer_input(layer, num_tokens),
+            residual,
             norm=norm,
             ffn_norm=lambda x: self._ffn_norm(layer, x, ffn_input),
             add_attention=add_attention,
@@ -117,6 +120,17 @@ class StepWork:
         for source, target in zip(found, (mixed, ffn_input), strict=True):
             if source is not target:  # a norm without weights copies, and can be in a graph
                 self._norm(own, source, nothing, nothing, target)
+        self._route(layer, residual, ffn_input)
+
+    def _route(self, layer: int, residual: Any, ffn_input: Any) -> None:
+        """What the layer reads, (T, d) each → block_weights, where it has experts."""
+        own, part = self._model.layers[layer], self._model.attention[layer]
+        if part is None or part.router is None:
+            return
+        x = residual if own.numbers.routes_layer_input else ffn_input
+        weights = self.block_weights[: x.shape[0]]
+        kernels, scratch = self._device.kernels, self.router_scratch
+        kernels.route(own, part.router, x, ffn_input, scratch, weights)
 
     def _add_attention(
         self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any

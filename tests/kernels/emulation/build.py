@@ -41,6 +41,7 @@ def all_entries() -> list[Entry]:
         Entry("softcap", "SOFTCAP"),
         Entry("attention", "MERGE_SPLITS"),
         Entry("sum_parts", "SUM_PARTS"),
+        Entry("router", "CHOOSE_EXPERTS"),
     ]
 
 

@@ -1,0 +1,184 @@
+"""Mixtures of experts with a GPU service: hot neurons on it, cold ones on CPU services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ
+from tests.actors.cuda_in_process import CudaInProcess
+from tests.actors.in_process import InProcessSystem
+from tests.actors.numpy_device import NumpyDevice
+from tests.actors.test_cuda_emulated import emulated_devices
+from tests.actors.test_stored_experts import StoredExperts, answers, packed, small_bundles
+from tests.conftest import TinyCheckpoint
+from tests.mxfp4_models import make_mxfp4
+from tests.reference import reference_logits
+from tests.tiny_models import MIXTURES, VOCAB_SIZE
+from tests.unit.test_reference import relative_difference
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+Tiny = Callable[..., TinyCheckpoint]
+Hot = Callable[[int, int], list[np.ndarray]]
+
+# Whole steps are run, as copies that fill others up would write to one place at once.
+__all__ = ["small_bundles"]  # a fixture
+IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 42)
+SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
+
+
+def two_thirds(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    """Hot neurons: two of three, some of each block."""
+    ids = np.arange(num_neurons, dtype=np.int32)
+    return [ids[ids % 3 != layer % 3] for layer in range(num_layers)]
+
+
+def every_one(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    return [np.arange(num_neurons, dtype=np.int32)] * num_layers
+
+
+def whole_experts(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    """About half of the neurons, in runs that hold whole blocks; none in layer 1."""
+    ids = np.arange(num_neurons, dtype=np.int32)
+    return [ids[: num_neurons // 2 * (layer != 1)] for layer in range(num_layers)]
+
+
+@pytest.fixture(scope="module")
+def device() -> Callable[[], NumpyDevice]:
+    """Makes devices whose kernels are CUDA's, emulated."""
+    return emulated_devices()
+
+
+@pytest.mark.sweep(keep=6)
+@pytest.mark.parametrize("variant", SUPPORTED)
+def test_logits_equal_the_reference(
+    tiny: Tiny, variant: str, device: Callable[[], NumpyDevice]
+) -> None:
+    """In float64, in prompts and steps of several tokens, wherever the neurons are."""
+    checkpoint = tiny(variant)
+    expected = reference_logits(checkpoint.path, IDS)
+    ways: list[tuple[str, Hot, list[int]]] = [
+        ("exact", two_thirds, [34, 4, 2, 1, 1]),
+        ("dense", every_one, [1, 8, 33]),
+    ]
+    for mode, hot, sizes in ways:
+        with CudaInProcess(checkpoint.path, hot=hot, device=device()) as system:
+            found = system.logits(mode, IDS, sizes)
+            assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe-groups", "smallthinker"])
+def test_part_of_the_model_on_the_host(tiny: Tiny, variant: str) -> None:
+    """Whose attention service has its own routers; the GPU then reads weights from the arena."""
+    checkpoint = tiny(variant)
+    ids = checkpoint.ids[:45]
+    expected = reference_logits(checkpoint.path, ids)
+    options: dict[str, Any] = {"hot": two_thirds, "first_layer": 2, "has_head": False}
+    with CudaInProcess(checkpoint.path, **options) as system:
+        found = system.logits("exact", ids, [34, 3, 1])
+        assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_hot_experts_begin_with_attention(tiny: Tiny, refuses: bool) -> None:
+    """Nothing is copied to the device for their request; weights come back as they were used."""
+    checkpoint = tiny("qwen2-moe")
+    device = NumpyDevice(refuses_registration=refuses)
+    with CudaInProcess(checkpoint.path, hot=every_one, device=device) as system:
+        engine, width = system.engine("exact"), system.config.hidden_size
+        for at in range(3):
+            device.log.clear()
+            engine.step([at], [at], [0])
+        place = [entry for entry in device.log if entry.startswith("in")]
+        hidden = f"in {4 * width}"
+        assert place.count(hidden) == system.config.num_layers + 1  # and the head's
+        assert len(place) == system.config.num_layers + 2  # positions
+        num_blocks = system.own_blocks()
+        assert device.log.count(f"out {4 * num_blocks}") == system.config.num_layers
+        weights = system.exchange.buffers.block_weights[0]
+        router = system.config.layers[-1].ffn.router
+        assert router is not None
+        assert np.count_nonzero(weights[: router.num_experts]) == router.num_chosen
+        assert weights[router.num_experts] > 0
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe-groups", "gpt-oss"])
+def test_a_request_does_not_depend_on_its_company(
+    tiny: Tiny, variant: str, device: Callable[[], NumpyDevice]
+) -> None:
+    """To the last bit, whatever stands beside it in a step."""
+    checkpoint = tiny(variant, "float16")
+    one, other = checkpoint.ids[:5].tolist(), checkpoint.ids[20:25].tolist()
+    with CudaInProcess(
+        checkpoint.path, hot=two_thirds, device=device(), kv_dtype="float16", num_slots=4
+    ) as system:
+        engine = system.engine("exact")
+        alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
+        for at in range(5):
+            tokens, slots = [other[at], other[-at], other[2], one[at]], [1, 2, 3, 0]
+            found = engine.step(tokens, [at] * 4, slots)
+            np.testing.assert_array_equal(found, alone[at])
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [40]], ids=["steps", "prompt"])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss"])
+def test_only_chosen_experts_are_read(
+    tiny: Tiny, variant: str, sizes: list[int], device: Callable[[], NumpyDevice]
+) -> None:
+    """The rows of the others hold NaN, biases included. Equal tokens choose about alike."""
+    ids, whole = np.full(sum(sizes), 7), np.cumsum(sizes)
+    with CudaInProcess(tiny(variant).path, hot=every_one, device=device()) as system:
+        engine, buffers, layers = system.engine("exact"), system.exchange.buffers, system.config
+        model: Any = system.services[0]._model  # type: ignore[attr-defined]
+        chosen = np.zeros((layers.num_layers, system.own_blocks()), bool)
+        for size, end in zip(sizes, whole, strict=True):
+            engine.place(ids[:size].tolist(), range(end - size, end), [0] * size)
+            for layer in range(layers.num_layers):
+                engine.run_layer(layer, size, layer + 1)
+                chosen[layer] |= buffers.block_weights[:size].any(axis=0)
+        expected = system.logits("exact", ids, sizes)
+        assert not chosen.all(axis=1).any()
+        for part, starts, own in zip(model.ffn, model.starts, chosen, strict=True):
+            spoilt = np.repeat(~own, np.diff(starts))
+            for array in (part.gate.data, part.up.data, part.down.data):
+                array[spoilt] = np.nan
+            for array in (part.gate_bias, part.up_bias):
+                array[spoilt[: array.size]] = np.nan
+        np.testing.assert_array_equal(system.logits("exact", ids, sizes), expected)
+
+
+@pytest.mark.parametrize("hot", [two_thirds, whole_experts])
+def test_mxfp4_as_on_the_cpu(hot: Hot, tmp_path: Path, device: Callable[[], NumpyDevice]) -> None:
+    """gpt-oss as published: down rows are a neuron's then, and have a format whose sums are."""
+    path = make_mxfp4(tmp_path)
+    found = []
+    for kind in (InProcessSystem, partial(CudaInProcess, hot=hot, device=device())):
+        with kind(path) as system:
+            found.append(system.logits("dense", IDS, [34, 4, 2, 1, 1]))
+    assert relative_difference(found[1], found[0]) < 0.02
+
+
+@dataclass
+class StoredBesideGpu(StoredExperts, CudaInProcess):
+    """Cold experts in a file."""
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize("hot", [two_thirds, whole_experts])
+@pytest.mark.parametrize("variant", ["qwen3-moe-dense", "smallthinker"])
+def test_cold_experts_on_storage(tiny: Tiny, variant: str, hot: Hot) -> None:
+    """Which nobody guesses then: the bits of the same experts in memory."""
+    path = tiny(variant).path
+    packed(path)
+    with CudaInProcess(path, 2, 2, hot=hot) as plain:
+        wanted = answers(plain, ["dense"])
+    with StoredBesideGpu(path, 2, 2, hot=hot, num_guessed=4) as stored:
+        for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert stored.counted(BYTES_READ) > 0
