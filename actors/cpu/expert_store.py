@@ -256,6 +256,7 @@ class ExpertStore:
             options=options,
             lock=new_lock(),
             guessed=np.zeros((0, num_blocks), np.float32),
+            was_guessed=np.zeros(num_blocks, np.bool_),
             ahead=np.zeros(num_blocks, np.int64),
             ahead_state=np.array([-1, 0]),
             most_ahead=np.full(len(weights.starts), num_blocks, np.int64),

@@ -50,7 +50,7 @@ def _request(source, layer, spans, num_tokens):
     source.failed[:] = 0
     take_lock(source.lock)
     blocks = blocks_of(spans, np.empty(spans.shape[0], np.int64))
-    note_guesses(source, layer, blocks, num_tokens)
+    note_guesses(source, layer, blocks)
     begin_experts(source)
     request_experts(source, layer, blocks)
     read_guessed(source, layer + 1, num_tokens)

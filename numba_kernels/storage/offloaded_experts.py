@@ -12,6 +12,7 @@ from hotcold.numba_kernels.storage.expert_slots import (
     begin_epoch,
     claim_unit,
     evict_units,
+    keep,
     list_missing,
     unit_state,
     use,
@@ -52,7 +53,8 @@ class OffloadedExperts(NamedTuple):
     listed (M,) int32: rows of a request's listed neurons
     options (4,) int64: the words above; the last two are for benchmarks
     lock: of `routed_ahead`, for slots and queue
-    guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead
+    guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead; was_guessed (B,)
+    bool: those of the last guess
     ahead (B,) int64: blocks read ahead last, ahead_state (2,) int64: for which layer, and how many;
     most_ahead (L,) int64: how many to read of a layer; ahead_counts (4,) int64: the words below
     waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
@@ -72,6 +74,7 @@ class OffloadedExperts(NamedTuple):
     options: np.ndarray
     lock: np.ndarray
     guessed: np.ndarray
+    was_guessed: np.ndarray
     ahead: np.ndarray
     ahead_state: np.ndarray
     most_ahead: np.ndarray
@@ -173,8 +176,19 @@ def _guessed_weight(guessed, num_tokens, block):
 
 
 @njit(nogil=True, cache=True)
-def note_guesses(shard, layer, blocks, num_tokens):
-    """Compare what was guessed for the layer with `blocks`, and adapt how many are read ahead."""
+def _is_missing(slots, unit):
+    """Whether some of the unit is not loaded; one without neurons never is."""
+    if slots.firsts[unit] == slots.firsts[unit + 1]:
+        return False
+    return slots.row_of[unit] < 0 or unit_state(slots, unit) <= 0
+
+
+@njit(nogil=True, cache=True)
+def note_guesses(shard, layer, blocks):
+    """Compare what was guessed for the layer with `blocks`, and adapt how many are read ahead.
+
+    `guessed` is already that of the layer after it.
+    """
     state, counts = shard.ahead_state, shard.ahead_counts
     if state[0] != layer:
         return
@@ -183,7 +197,7 @@ def note_guesses(shard, layer, blocks, num_tokens):
     for block in blocks:
         if shard.slots.slot_of[first + block] >= 0 or shard.slots.row_of[first + block] < 0:
             counts[NUM_CHOSEN] += 1
-            counts[NUM_GUESSED] += _guessed_weight(shard.guessed, num_tokens, block) > 0
+            counts[NUM_GUESSED] += shard.was_guessed[block]
         for i in range(num_read):
             num_useful += shard.ahead[i] == block
     counts[NUM_AHEAD] += num_read
@@ -199,15 +213,17 @@ def note_guesses(shard, layer, blocks, num_tokens):
 def read_guessed(shard, layer, num_tokens):
     """Submit reads of experts that the layer will probably choose, the likeliest of them."""
     guessed, state, ahead = shard.guessed, shard.ahead_state, shard.ahead
+    state[0] = -1
     if num_tokens > guessed.shape[0] or layer == shard.arrays.starts.shape[0]:
         return
     first = layer * guessed.shape[1]
     weights, count = np.empty(guessed.shape[1], np.float32), 0
     for block in range(guessed.shape[1]):
         weight = _guessed_weight(guessed, num_tokens, block)
-        if weight > 0 and (
-            shard.slots.row_of[first + block] < 0 or unit_state(shard.slots, first + block) <= 0
-        ):
+        shard.was_guessed[block] = weight > 0
+        if weight > 0:
+            keep(shard.slots, first + block)
+        if weight > 0 and _is_missing(shard.slots, first + block):
             ahead[count], weights[count] = block, weight
             count += 1
     most = shard.most_ahead[layer]
@@ -232,9 +248,9 @@ def request_routed(shard, layer, block_weights):
     first = layer * blocks.shape[0]
     for block in range(blocks.shape[0]):
         weight = _guessed_weight(block_weights, block_weights.shape[0], block)
-        if weight > 0 and (
-            slots.row_of[first + block] < 0 or unit_state(slots, first + block) <= 0
-        ):
+        if weight > 0:
+            keep(slots, first + block)
+        if weight > 0 and _is_missing(slots, first + block):
             blocks[count] = block
             count += 1
     if count:
@@ -253,13 +269,18 @@ def _free_batch(queue):
 
 @njit(nogil=True, cache=True)
 def request_ahead(shard, layer, blocks):
-    """Submit reads of `blocks` of a layer behind all others, as far as there are slots."""
+    """Submit reads of `blocks` of a layer behind all others, as far as there are slots.
+
+    Those of `blocks` that are in memory stay there.
+    """
     slots, queue = shard.slots, shard.queue
     batch = _free_batch(queue)
     if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
     first = layer * (shard.arrays.starts.shape[1] - 1)
     rows, parts, count = queue.rows[batch], queue.parts[batch], 0
+    for block in blocks:
+        keep(slots, first + np.int64(block))
     for block in blocks:
         if not _give_rows(shard, layer, np.int64(block), _ANY_WEIGHT):
             break

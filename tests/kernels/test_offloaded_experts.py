@@ -31,7 +31,14 @@ from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, Selection
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.storage.expert_slots import NUM_LOOKUPS, NUM_MISSES
-from hotcold.numba_kernels.storage.offloaded_experts import request_routed
+from hotcold.numba_kernels.storage.offloaded_experts import (
+    NUM_CHOSEN,
+    NUM_GUESSED,
+    note_guesses,
+    read_guessed,
+    request_ahead,
+    request_routed,
+)
 from hotcold.numba_kernels.storage.read_queue import NUM_BATCHES, num_pending
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
@@ -54,6 +61,10 @@ class Stored:
         self.file = read_bundle_file(self.path, self.geometry, ModelIdentity.of(path))
         every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
         ids = cold_shards(config, threads, None, every)[service]
+        if "without" in share:  # an expert that others hold
+            assert config.experts is not None
+            ids = [own[own // config.experts.size != share["without"]] for own in ids]
+            del share["without"]
         weights = load_ffn(Checkpoint(path), config, ids, include_down_bias=service == 0)
         norms = row_lengths(weights.down)
         self.plain = Source(
@@ -312,3 +323,65 @@ def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> 
     request_routed(shard, 1, routed_to(unread, np.array([3])))
     assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
     unread.begin()
+
+
+AHEAD = {
+    "prompt": lambda shard, layer, weights: request_ahead(
+        shard, layer, np.arange(weights.shape[1])
+    ),
+    "guess": lambda shard, layer, weights: read_guessed(
+        shard._replace(guessed=weights), layer, len(weights)
+    ),
+    "choice": request_routed,
+}
+
+
+@pytest.mark.parametrize("way", AHEAD)
+def test_reading_a_layer_ahead_evicts_none_of_it(
+    tiny: Tiny, stored: Callable[..., Stored], way: str
+) -> None:
+    """Six slots, three of another layer that was used more."""
+    one = stored(tiny("smallthinker").path)
+    slots, blocks = one.store.stored.slots, np.arange(3, 6)
+    one.store.request(1, blocks)
+    one.store.await_blocks(1, blocks)
+    for _ in range(4):
+        one.store.request(0, blocks)
+        one.store.await_blocks(0, blocks)
+    assert slots.unit_of.size == 6 and (slots.unit_of >= 0).all()
+    one.store.request(2, np.zeros(0, np.int64))
+    units = 6 + blocks
+    before = slots.slot_of[units].tolist()
+    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
+    assert slots.slot_of[units].tolist() == before
+    assert sorted(slots.unit_of) == list(range(6, 12))
+
+
+def test_a_guess_is_compared_with_the_choice_of_its_layer(
+    tiny: Tiny, stored: Callable[..., Stored]
+) -> None:
+    """By then there is one for the next layer; more tokens than are guessed for count nothing."""
+    one = stored(tiny("smallthinker").path)
+    guessed = routed_to(one, np.array([0, 2]))
+    shard = one.store.stored._replace(guessed=guessed)
+    read_guessed(shard, 1, 1)
+    guessed[:] = routed_to(one, np.array([3]))
+    note_guesses(shard, 1, np.array([2, 3, 4]))
+    counted = shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist()
+    assert counted == [3, 1]
+    read_guessed(shard, 2, 1)
+    read_guessed(shard, 2, 5)
+    note_guesses(shard, 2, np.array([3]))
+    assert shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist() == counted
+
+
+@pytest.mark.parametrize("way", ["guess", "choice"])
+def test_blocks_without_neurons_take_no_slots(
+    tiny: Tiny, stored: Callable[..., Stored], way: str
+) -> None:
+    """A service may hold no neuron of an expert."""
+    one = stored(tiny("smallthinker").path, without=2)
+    assert one.store.units.sizes[6:12].tolist() == [24, 24, 0, 24, 24, 24]
+    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
+    has_slot = one.store.stored.slots.slot_of[6:12] >= 0
+    assert has_slot.tolist() == [True, True, False, True, True, True]
