@@ -99,3 +99,17 @@ def test_recently_used_experts_are_missed_as_rarely_as_others_measured() -> None
     assert 0.05 < missed[2] < 0.11
     assert missed[0] == 1 and missed[-1] == 0
     assert missed == sorted(missed, reverse=True)
+
+
+def test_misses_of_many_experts_follow_the_sum() -> None:
+    """Token by token, as far as that can be summed; and beyond."""
+    for num_chosen in (1, 8):
+        for kept in (1, 1.5, 2, 7.3, 36, 37, 60, 300):
+            used, new, tokens = 1.0, 1.0, 0
+            while used < kept:
+                tokens += 1
+                new = 0.55 / tokens**0.49
+                used += new
+            found = missed_experts(kept * num_chosen, 1 << 16, num_chosen) / num_chosen
+            assert found == pytest.approx(new, rel=1e-3)
+    assert 0 < missed_experts(60_000, 1 << 16, 1) < 1e-4
