@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import ray
 
+from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu import matmul
+from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.cpu.kernel_matmul import (
     Bfloat16Matmul,
     Float32Matmul,
@@ -348,7 +350,9 @@ def test_to_prepare_leaves_a_running_prompt_alone(tiny: Tiny, variant: str) -> N
     """Services prepare in a thread of their own, while a prompt may be computed."""
     with InProcessSystem(tiny(variant).path, num_threads=2) as system:
         for service in system.services:
-            of_service, called = service._matmul.get(), []
+            assert isinstance(service, AttentionService | CpuService)
+            called: list[int] = []
+            of_service = service._matmul.get()
             with of_service.at_once():
                 of_service.then(called.append)
                 service.prepare_prompts()
