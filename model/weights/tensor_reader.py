@@ -367,7 +367,8 @@ class TensorReader:
         `keeps_pages` earlier too.
         """
         last = {copying.name: copying for copying in copyings}
-        names, num_read = [], 0
+        names: list[str] = []
+        num_read = 0
         for copying in copyings:
             name = copying.name
             for future, (start, end) in zip(copying.futures, copying.spans, strict=True):
