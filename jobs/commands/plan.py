@@ -181,13 +181,18 @@ def _make_plan(
     from hotcold.placement.planner import make_plan
 
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
-    uses_gpu = bool(machine.gpus) and options.gpu_memory_bytes != 0
+    experts = model.config.experts
+    if experts is not None and experts.has_predictors:  # they run on the CPU only
+        placed_on = replace(machine, gpus=())
+    else:
+        placed_on = machine
+    uses_gpu = bool(placed_on.gpus) and options.gpu_memory_bytes != 0
     planned = planned_system(model, options, described)
     system, config = planned_in_memory(model, planned, uses_gpu, has_plan)
     need = system_need(planned, config)
     made = make_plan(
         config,
-        machine,
+        placed_on,
         profile,
         plan_request(system, *budgets, machine.digest, profile),
         predictor=planned_predictors(model, system),

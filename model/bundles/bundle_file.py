@@ -55,7 +55,15 @@ def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
 
 
 def _facts_of(geometry: BundleGeometry) -> dict[str, Any]:
-    return asdict(geometry) | {"layer_bundles": list(geometry.layer_bundles)}
+    """Of models without experts as files had them before there were mixtures."""
+    facts = asdict(geometry) | {"layer_bundles": list(geometry.layer_bundles)}
+    if geometry.is_mixture:
+        return facts
+    del facts["layer_bundles"], facts["bundle_neurons"], facts["is_mixture"]
+    return facts | {
+        "num_layers": geometry.num_layers,
+        "num_neurons": geometry.num_bundles // geometry.num_layers,
+    }
 
 
 def header_block(

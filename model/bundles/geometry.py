@@ -11,7 +11,7 @@ from hotcold.model.config.weight_formats import row_bytes
 from hotcold.numba_kernels.formats import WeightDtype
 from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
-VERSION = 3
+VERSION = 2
 BLOCK_BYTES = 4096  # alignment of tables and data
 _EXPERT_BUNDLE_BYTES = 256 << 10  # about; the size of one read
 

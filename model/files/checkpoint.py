@@ -169,10 +169,11 @@ class Checkpoint:
         file, full_name = self._located(name)
         file.read_ahead(full_name)
 
-    def release(self, name: str) -> None:
-        """Unload the tensor's pages; reading maps them again."""
-        file, full_name = self._located(name)
-        file.release(full_name)
+    def release(self, *names: str) -> None:
+        """Unload the tensors' pages; reading maps them again."""
+        for name in names:
+            file, full_name = self._located(name)
+            file.release(full_name)
         self.drop_page_cache()
 
     def drop_page_cache(self) -> None:

@@ -40,7 +40,7 @@ Touch = Callable[[Sequence[np.ndarray]], None]
 # Names of a layer's tensors whose rows follow each other, and their numbers of rows.
 Tensors = Sequence[tuple[str, int]]
 BLOCK_BYTES = 16 << 20
-_RELEASED_BYTES = 64 << 20  # of a tensor at a time, without `keeps_pages`
+_RELEASED_BYTES = 64 << 20  # at a time
 _TRANSPOSED_BYTES = 2 << 20  # of columns that a thread transposes, then quantizes
 
 
@@ -238,8 +238,7 @@ class TensorReader:
         self._waiting = []
         try:
             yield
-            for copying in self._waiting:
-                self._finish(copying)
+            self._finish(self._waiting)
         finally:
             self._waiting = None
 
@@ -357,21 +356,33 @@ class TensorReader:
         futures = [self._pool.submit(copy, start, end) for start, end in spans]
         copying = _Copying(name, futures, spans, row_bytes)
         if self._waiting is None:
-            self._finish(copying)
+            self._finish([copying])
         else:
             self._waiting.append(copying)
 
-    def _finish(self, copying: _Copying) -> None:
-        name, num_read = copying.name, 0
-        for future, (start, end) in zip(copying.futures, copying.spans, strict=True):
-            self._require_good(name, future.result())
-            num_bytes = (end - start) * copying.row_bytes
-            self._on_bytes(num_bytes)
-            num_read += num_bytes
-            if num_read >= _RELEASED_BYTES and not self.checkpoint.keeps_pages:
-                self.checkpoint.release(name)
-                num_read = 0
-        self.checkpoint.release(name)  # else the process would hold the model twice
+    def _finish(self, copyings: Sequence[_Copying]) -> None:
+        """Await copies. What was read is unloaded, else the process would hold the model twice.
+
+        A tensor of which several read parts is unloaded after the last of them; without
+        `keeps_pages` earlier too.
+        """
+        last = {copying.name: copying for copying in copyings}
+        names: list[str] = []
+        num_read = 0
+        for copying in copyings:
+            name = copying.name
+            for future, (start, end) in zip(copying.futures, copying.spans, strict=True):
+                self._require_good(name, future.result())
+                num_bytes = (end - start) * copying.row_bytes
+                self._on_bytes(num_bytes)
+                num_read += num_bytes
+                if num_read >= _RELEASED_BYTES:
+                    begun = () if self.checkpoint.keeps_pages else (name,)
+                    self.checkpoint.release(*names, *begun)
+                    names, num_read = [], 0
+            if last[name] is copying:
+                names.append(name)
+        self.checkpoint.release(*names)
 
     def _require_good(self, name: str, status: int) -> None:
         if status != quantize.DONE:

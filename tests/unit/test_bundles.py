@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import threading
 import zlib
@@ -95,6 +96,26 @@ def test_each_neuron_is_where_the_file_says(tmp_path: Path, name: str, dtype: st
         assert rest.tobytes()[len(up) :].startswith(weights.down[row].tobytes())
         assert rest.size % 512 == gate.size % 512 == 0
     assert damaged_bundles(found) == []
+
+
+def test_files_made_before_there_were_mixtures_are_read(model: Model) -> None:
+    """Their header, written anew; the rest of the file has not changed."""
+    content, config = model.write(), model.config
+    geometry = {
+        "num_layers": config.num_layers,
+        "num_neurons": config.ffn_size,
+        "gate_dtype": "float32",
+        "down_dtype": "float32",
+        "gate_row_bytes": 4 * config.hidden_size,
+        "up_row_bytes": 4 * config.hidden_size,
+        "down_row_bytes": 4 * config.hidden_size,
+        "version": 2,
+    }
+    crc = zlib.crc32(content[BLOCK_BYTES : model.geometry.done_start])
+    facts = ModelIdentity.of(model.path).facts() | {"geometry": geometry}
+    text = json.dumps(facts | {"order_name": "drawn", "tables_crc": crc}, sort_keys=True).encode()
+    head = b"hotcold bundles\n" + np.array([len(text), zlib.crc32(text)], "<u4").tobytes()
+    assert content[:BLOCK_BYTES] == (head + text).ljust(BLOCK_BYTES, b"\0")
 
 
 @pytest.mark.parametrize("at_once", [1, 7, -1])

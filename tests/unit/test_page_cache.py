@@ -61,23 +61,46 @@ def large(tmp_path: Path) -> Path:
 def test_rows_that_were_read(large: Path, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_reader, "_RELEASED_BYTES", 4 << 20)
     monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 1 << 20)
-    released: list[str] = []
-    release = Checkpoint.release
-
-    def noted(checkpoint: Checkpoint, name: str) -> None:
-        released.append(name)
-        release(checkpoint, name)
-
-    monkeypatch.setattr(Checkpoint, "release", noted)
+    released = noted_releases(monkeypatch)
     into = np.empty((8192, 512), np.float32)
     with TensorReader(Checkpoint(large.parent, keeps)) as reader:
         reader.rows("a", 8192, into)
         reader.rows("b", 8192, into)
-    assert released == (["a", "b"] if keeps else 5 * ["a"] + 5 * ["b"])
+    expected = ["a", "b"] if keeps else 5 * ["a"] + 5 * ["b"]
+    assert [name for names in released for name in names] == expected
     if keeps:
         assert cached_bytes(large) > 30 << 20
     else:
         assert cached_bytes(large) < 9 << 20  # what is being read ahead cannot be let go of
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_parts_that_were_read_together(
+    large: Path, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of experts, each with a part of a tensor: it is unloaded once."""
+    released = noted_releases(monkeypatch)
+    into = np.empty((16384, 512), np.float32)
+    with TensorReader(Checkpoint(large.parent, keeps)) as reader, reader.together():
+        for begin in range(0, 8192, 256):
+            ids = np.arange(begin, begin + 256, dtype=np.int32)
+            reader.rows("a", 8192, into[begin : begin + 256], ids)
+            reader.rows("b", 8192, into[8192 + begin : 8192 + begin + 256], ids)
+    assert not into[:8192].any() and (into[8192:] == 1).all()
+    assert released == [("a", "b")]
+
+
+def noted_releases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The names of each `Checkpoint.release` from now on."""
+    released: list[tuple[str, ...]] = []
+    release = Checkpoint.release
+
+    def noted(checkpoint: Checkpoint, *names: str) -> None:
+        released.append(names)
+        release(checkpoint, *names)
+
+    monkeypatch.setattr(Checkpoint, "release", noted)
+    return released
 
 
 def test_a_models_identity_reads_little(large: Path, tmp_path: Path) -> None:

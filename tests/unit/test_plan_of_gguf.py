@@ -18,6 +18,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.machine.description import Machine
 from tests.placement_cases import make_machine
+from tests.tiny_models import make_tiny
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import file_of, neurons, tiny
 
@@ -100,6 +101,21 @@ def test_a_plan_of_what_loads_by_it(
     assert written.exists() and "runs of neurons" not in report["said"]
     assert neuron_bytes(report) > loaded_bytes(path, is_dense=True)
     written.unlink()
+
+
+@pytest.mark.parametrize(
+    ("variant", "uses_gpu"), [("turbosparse-mixtral", False), ("mixtral", True)]
+)
+def test_experts_with_predictors_are_planned_without_a_gpu(
+    variant: str,
+    uses_gpu: bool,
+    gpus: list[int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    gpus.append(8 << 30)
+    report = planned(capsys, make_tiny(variant, tmp_path / "m"))
+    assert any("gpu" in device["name"] for device in report["devices"]) == uses_gpu
 
 
 def test_doctor_counts_what_is_loaded(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
