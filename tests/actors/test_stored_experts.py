@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ import pytest
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
+from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
 from hotcold.actors.setup.storage import pack_model
 from hotcold.actors.telemetry.experts import expert_counts
@@ -153,6 +156,24 @@ def test_drafts_guess_nothing(tiny: Tiny) -> None:
             engine.step([3], range(1), [0], 1, replace(mode, weights=weights))
             assert (buffers.guessed_weights[0] == -1).all() == (weights == DRAFT)
             assert (rung[0] == before) == (weights == DRAFT)
+
+
+def test_misses_are_unknown_where_services_have_arenas_of_their_own(tiny: Tiny) -> None:
+    path = tiny("qwen3-moe").path
+    packed(path)
+    shared = SystemConfig(str(path), storage=NeuronStorage("", 0, 0))
+    for system in (shared, replace(shared, exchange="calls"), replace(shared, hosts=("a", "b"))):
+        copying = system is not shared
+        with StoredExperts(path, 1, 2, copying=copying) as stored:
+            engine = stored.engine("dense")
+            engine.step([3], range(1), [0])
+            driver = SimpleNamespace(
+                engine=engine, generator=SimpleNamespace(config=stored.config), _system=system
+            )
+            counts = Driver._expert_counts(cast(Driver, driver))
+            assert counts is not None and stored.counted(PARTS_MISSED) > 0
+            hits = 1 - stored.counted(PARTS_MISSED) / stored.counted(PARTS_LOOKED_UP)
+            assert counts.hit_rate == (None if copying else pytest.approx(hits))
 
 
 def test_the_same_bits_by_threads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
