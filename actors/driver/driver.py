@@ -219,7 +219,7 @@ class Driver:
 
     def _expert_counts(self) -> ExpertCounts | None:
         misses, engine = None, self.engine
-        if self._system.storage is not None:
+        if self._system.storage is not None and self._system.shares_arena:
             misses = engine.exchange.buffers.block_misses[engine.topology.cpu_services]
         return expert_counts(self.generator.config, engine.block_counts, misses)
 

@@ -72,6 +72,11 @@ class SystemConfig:
     speculate: str = "off"  # of SPECULATE: how many tokens of drafts a step verifies
 
     @property
+    def shares_arena(self) -> bool:
+        """Whether all services have the driver's shared memory."""
+        return self.exchange == "arena" and not self.hosts
+
+    @property
     def draft_system(self) -> SystemConfig | None:
         """This system as its second weights are loaded: all in memory; None where it has none."""
         if self.draft not in DRAFT_DTYPES:

@@ -89,7 +89,7 @@ def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) 
 
 def _shares_bits(system: SystemConfig, num_words: int) -> bool:
     """Whether services can read ahead by bits in the arena: one host, enough shared memory."""
-    if system.exchange != "arena" or system.hosts:
+    if not system.shares_arena:
         return False
     return _SHARED_BYTES_LEFT + num_words * WORD_BYTES <= free_shared_memory()
 

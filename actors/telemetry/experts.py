@@ -18,7 +18,8 @@ class ExpertCounts:
     num_experts: those that a layer's router chooses from, 0 of a dense layer
     num_chosen: how many of them each token has
     chosen: tokens that had it; read: steps, or chunks of prompts, that had it for some token;
-    missed: those of them for which it was not in memory, None where no neurons are on storage
+    missed: those of them for which it was not in memory, None where no neurons are on storage, or
+        services elsewhere count them
     Shapes:  num_experts (L,), chosen, read, missed (L, B)
     Dtypes:  int64
     """
@@ -69,7 +70,7 @@ def expert_counts(
 ) -> ExpertCounts | None:
     """The counts so far of `LayerFacts.block_counts`, copied; None without experts.
 
-    misses (S, L, B): by services, each of which has a part of every expert; without storage None
+    misses (S, L, B): by services, each of which has a part of every expert; None if not known
     """
     if config.experts is None:
         return None

@@ -39,6 +39,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     PING,
     REQUEST,
     ROUTED,
+    TARGET,
+    WEIGHTS,
     WINDOWED,
     barrier_wait,
     cell,
@@ -331,6 +333,8 @@ def _guess_next(thread, num_threads, service, layer, buffers, arrays, scratch, n
 
     That is a guess, as hidden states change little from one layer to the next.
     """
+    if buffers.requests[service, WEIGHTS] != TARGET:  # a draft's experts are in memory
+        return
     guessed, following = buffers.guessed_weights, layer + 1
     if num_tokens > guessed.shape[0] or following == arrays.numbers.shape[0]:
         return
@@ -367,8 +371,9 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     barrier_wait(buffers.cells, service, num_threads)
     if routes_early and thread == num_threads - 1:
         _choose_experts(0, 1, layer, arrays, scratch, num_tokens, buffers.block_weights)
-        number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
-        ring(buffers.cells, cell(service, ROUTED), number)
+        if buffers.requests[service, WEIGHTS] == TARGET:
+            number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
+            ring(buffers.cells, cell(service, ROUTED), number)
     if norm_whole(thread, num_threads, layer, arrays, qkv):
         barrier_wait(buffers.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ import pytest
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
 from hotcold.actors.setup.storage import pack_model
 from hotcold.actors.telemetry.experts import expert_counts
@@ -25,7 +29,16 @@ from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
-from hotcold.numba_kernels.serve.mailbox import BYTES_READ, PARTS_LOOKED_UP, PARTS_MISSED
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
+    BYTES_READ,
+    DRAFT,
+    PARTS_LOOKED_UP,
+    PARTS_MISSED,
+    ROUTED,
+    TARGET,
+    cell,
+)
 from hotcold.placement.storage import least_in_memory
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -128,6 +141,39 @@ def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None
         chosen, guessed, read, useful = service.store.stored.ahead_counts.tolist()
         assert chosen >= guessed > 0.5 * chosen  # layers of random weights change little
         assert read >= useful > 0
+
+
+def test_drafts_guess_nothing(tiny: Tiny) -> None:
+    """Their experts are in memory: what is on storage is read by the model's own choices."""
+    path = tiny("smallthinker").path
+    packed(path)
+    with StoredExperts(path, 1, 2, num_guessed=4) as stored:
+        engine, buffers = stored.engine("dense"), stored.exchange.buffers
+        rung = buffers.cells[cell(0, ROUTED) * INTS_A_CELL :][:1]
+        mode = step_mode(stored.config, "dense")
+        for weights in (DRAFT, TARGET):
+            buffers.guessed_weights[:], before = -1, int(rung[0])
+            engine.step([3], range(1), [0], 1, replace(mode, weights=weights))
+            assert (buffers.guessed_weights[0] == -1).all() == (weights == DRAFT)
+            assert (rung[0] == before) == (weights == DRAFT)
+
+
+def test_misses_are_unknown_where_services_have_arenas_of_their_own(tiny: Tiny) -> None:
+    path = tiny("qwen3-moe").path
+    packed(path)
+    shared = SystemConfig(str(path), storage=NeuronStorage("", 0, 0))
+    for system in (shared, replace(shared, exchange="calls"), replace(shared, hosts=("a", "b"))):
+        copying = system is not shared
+        with StoredExperts(path, 1, 2, copying=copying) as stored:
+            engine = stored.engine("dense")
+            engine.step([3], range(1), [0])
+            driver = SimpleNamespace(
+                engine=engine, generator=SimpleNamespace(config=stored.config), _system=system
+            )
+            counts = Driver._expert_counts(cast(Driver, driver))
+            assert counts is not None and stored.counted(PARTS_MISSED) > 0
+            hits = 1 - stored.counted(PARTS_MISSED) / stored.counted(PARTS_LOOKED_UP)
+            assert counts.hit_rate == (None if copying else pytest.approx(hits))
 
 
 def test_the_same_bits_by_threads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

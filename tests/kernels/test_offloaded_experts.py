@@ -30,6 +30,15 @@ from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_z
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, Selection
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
+    CELLS_A_SERVICE,
+    DONE,
+    LAYER,
+    NUM_REQUEST_WORDS,
+    NUM_TOKENS,
+    REQUEST,
+)
 from hotcold.numba_kernels.storage.expert_slots import NUM_LOOKUPS, NUM_MISSES
 from hotcold.numba_kernels.storage.offloaded_experts import (
     NUM_CHOSEN,
@@ -39,7 +48,8 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
     request_ahead,
     request_routed,
 )
-from hotcold.numba_kernels.storage.read_queue import NUM_BATCHES, num_pending
+from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pending
+from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.numba_calls import fired_ids
@@ -385,3 +395,25 @@ def test_blocks_without_neurons_take_no_slots(
     AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
     has_slot = one.store.stored.slots.slot_of[6:12] >= 0
     assert has_slot.tolist() == [True, True, False, True, True, True]
+
+
+def test_a_choice_is_read_only_while_attention_is_computed(unread: Stored) -> None:
+    """Else its layer and weights may be another request's; nothing waits for the lock."""
+    weights = routed_to(unread, np.array([0, 2]))
+    shard = unread.store.stored._replace(guessed=np.zeros_like(weights))
+    requests = np.zeros((1, NUM_REQUEST_WORDS), np.int64)
+    requests[0, [LAYER, NUM_TOKENS]] = 1, 1
+    cells = np.zeros((CELLS_A_SERVICE, INTS_A_CELL), np.int32)
+
+    def reads(number: int, asked: int, done: int) -> bool:
+        cells[[REQUEST, DONE], 0] = asked, done
+        read_routed(shard, 0, cells.reshape(-1), requests, weights, number)
+        return bool(num_pending(shard.queue, NOW + 1))
+
+    assert not reads(4, asked=5, done=4)
+    assert not reads(5, asked=5, done=5)
+    take_lock(shard.lock)
+    assert not reads(5, asked=5, done=4)
+    release_lock(shard.lock)
+    assert reads(5, asked=5, done=4)
+    unread.begin()
