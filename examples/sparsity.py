@@ -17,7 +17,8 @@ def main(model: str | None = None, prompt: str = "Return the path of") -> None:
         result = llm.generate(prompt, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
         counted = llm.telemetry()["map"]
     fired = np.array(counted["mean"]["computed"]).sum(axis=1)  # of each layer, for a token
-    for layer, share in enumerate(fired / sum(counted["neurons"])):
+    sizes = [sum(buckets) for buckets in counted["neurons"]]
+    for layer, share in enumerate(fired / sizes):
         print(f"layer {layer:2}  {share:6.1%}  {'#' * round(50 * share)}")
     print(f"{result.work.neurons_computed:.1%} of all neurons in {counted['steps']} steps")
 

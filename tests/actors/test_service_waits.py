@@ -119,7 +119,7 @@ def test_a_service_that_is_stopped_while_the_system_starts(
 
 @given(st.integers(1, 40), st.integers(1, 4), st.data())
 def test_a_partition(num_neurons: int, num_services: int, data: st.DataObject) -> None:
-    config: Any = type("Config", (), {"num_layers": 2, "ffn_size": num_neurons})
+    config: Any = type("Config", (), {"num_layers": 2, "ffn_sizes": (num_neurons,) * 2})
     owners = st.lists(st.integers(0, num_services - 1), min_size=num_neurons, max_size=num_neurons)
     layers = [np.array(data.draw(owners)) for _ in range(2)]
     held: list[Any] = [
