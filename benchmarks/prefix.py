@@ -6,7 +6,7 @@ conversation: a prompt of 2,000 tokens and the question that follows its answer:
     first token of each; with the cache the second reads the new tokens alone
 tools: a conversation of 20 turns that an agent has: each sends all of it again, and a result
 together: 8 prompts at once that have 1,000 tokens in common
-restart: the second question again, in a system that was started anew with its file of beginnings
+restart: the first question again, in a system that was started anew with its file of beginnings
 
 Each is measured with the cache and without (`cache=False`); the tokens must be the same. Prompts
 are token ids, drawn from the words of this file where the model has a tokenizer. Prints a table;
