@@ -30,6 +30,7 @@ import click
 
 from benchmarks.limited_run import Limits, Peak, run_limited
 from hotcold.jobs.support.options import Bytes
+from hotcold.model.config.build import read_config
 
 ROOM = 1.25  # of the cgroup beside what was promised
 _GIB = 1 << 30
@@ -145,6 +146,13 @@ ABLATION = {
     "+ pipeline": ("ahead",),
     "+ read ahead": (),
 }
+ABLATION_OF_EXPERTS = {
+    "nothing kept, in sequence": ("cache", "warm", "pipeline", "ahead"),
+    "+ cache": ("warm", "pipeline", "ahead"),
+    "+ filled by the profile": ("pipeline", "ahead"),
+    "+ pipeline": ("ahead",),
+    "+ read ahead": (),
+}
 
 
 @click.command()
@@ -221,7 +229,8 @@ def main(
                 limits = Limits() if size is None else Limits(size, disk_limit)
                 found = llama_run(program, gguf, limits, llama_tokens or tokens, threads)
                 runs.setdefault(("llama.cpp", size), []).append(found)
-    for name, without in ABLATION.items() if ablation else ():
+    rows = ABLATION if read_config(model).experts is None else ABLATION_OF_EXPERTS
+    for name, without in rows.items() if ablation else ():
         left_out = [word for part in without for word in ("--without", part)]
         options = [*common, "--mode", modes[0], *left_out]
         limits = Limits(int(sizes[0] * ROOM), disk_limit)

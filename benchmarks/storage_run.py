@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import PARTS
+from hotcold.actors.protocol.offloaded_neurons import AHEAD, PARTS
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.system import System
 from hotcold.jobs.bench.decode import decode_request
@@ -32,7 +32,6 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.measure_disk import measure_disk
 
-AHEAD = "ahead"
 _WARM_TOKENS = 24  # with which slots fill; not counted
 _PROMPT = 16
 _LOAD_PROMPTS = (1, 16, 40, 200, 500)
@@ -47,7 +46,7 @@ def prepared(
     system, config = prepare_system(path, options)
     if system.storage is None:
         return system, config
-    storage = replace(system.storage, without=tuple(part for part in without if part != AHEAD))
+    storage = replace(system.storage, without=tuple(without))
     if AHEAD in without:
         storage = replace(storage, predictors="", memory_bytes=0)  # nor found beside a GPU
     return replace(system, storage=storage), config
@@ -153,7 +152,7 @@ def measure(
 @click.option("--context", default=1024, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--read-bytes", type=Bytes(), default="16KiB", show_default=True)
-@click.option("--without", multiple=True, type=click.Choice([*PARTS, AHEAD]))
+@click.option("--without", multiple=True, type=click.Choice(PARTS))
 def main(
     model: Path,
     size: int | None,

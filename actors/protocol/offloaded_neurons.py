@@ -10,8 +10,9 @@ WORD_BYTES = 8  # of predictors' bits
 READ_BYTES = 256 << 10  # the most of one read
 MAX_GAP = 16 << 10  # between neighbours of one read; a larger gap takes longer than another read
 ALONE = -1  # as `most_gap`: one neighbour a read
-# Of how neurons are read: a bundle at once, slots that cache them, matmul while others arrive.
-PARTS = BUNDLES, CACHE, PIPELINE = "bundles", "cache", "pipeline"
+# Of how neurons are read: a bundle at once, slots that cache them, filled by the profile at first,
+# matmul while others arrive, reading ahead.
+PARTS = BUNDLES, CACHE, WARM, PIPELINE, AHEAD = "bundles", "cache", "warm", "pipeline", "ahead"
 _NO_RATES = np.empty(0, np.float32)
 
 

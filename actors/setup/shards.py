@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.offloaded_neurons import AHEAD, NeuronStorage
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MAX_GUESSED
 from hotcold.actors.setup.assignment import (
     Layers,
@@ -271,6 +271,14 @@ def _max_logits(system: SystemConfig) -> int:
     return max(_MIN_LOGITS, min(KERNEL_TOKENS, system.max_batch * (1 + drafted)))
 
 
+def _num_guessed(system: SystemConfig, config: ModelConfig) -> int:
+    """Tokens of a step whose next layer's experts are read ahead."""
+    storage = system.storage
+    if storage is None or config.experts is None or AHEAD in storage.without:
+        return 0
+    return MAX_GUESSED
+
+
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
     """The buffers that this system needs."""
     return ArenaLayout(
@@ -284,7 +292,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         num_blocks=num_blocks if (num_blocks := neurons.most_blocks(config)) > 1 else 0,
-        num_guessed=MAX_GUESSED if system.storage is not None and config.experts else 0,
+        num_guessed=_num_guessed(system, config),
         num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,

@@ -13,6 +13,7 @@ from hotcold.actors.protocol.offloaded_neurons import (
     BUNDLES,
     CACHE,
     PIPELINE,
+    WARM,
     NeuronStorage,
     OffloadedShare,
 )
@@ -141,6 +142,8 @@ def _ablated(
         # Each row by its own read.
         piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES
         share = replace(share, piece_bytes=piece_bytes, most_gap=ALONE)
+    if WARM in storage.without:
+        share = replace(share, rates=np.empty(0, np.float32))
     return replace(share, waits_first=PIPELINE in storage.without)
 
 
