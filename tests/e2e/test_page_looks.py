@@ -49,6 +49,7 @@ def settled(page: Any) -> None:
 )
 def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     page = open_page(color_scheme=scheme)
+    page.wait_for_selector("p.loading", state="detached")  # of a part that is not there yet
     assert violations(page, rules) == []
     keep_notes(page)
     book.held_at = 50
