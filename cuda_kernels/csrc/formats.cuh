@@ -232,24 +232,20 @@ DEVICE void look_up(u32 word, u32& low, u32& high) {
 // ones.
 template <int FORMAT>
 DEVICE void word_values(u32 word, float (&out)[values_of(FORMAT)]) {
+    u32 low = word ^ 0x80808080u, high = 0;
     if constexpr (has_e2m1(FORMAT)) {
-        u32 low, high;
         look_up(word, low, high);
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            out[b] = unsigned_byte(low ^ 0x80808080u, b) - 128.0f;
-            out[4 + b] = unsigned_byte(high ^ 0x80808080u, b) - 128.0f;
-        }
-        return;
+        low ^= 0x80808080u, high ^= 0x80808080u;
+    } else if constexpr (!has_bytes(FORMAT)) {
+        low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
     }
+    constexpr bool IS_SIGNED = has_e2m1(FORMAT) || has_bytes(FORMAT);
+    constexpr float OFFSET = IS_SIGNED ? 128.0f : offset_of(FORMAT);
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-        if constexpr (has_bytes(FORMAT)) {
-            out[b] = unsigned_byte(word ^ 0x80808080u, b) - 128.0f;
-        } else {
-            constexpr float OFFSET = offset_of(FORMAT);
-            out[b] = unsigned_byte(word & 0x0f0f0f0fu, b) - OFFSET;
-            out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - OFFSET;
+        out[b] = unsigned_byte(low, b) - OFFSET;
+        if constexpr (!has_bytes(FORMAT)) {
+            out[4 + b] = unsigned_byte(high, b) - OFFSET;
         }
     }
 }

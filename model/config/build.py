@@ -24,6 +24,7 @@ from hotcold.numba_kernels.formats import FLOAT_FORMATS, WeightDtype
 
 DTYPES: dict[str, WeightDtype] = {kind.name: kind.name for kind in FLOAT_FORMATS.values()}
 MAX_VOCAB = 1 << 24
+_CAUSAL = "ForCausalLM"  # how architectures end
 
 # Models with a vision part: model_type -> that of the language model in `text_config`.
 _WRAPPERS = {"gemma3": "gemma3_text"}
@@ -137,9 +138,11 @@ def _family(reader: ConfigReader) -> Family:
             return family
     found = "nothing" if named is None else shown(named)
     also = "" if kind is None else f" and model_type {shown(kind)}"
-    supported = ", ".join(family.architectures[0] for family in FAMILIES.values())
+    names = (family.architectures[0].removesuffix(_CAUSAL) for family in FAMILIES.values())
     raise reader.fail(
-        "architectures", f"names {found}{also}, which is not supported; supported: {supported}"
+        "architectures",
+        f"names {found}{also}, which is not supported; supported, each with {_CAUSAL}: "
+        + ", ".join(names),
     )
 
 

@@ -189,7 +189,9 @@ def test_a_token_among_others_is_as_alone(
     together = output(matmul, arrays, 1, name, x, weights)
     exact = of_float64(arrays, 1, name, x, weights)
     share = np.abs(together - exact).max() / np.abs(exact).max()
-    assert share < (1e-6 if kind == "f32" else 0.03)
+    # What a clamp cuts off makes the output smaller, and rounding of the input no smaller.
+    rounding = 0.06 if name == "clamped_silu" else 0.03
+    assert share < (1e-6 if kind == "f32" else rounding)
     ids = np.arange(512)
     for company in ([0], [511], [3, 5], ids[:9], ids[::7], ids[40:300], ids[::-1]):
         found = output(matmul, arrays, 1, name, x[company], weights[company])

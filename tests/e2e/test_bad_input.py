@@ -243,7 +243,7 @@ CASES = [
     Case("huge-float", ("num_hidden_layers", "give"), change_config(num_hidden_layers=1e300)),
     Case("endless-number", ("config.json", "not valid JSON"),
          write("config.json", '{"hidden_size": ' + "9" * 100_000 + "}")),
-    Case("architecture", ("MambaForCausalLM", "LlamaForCausalLM"),
+    Case("architecture", ("MambaForCausalLM", "with ForCausalLM: Llama, "),
          change_config(architectures=["MambaForCausalLM"], model_type="mamba")),
     Case("activation", ("hidden_act", "swiglu_oai", "supported"),
          change_config(hidden_act="swiglu_oai")),
