@@ -22,11 +22,16 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.actors.setup.storage import pack_model
 from hotcold.actors.telemetry.experts import expert_counts
 from hotcold.model.bundles import geometry as geometries
+from hotcold.model.bundles.bundle_file import bundle_path, damaged_bundles, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
@@ -40,8 +45,10 @@ from hotcold.numba_kernels.serve.mailbox import (
     cell,
 )
 from hotcold.placement.storage import least_in_memory
+from tests.actors import test_gguf_experts, test_gguf_mixtures
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.mxfp4_models import make_mxfp4
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "small_bundles")
 Tiny = Callable[..., TinyCheckpoint]
@@ -63,8 +70,8 @@ class StoredExperts(InProcessSystem):
     share: dict[str, Any] = field(default_factory=dict)  # of OffloadedShare
 
     def _cpus(self) -> list[Service]:
-        config = stored_config(Checkpoint(self.path), self.config, self.weight_dtype)
-        file = self.path / "hotcold" / BundleGeometry.of(config).file_name
+        config = served_config(self.system(), Checkpoint(self.path), self.config)
+        file = bundle_path(self.path, BundleGeometry.of(config))
         kept = least_in_memory([layer.ffn for layer in config.layers]) + self.more
         share = OffloadedShare(kept, kept // self.num_services, **self.share)
         return [
@@ -246,3 +253,58 @@ def test_a_disk_that_is_slow_is_waited_for(tiny: Tiny, monkeypatch: pytest.Monke
             assert not found.done()
         begin[0]()
         np.testing.assert_array_equal(found.result(), wanted)
+
+
+# Mixtures whose down rows are an output each: in one format, in two by layers, in two within a
+# layer whose shared expert has more bits and is wider, and in MXFP4 with biases.
+OUTPUTS: dict[str, Callable[[Path], Path]] = {
+    "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
+    "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
+    "three": test_gguf_experts.write,
+    "mxfp4": make_mxfp4,
+}
+
+
+@dataclass
+class Outputs:
+    """A mixture whose down rows are an output each, as a command would start it; packed."""
+
+    path: Path
+    num_services: int = 1
+
+    def __post_init__(self) -> None:
+        options = SystemOptions(context_length=128, num_cpu_actors=self.num_services)
+        system, self.config = prepare_system(self.path, options)
+        assert system.down_transposed
+        self.specs = service_specs(system, self.config)
+        self.file = pack_model(self.path, self.config)
+
+    def plain(self) -> InProcessSystem:
+        """All in memory."""
+        return InProcessSystem(self.path, num_threads=2, specs=self.specs)
+
+    def stored(self, **options: Any) -> StoredExperts:
+        """As much in memory as has to be, unless `more` neurons are."""
+        return StoredExperts(self.path, num_threads=2, specs=self.specs, **options)
+
+
+@pytest.mark.parametrize("num_services", [1, 2])
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_the_same_bits_of_down_rows_that_are_an_output(
+    kind: str, num_services: int, tmp_path: Path
+) -> None:
+    if kind == "three" and num_services == 2:
+        pytest.skip("its experts have 256 neurons, which are not divided")
+    model = Outputs(OUTPUTS[kind](tmp_path), num_services)
+    geometry = BundleGeometry.of(model.config)
+    assert geometry.has_outputs
+    assert (
+        damaged_bundles(read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))) == []
+    )
+    with model.plain() as plain:
+        wanted = answers(plain, ["dense"])
+    for more, guessed in ((0, 0), (512, 4)):
+        with model.stored(more=more, num_guessed=guessed) as stored:
+            for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+                np.testing.assert_array_equal(found, expected)
+            assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
