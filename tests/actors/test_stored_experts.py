@@ -34,6 +34,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
@@ -271,11 +272,13 @@ class Outputs:
 
     path: Path
     num_services: int = 1
+    has_down_norms: bool = False
 
     def __post_init__(self) -> None:
         options = SystemOptions(context_length=128, num_cpu_actors=self.num_services)
         system, self.config = prepare_system(self.path, options)
         assert system.down_transposed
+        system = replace(system, has_down_norms=self.has_down_norms)
         self.specs = service_specs(system, self.config)
         self.file = pack_model(self.path, self.config)
 
@@ -288,19 +291,18 @@ class Outputs:
         return StoredExperts(self.path, num_threads=2, specs=self.specs, **options)
 
 
-@pytest.mark.parametrize("num_services", [1, 2])
-@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize(
+    ("kind", "num_services"),
+    [("Q4_K_M", 2), ("mxfp4", 2), ("three", 1), ("Q4_0", 1), ("Q4_K_M", 1), ("mxfp4", 1)],
+)
 def test_the_same_bits_of_down_rows_that_are_an_output(
     kind: str, num_services: int, tmp_path: Path
 ) -> None:
-    if kind == "three" and num_services == 2:
-        pytest.skip("its experts have 256 neurons, which are not divided")
     model = Outputs(OUTPUTS[kind](tmp_path), num_services)
     geometry = BundleGeometry.of(model.config)
     assert geometry.has_outputs
-    assert (
-        damaged_bundles(read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))) == []
-    )
+    file = read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))
+    assert damaged_bundles(file) == []
     with model.plain() as plain:
         wanted = answers(plain, ["dense"])
     for more, guessed in ((0, 0), (512, 4)):
@@ -308,3 +310,42 @@ def test_the_same_bits_of_down_rows_that_are_an_output(
             for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
                 np.testing.assert_array_equal(found, expected)
             assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
+
+
+def test_the_same_bits_by_thresholds(tmp_path: Path) -> None:
+    """Norms of down's columns come from the file."""
+    model = Outputs(OUTPUTS["Q4_0"](tmp_path), has_down_norms=True)
+    some = [Thresholds(np.float32(0.01), np.float32(1e-4))] * model.config.num_layers
+    found = []
+    for system in (model.plain, model.stored):
+        with system() as running:
+            found += [running.logits("threshold", IDS, way, thresholds=some) for way in WAYS[:3]]
+            for way in WAYS[:1]:
+                found.append(running.logits("dense", IDS, way))
+    for plain, stored in zip(found[:4], found[4:], strict=True):
+        np.testing.assert_array_equal(plain, stored)
+    assert not np.array_equal(found[0], found[3])  # something was left out
+
+
+@pytest.mark.parametrize("way", [[1], [40]], ids=["token", "prompt"])
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_down_rows_that_are_damaged_are_read_again(
+    tmp_path: Path, part: str, way: list[int]
+) -> None:
+    """One line while they are; once the file is mended the same service computes the same bits."""
+    model = Outputs(OUTPUTS["Q4_0"](tmp_path))
+    geometry, content = BundleGeometry.of(model.config), model.file.read_bytes()
+    with model.plain() as plain:
+        wanted = plain.logits("dense", IDS, way)
+    with model.stored() as stored:
+        spoilt = np.frombuffer(content, np.uint8).copy()
+        first = geometry.first_byte + (geometry.gate_bytes if part == "second" else 0)
+        spoilt[first :: geometry.bundle_bytes] ^= 4
+        model.file.write_bytes(spoilt.tobytes())
+        for _ in range(3):
+            with pytest.raises(AnswerFailed, match=str(model.file)) as caught:
+                stored.logits("dense", IDS, way)
+            assert "expert" in str(caught.value) and "\n" not in str(caught.value)
+        with model.file.open("r+b") as stream:
+            stream.write(content)
+        np.testing.assert_array_equal(stored.logits("dense", IDS, way), wanted)

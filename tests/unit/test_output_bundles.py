@@ -209,7 +209,8 @@ def test_slots_take_what_is_promised(name: str, services: int, tmp_path: Path) -
         finally:
             store.close()
     promised = bytes_in_memory(config, system.storage) + geometry.more_down_bytes
-    assert 0.8 * promised < taken <= promised
+    tables = 48 * system.storage.num_up_downs  # of the rows' owners, counted beside them
+    assert 0.8 * (promised - tables) < taken <= promised
 
 
 def test_what_a_token_reads_is_smaller_than_with_a_row_a_neuron(tmp_path: Path) -> None:
