@@ -28,6 +28,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
 from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import WeightDtype
 from hotcold.placement.memory import MemoryNeed
 from tests.actors import test_gguf_experts, test_gguf_mixtures
 from tests.mxfp4_models import make_mxfp4
@@ -81,10 +82,10 @@ def test_rows_are_where_the_file_says(name: str, tmp_path: Path) -> None:
             outputs = np.ascontiguousarray(outputs).reshape(-1, wanted.shape[1])
             assert outputs[: len(wanted)].tobytes() == wanted.tobytes()
             assert not outputs[len(wanted) :].any()
-    found = read_bundle_file(file, geometry, ModelIdentity.of(path))
-    lengths = [row for row in found.norms.reshape(-1) if row > 0]
+    tables = read_bundle_file(file, geometry, ModelIdentity.of(path))
+    lengths = [length for length in tables.norms.reshape(-1) if length > 0]
     np.testing.assert_array_equal(lengths, down_lengths(down))
-    assert damaged_bundles(found) == []
+    assert damaged_bundles(tables) == []
 
 
 class Stopped(Exception):
@@ -152,19 +153,21 @@ def test_an_expert_takes_what_its_file_takes(tmp_path: Path) -> None:
     """Of Qwen3-30B-A3B's shape in Q4_0: 4.5 bits a weight, an expert in reads of about 256 KiB."""
     config = read_model(MODELS["Q4_0"](tmp_path))
     assert config.experts is not None
+    plain: WeightDtype = "q4"
     router = replace(config.experts.router, num_experts=128, num_chosen=8)
     wide = replace(
         config,
         num_layers=48,
         hidden_size=2048,
         experts=replace(config.experts, size=768, router=router),
-        dtype="q4",
+        dtype=plain,
         other_dtypes=(),
         windows=(0,) * 48,
         layer_ropes=config.layer_ropes[:1] * 48,
     )
-    for name, bits in (("q4", 4.5), ("mxfp4", 4.25), ("q6", 6.5625)):
-        formats = ((name,) * 128,) * 24 + (("q4",) * 128,) * 24
+    cases: list[tuple[WeightDtype, float]] = [("q4", 4.5), ("mxfp4", 4.25), ("q6", 6.5625)]
+    for name, bits in cases:
+        formats = (tuple([name] * 128),) * 24 + (tuple([plain] * 128),) * 24
         geometry = BundleGeometry.of(replace(wide, down_formats=formats))
         mean = (bits + 4.5) / 2
         num_bytes = 48 * 128 * 768 * 2048 * (2 * 4.5 + mean) / 8
