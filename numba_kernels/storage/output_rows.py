@@ -29,7 +29,7 @@ _FACTORS = SCALES, MINIMA, EXPONENTS, HALVES, SIX_BITS
 _HALVES, _SIX_BITS = _FACTORS.index(HALVES), _FACTORS.index(SIX_BITS)
 # Of factors that lie side by side for all groups of a row: how many of each group, and their bytes.
 _NUM_FACTORS, _FACTOR_BYTES = np.array([1, 2, 1]), np.array([2, 2, 1])
-_CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each
+_CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each: a step of its chunk, read as one number
 
 
 class OutputRows(NamedTuple):
@@ -80,9 +80,9 @@ def place_unit(outputs, unit, begin):
 
 
 @njit(nogil=True, cache=True)
-def _copy(source, at, target, to, count):
+def _copy(source, target, count):
     for i in range(count):
-        target[to + i] = source[at + i]
+        target[i] = source[i]
 
 
 @njit(nogil=True, cache=True)
@@ -94,13 +94,14 @@ def _lane(group, num_groups):
 
 @njit(nogil=True, cache=True)
 def _cut_codes(source, bits, groups, first, count, target):
+    codes = source[: _CODE_BYTES * bits * groups].view(np.uint32)
+    own = target[: _CODE_BYTES * bits * count].view(np.uint32)
     for group in range(count):
         before, lanes, lane = _lane(first + group, groups)
         own_before, own_lanes, own_lane = _lane(np.int64(group), count)
+        at, to = bits * before + lane, bits * own_before + own_lane
         for step in range(bits):
-            at = _CODE_BYTES * (bits * before + step * lanes + lane)
-            to = _CODE_BYTES * (bits * own_before + step * own_lanes + own_lane)
-            _copy(source, at, target, to, _CODE_BYTES)
+            own[to + step * own_lanes] = codes[at + step * lanes]
 
 
 @njit(nogil=True, cache=True)
@@ -111,7 +112,7 @@ def _cut_halves(source, groups, first, count, target):
         for half in range(2):
             found = source[2 * before + half * lanes + lane]
             target[2 * own_before + half * own_lanes + own_lane] = found
-    _copy(source, 2 * groups + first // 4, target, 2 * count, count // 4)
+    _copy(source[2 * groups + first // 4 :], target[2 * count :], count // 4)
 
 
 @njit(nogil=True, cache=True)
@@ -127,7 +128,7 @@ def _cut_six_bits(source, groups, first, count, target):
             target[place] = upper
         else:
             target[place] |= np.uint8(upper << 4)
-    _copy(source, groups // 2 * 3 + first // 2, target, count // 2 * 3, count // 2)
+    _copy(source[groups // 2 * 3 + first // 2 :], target[count // 2 * 3 :], count // 2)
 
 
 @njit(nogil=True, cache=True)
@@ -144,8 +145,8 @@ def cut_row(source, cut, target):
     else:
         size = _FACTOR_BYTES[kind]
         for number in range(_NUM_FACTORS[kind]):
-            at = (number * groups + first) * size
-            _copy(factors, at, own, number * count * size, count * size)
+            found = factors[(number * groups + first) * size :]
+            _copy(found, own[number * count * size :], count * size)
 
 
 @njit(nogil=True, cache=True)
@@ -158,7 +159,7 @@ def copy_outputs(part, bundle, outputs):
     count = min(cut[ROWS], cut[HEIGHT] - first)
     begin = place[BEGIN] + first * items
     if cut[NUM_GROUPS] == cut[GROUPS]:
-        _copy(part, np.int64(0), outputs.rows, begin, count * row_bytes)
+        _copy(part, outputs.rows[begin:], count * row_bytes)
         return
     for row in range(count):
         own = outputs.rows[begin + row * items : begin + (row + 1) * items]
