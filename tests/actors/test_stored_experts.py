@@ -291,9 +291,19 @@ class Outputs:
         return StoredExperts(self.path, num_threads=2, specs=self.specs, **options)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.sweep(keep=4)
 @pytest.mark.parametrize(
     ("kind", "num_services"),
-    [("Q4_K_M", 2), ("mxfp4", 2), ("three", 1), ("Q4_0", 1), ("Q4_K_M", 1), ("mxfp4", 1)],
+    [
+        ("Q4_K_M", 2),
+        ("mxfp4", 1),
+        ("Q4_0", 1),
+        ("three", 1),
+        ("Q4_K_M", 1),
+        ("mxfp4", 2),
+        ("Q4_0", 2),
+    ],
 )
 def test_the_same_bits_of_down_rows_that_are_an_output(
     kind: str, num_services: int, tmp_path: Path
