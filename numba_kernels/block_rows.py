@@ -14,7 +14,7 @@ from hotcold.numba_kernels.formats import row_items
 # Numbers of a place: which array (0: first, 1: second), its items, items of a row.
 IS_SECOND, BEGIN, END, ROW_ITEMS = range(4)
 NUM_PLACE_NUMBERS = 4
-_ALIGNED_ITEMS = 64  # a matrix begins at a multiple: at a cache line, in any format
+ALIGNED_ITEMS = 64  # a matrix begins at a multiple: at a cache line, in any format
 
 
 class BlockRows(NamedTuple):
@@ -33,6 +33,11 @@ class BlockRows(NamedTuple):
         """The rows of a block, (rows, row items), a view; without rows where it has none."""
         place = self.places[layer, block]
         return block_matrix(self.second if place[IS_SECOND] else self.first, place)
+
+    def dtype_of(self, layer: int, block: int) -> np.dtype:
+        """The dtype of a block's rows."""
+        array = self.second if self.places[layer, block, IS_SECOND] else self.first
+        return array.dtype
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +72,7 @@ def block_places(
         if width == 0 or height == 0:
             continue
         items = row_items(dtypes[which], width)
-        begin = -(-ends[which] // _ALIGNED_ITEMS) * _ALIGNED_ITEMS
+        begin = -(-ends[which] // ALIGNED_ITEMS) * ALIGNED_ITEMS
         ends[which] = begin + height * items
         places[index] = which, begin, ends[which], items
     return places, (ends[0], ends[1])

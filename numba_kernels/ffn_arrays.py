@@ -36,7 +36,8 @@ def most_rows(starts: np.ndarray) -> int:
 class TransposedArrays(NamedTuple):
     """`FfnArrays` whose down is transposed: d rows for each block, of its neurons' weights.
 
-    Block b's neurons are a whole number of groups of each format, so that its rows are, too.
+    Block b's neurons are a whole number of groups of each format, so that its rows are, too. Of
+    experts in slots down's places follow what is in them.
     down_norms: norms of down's columns
     """
 

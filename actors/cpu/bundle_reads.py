@@ -25,13 +25,10 @@ from hotcold.numba_kernels.storage.io_ring import (
 from hotcold.numba_kernels.storage.neuron_file import (
     DAMAGED,
     DESCRIPTOR,
-    FIRST_BYTE,
-    GATE_BYTES,
     KEEPS_PAGES,
     NUM_FACTS,
     PIECE,
     UNIT,
-    UP_DOWN_BYTES,
     NeuronFile,
     RowBytes,
     staging_bytes,
@@ -93,13 +90,10 @@ class BundleReads:
             keeps_pages,
             piece_bytes,
         )
-        facts[[FIRST_BYTE, GATE_BYTES, UP_DOWN_BYTES]] = (
-            geometry.first_byte,
-            geometry.gate_bytes,
-            geometry.up_down_bytes,
-        )
-        firsts = geometry.layer_firsts[:-1]
-        return NeuronFile(facts, firsts, layers, places, file.checksums[firsts[layers] + places])
+        begins = np.array([geometry.span(layer)[0] for layer in range(geometry.num_layers)])
+        sizes = np.array([geometry.part_bytes(layer) for layer in range(geometry.num_layers)])
+        checksums = file.checksums[geometry.layer_firsts[layers] + places]
+        return NeuronFile(facts, begins, sizes, layers, places, checksums)
 
     def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
         """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.

@@ -15,11 +15,13 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
+from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn.expert_predictors import PredictorScratch, new_predictor_scratch
 from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
 from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
+from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
 from hotcold.numba_kernels.ffn_arrays import (
     NO_NORMS,
     ExpertPredictors,
@@ -94,16 +96,18 @@ class CpuService(Service):
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of its matrices."""
-        assert isinstance(self.arrays, FfnArrays)
-        return self.arrays.gate.dtype, self.arrays.down.dtype
+        """The dtypes of its matrices; down may be in two."""
+        gate, down = self.arrays.gate.dtype, self.arrays.down
+        if isinstance(down, BlockRows):
+            return gate, down.first.dtype, down.second.dtype
+        return gate, down.dtype
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        num_blocks = self.arrays.starts.shape[1] - 1
-        self._scratch = new_scratch(
-            self.num_threads, num_tokens, most_rows(self.arrays.starts), width, num_blocks
-        )
+        starts, is_transposed = self.arrays.starts, isinstance(self.arrays, TransposedArrays)
+        new = new_transposed_scratch if is_transposed else new_scratch
+        num_blocks = starts.shape[1] - 1
+        self._scratch = new(self.num_threads, num_tokens, most_rows(starts), width, num_blocks)
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""

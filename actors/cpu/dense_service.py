@@ -1,7 +1,5 @@
 """The CPU service where no neuron is chosen beforehand: down projections as the file has them."""
 
-import numpy as np
-
 from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.telemetry.snapshot import buckets_of
@@ -11,30 +9,12 @@ from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays, most_rows
-
-
-class DenseCpuService(CpuService):
-    """`CpuService` over `TransposedArrays`: a run of each block's neurons."""
-
-    def weight_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of its matrices; down may be in two."""
-        assert isinstance(self.arrays, TransposedArrays)
-        down = self.arrays.down
-        return self.arrays.gate.dtype, down.first.dtype, down.second.dtype
-
-    def make_scratch(self, num_tokens: int, width: int) -> None:
-        """Make work space for kernels of so many tokens, `width` numbers each."""
-        num_blocks = self.arrays.starts.shape[1] - 1
-        self._scratch = new_transposed_scratch(
-            self.num_threads, num_tokens, most_rows(self.arrays.starts), width, num_blocks
-        )
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays
 
 
 def load_dense_service(
     spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
-) -> DenseCpuService:
+) -> CpuService:
     """Read a run of each block's neurons; as `actors.cpu.cpu_service.load_cpu_service`.
 
     Errors:  CheckpointError
@@ -56,6 +36,6 @@ def load_dense_service(
     buckets = buckets_of(config, ids)
     function = activation(config.activation_fn, config.activation_threshold)
     threads = spec.num_threads
-    service = DenseCpuService(spec.name, spec.index, threads, arrays, function, buckets)
+    service = CpuService(spec.name, spec.index, threads, arrays, function, buckets)
     add_draft(service, spec, config, on_bytes, touch)
     return service

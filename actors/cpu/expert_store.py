@@ -19,19 +19,33 @@ from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
+from hotcold.numba_kernels.block_rows import (
+    ALIGNED_ITEMS,
+    IS_SECOND,
+    NUM_PLACE_NUMBERS,
+    ROW_ITEMS,
+    BlockRows,
+)
+from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays, most_rows
+from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
 from hotcold.numba_kernels.storage.expert_slots import new_expert_slots
-from hotcold.numba_kernels.storage.neuron_file import RowBytes
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, RowBytes
 from hotcold.numba_kernels.storage.offloaded_experts import (
-    BOTH,
     NUM_OPTIONS,
     OffloadedExperts,
     await_blocks,
     begin_experts,
     request_ahead,
     request_experts,
+)
+from hotcold.numba_kernels.storage.output_rows import (
+    NUM_CUT_NUMBERS,
+    OutputRows,
+    new_cut,
+    no_outputs,
+    place_unit,
 )
 from hotcold.numba_kernels.storage.routed_ahead import (
     new_lock,
@@ -48,17 +62,21 @@ _NO_BLOCKS = np.empty(0, np.int64)
 class Units:
     """What a shard holds of each block of each layer; unit l * B + b is block b of layer l.
 
-    Shapes:  sizes (L * B,), its neurons; firsts (L * B + 1,), its first bundle, and the end;
-             stays (L * B,), whether every token uses it; layers, places, patterns (N,) of bundles
-             as in `Bundles` and `RowBytes`; offsets (patterns, K)
+    Shapes:  sizes (L * B,), its neurons; begins (L * B,), the first of them in the block; firsts
+             (L * B + 1,), its first bundle, and the end; stays (L * B,), whether every token uses
+             it; layers, places, patterns (N,) of bundles as in `Bundles` and `RowBytes`; turns (N,)
+             and parts (N,) as in `OutputRows` and `OffloadedExperts`; offsets (patterns, K)
     """
 
     sizes: np.ndarray
+    begins: np.ndarray
     firsts: np.ndarray
     stays: np.ndarray
     layers: np.ndarray
     places: np.ndarray
     patterns: np.ndarray
+    turns: np.ndarray
+    parts: np.ndarray
     offsets: np.ndarray
 
     @classmethod
@@ -70,24 +88,30 @@ class Units:
         ids: np.ndarray,
     ) -> Units:
         """Of a shard with `starts` and `ids` of `FfnWeights`."""
-        num_blocks, found = starts.shape[1] - 1, _Patterns(geometry.bundle_neurons)
+        num_blocks, found = starts.shape[1] - 1, _Patterns(geometry)
         parts: list[_Part] = []
         stays = np.zeros((len(layers), num_blocks), bool)
+        begins = np.zeros((len(layers), num_blocks), np.int64)
         for layer, ffn in enumerate(layers):
             first = bundle = 0
             stays[layer, ffn.router.num_experts if ffn.router else 0 :] = True
+            counts = geometry.block_bundles(layer, ffn.block_sizes)
             for block in range(num_blocks):
-                size = ffn.block_sizes[block] if block < len(ffn.block_sizes) else 0
                 own = ids[starts[layer, block] : starts[layer, block + 1]] - first
-                parts.append(found.part(layer, bundle, own))
-                first, bundle = first + size, bundle + -(-size // geometry.bundle_neurons)
+                parts.append(found.part(layer, block, bundle, own))
+                begins[layer, block] = own[0] if own.size else 0
+                if block < len(counts):
+                    first, bundle = first + ffn.block_sizes[block], bundle + counts[block]
         return cls(
             sizes=np.diff(starts, axis=1).ravel(),
+            begins=begins.ravel(),
             firsts=np.concatenate([[0], np.cumsum([part.places.size for part in parts])]),
             stays=stays.ravel(),
             layers=np.concatenate([part.layers for part in parts]),
             places=np.concatenate([part.places for part in parts]),
             patterns=np.concatenate([part.patterns for part in parts]),
+            turns=np.concatenate([part.turns for part in parts]),
+            parts=np.concatenate([part.parts for part in parts]),
             offsets=np.array(found.offsets, np.int32),
         )
 
@@ -107,34 +131,78 @@ class Units:
         found: np.ndarray = ~self.stays & (self.sizes > 0)
         return found
 
+    def new_outputs(
+        self, geometry: BundleGeometry, layers: Sequence[FfnSpec], num_slots: int
+    ) -> OutputRows:
+        """Memory for down matrices that are a row an output; those of units that stay have some.
+
+        A slot has place for the largest matrix of a unit that shares it.
+        """
+        num_blocks, height = self.sizes.size // len(layers), geometry.num_outputs
+        places = np.zeros((self.sizes.size, NUM_PLACE_NUMBERS), np.int64)
+        cuts = np.zeros((self.sizes.size, NUM_CUT_NUMBERS), np.int64)
+        for unit in np.flatnonzero(self.sizes).tolist():
+            layer, number = divmod(unit, num_blocks)
+            block, own = geometry.down_blocks[layer][number], int(self.sizes[unit])
+            dtype, width = numpy_dtype(block.dtype), layers[layer].block_sizes[number]
+            places[unit, IS_SECOND] = block.dtype != geometry.down_dtype
+            places[unit, ROW_ITEMS] = row_items(dtype, own)
+            cuts[unit] = new_cut(dtype, width, int(self.begins[unit]), own, block.rows, height)
+        sizes = -(-height * places[:, ROW_ITEMS] // ALIGNED_ITEMS) * ALIGNED_ITEMS
+        ends = np.cumsum(sizes * self.stays)
+        slot_bytes, first = int(sizes[~self.stays].max(initial=0)), int(ends[-1])
+        found = OutputRows(
+            rows=aligned_empty((first + num_slots * slot_bytes,), np.uint8),
+            places=places,
+            begins=first + np.arange(num_slots) * slot_bytes,
+            cuts=cuts,
+            units=np.repeat(np.arange(self.sizes.size), np.diff(self.firsts)).astype(np.int32),
+            turns=self.turns,
+        )
+        for unit in np.flatnonzero(self.stays & (self.sizes > 0)).tolist():
+            place_unit(found, unit, ends[unit] - sizes[unit])
+        return found
+
 
 class _Part(NamedTuple):
     layers: np.ndarray
     places: np.ndarray
     patterns: np.ndarray
+    turns: np.ndarray
+    parts: np.ndarray
 
 
 class _Patterns:
     """Which rows of a unit's bundles are whose: mostly the same in all units."""
 
-    def __init__(self, bundle_neurons: int) -> None:
+    def __init__(self, geometry: BundleGeometry) -> None:
         self.offsets: list[tuple[int, ...]] = []
-        self._size = bundle_neurons
-        self._known: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        self._geometry, self._size = geometry, geometry.bundle_neurons
+        self._known: dict[tuple[bytes, int], tuple[np.ndarray, np.ndarray]] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def part(self, layer: int, bundle: int, neurons: np.ndarray) -> _Part:
-        """A unit of these neurons of a block, whose first bundle in the layer is `bundle`."""
-        key = neurons.tobytes()
-        if key not in self._known:
-            self._known[key] = self._find(neurons)
-        bundles, patterns = self._known[key]
-        layers = np.full(bundles.size, layer, np.int32)
-        return _Part(layers, (bundles + bundle).astype(np.int32), patterns)
+    def part(self, layer: int, block: int, bundle: int, neurons: np.ndarray) -> _Part:
+        """A unit of these neurons of a block, whose first bundle in the layer is `bundle`.
 
-    def _find(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        bundles, of_neuron = np.unique(neurons // self._size, return_inverse=True)
+        Of down rows that are an output each all bundles are read.
+        """
+        geometry, num_outputs = self._geometry, 0
+        if geometry.has_outputs and neurons.size:
+            num_outputs = geometry.down_blocks[layer][block].num_with_rows(geometry.num_outputs)
+        key = neurons.tobytes(), num_outputs
+        if key not in self._known:
+            self._known[key] = self._find(neurons, num_outputs)
+        turns, patterns = self._known[key]
+        layers = np.full(turns.size, layer, np.int32)
+        has_neurons = np.isin(turns, neurons // self._size)
+        has_down = turns < num_outputs if geometry.has_outputs else True
+        parts = (GATE * has_neurons | UP_DOWN * has_down).astype(np.uint8)
+        return _Part(layers, (turns + bundle).astype(np.int32), patterns, turns, parts)
+
+    def _find(self, neurons: np.ndarray, num_outputs: int) -> tuple[np.ndarray, np.ndarray]:
+        bundles = np.union1d(neurons // self._size, np.arange(num_outputs)).astype(np.int32)
         offsets = np.full((bundles.size, self._size), -1, np.int32)
+        of_neuron = np.searchsorted(bundles, neurons // self._size)
         offsets[of_neuron, neurons % self._size] = np.arange(neurons.size)
         numbers = []
         for row in map(tuple, offsets.tolist()):
@@ -177,6 +245,9 @@ class ExpertStore:
         self._reads = BundleReads(file, bundles, most, share.piece_bytes)
         num_rows = units.num_own_rows + num_slots * units.slot_rows
         self._norms = self._own_norms() if has_down_norms else NO_NORMS
+        self._outputs = no_outputs()
+        if file.geometry.has_outputs:
+            self._outputs = units.new_outputs(file.geometry, layers, num_slots)
         self.arrays = self._new_arrays(num_rows)
         self.stored = self._new_stored(share, num_slots)
         self._reads.start(self.stored.slots, self.stored.slots, self._row_bytes())  # type: ignore[arg-type]
@@ -191,8 +262,8 @@ class ExpertStore:
 
     def _own_norms(self) -> np.ndarray:
         """Norms of down rows, in the order of the shard's neurons."""
-        units, located = self.units, self._reads.located
-        norms = self._file.norms[located.firsts[units.layers] + units.places]
+        units = self.units
+        norms = self._file.norms[self._file.geometry.layer_firsts[units.layers] + units.places]
         found = np.zeros(self._weights.neuron_ids.size, np.float32)
         firsts = np.repeat(np.cumsum(units.sizes) - units.sizes, np.diff(units.firsts))
         rows = firsts[:, None] + units.offsets[units.patterns]
@@ -200,7 +271,7 @@ class ExpertStore:
         found[rows[is_own]] = norms[is_own]
         return found
 
-    def _new_arrays(self, num_rows: int) -> FfnArrays:
+    def _new_arrays(self, num_rows: int) -> FfnArrays | TransposedArrays:
         """Rows of units that stay, then of all slots; memory is taken when they are filled."""
         geometry, weights = self._file.geometry, self._weights
         gate, down = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
@@ -212,16 +283,23 @@ class ExpertStore:
             return np.zeros(num_rows if own.size else 0, np.float32)
 
         up_rows = num_rows if geometry.up_row_bytes else 0
-        return FfnArrays(
-            weights.starts,
+        matrices = (
             rows(num_rows, geometry.gate_row_bytes, gate),
             rows(up_rows, geometry.gate_row_bytes, gate),
-            rows(num_rows, geometry.down_row_bytes, down),
+        )
+        vectors = (
             vector(weights.gate_bias),
             vector(weights.up_bias),
             weights.down_bias,
             vector(self._norms),
         )
+        if not geometry.has_outputs:
+            of_down = rows(num_rows, geometry.down_row_bytes, down)
+            return FfnArrays(weights.starts, *matrices, of_down, *vectors)
+        memory, shape = self._outputs, (*weights.starts[:, 1:].shape, NUM_PLACE_NUMBERS)
+        first, second = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
+        outputs = BlockRows(first, second, memory.places.reshape(shape))
+        return TransposedArrays(weights.starts, *matrices, outputs, *vectors)
 
     def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:
         units, weights = self.units, self._weights
@@ -243,6 +321,8 @@ class ExpertStore:
         return OffloadedExperts(
             arrays=self.arrays,
             own=own,
+            outputs=self._outputs,
+            bundle_parts=units.parts,
             file=self._reads.located,
             slots=slots,
             queue=self._reads.queue,
@@ -271,10 +351,13 @@ class ExpertStore:
             return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
 
         gate, up, down = self.arrays[1:4]
-        up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
+        nothing = np.zeros((0, 0), np.uint8)
+        up_bytes = rows(up) if up.shape[0] else nothing
+        down_bytes = nothing if isinstance(down, BlockRows) else rows(down)
         first_rows = self.stored.slots.bundle_rows
         offsets, patterns = self.units.offsets, self.units.patterns
-        return RowBytes(rows(gate), up_bytes, rows(down), first_rows, first_rows, offsets, patterns)
+        places = first_rows, first_rows, offsets, patterns
+        return RowBytes(rows(gate), up_bytes, down_bytes, *places, self._outputs)
 
     def _fill(self, on_bytes: Callable[[int], None]) -> None:
         """Read what stays, then into slots what is wanted most, if that is known."""
@@ -290,13 +373,15 @@ class ExpertStore:
                 chosen[unit] = True
         for unit in np.flatnonzero(chosen).tolist():
             self._copy_vectors(unit)
+            if self._outputs.units.size and slots.slot_of[unit] >= 0:
+                place_unit(self._outputs, unit, self._outputs.begins[slots.slot_of[unit]])
         bundles = np.repeat(chosen, np.diff(units.firsts))
         neuron_bytes = self._file.geometry.neuron_bytes
         num_blocks = self._weights.starts.shape[1] - 1
         for layer in range(len(self._weights.starts)):
             rows = np.flatnonzero(bundles & (units.layers == layer)).astype(np.int32)
             slots.requested[rows] = 1
-            self._reads.read(rows, np.full(rows.size, BOTH, np.uint8))
+            self._reads.read(rows, units.parts[rows])
             own = slice(layer * num_blocks, (layer + 1) * num_blocks)
             on_bytes(int(units.sizes[own][chosen[own]].sum()) * neuron_bytes)
 

@@ -30,6 +30,7 @@ from hotcold.numba_kernels.storage.offloaded_neurons import (
     NUM_OPTIONS,
     OffloadedNeurons,
 )
+from hotcold.numba_kernels.storage.output_rows import no_outputs
 from hotcold.numba_kernels.storage.read_ahead import new_read_ahead
 from hotcold.placement.storage import LISTED, listed_rates
 
@@ -68,7 +69,7 @@ class NeuronStore:
         self._num_threads = num_threads
         bundles = _bundles_of(file, weights)
         self._reads = BundleReads(file, bundles, self._most, share.piece_bytes)
-        own = self._reads.located.firsts[bundles.layers] + bundles.places
+        own = file.geometry.layer_firsts[bundles.layers] + bundles.places
         norms = file.norms[own, 0] if has_down_norms else NO_NORMS
         self._down_norms = norms
         self.arrays = self._new_arrays(num_gates, num_up_downs)
@@ -156,7 +157,7 @@ class NeuronStore:
         up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
         slots = self.stored.gates.slot_of, self.stored.up_downs.slot_of
         offsets, patterns = np.zeros((1, 1), np.int32), np.zeros(slots[0].size, np.int32)
-        return RowBytes(rows(gate), up_bytes, rows(down), *slots, offsets, patterns)
+        return RowBytes(rows(gate), up_bytes, rows(down), *slots, offsets, patterns, no_outputs())
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
         """Read all gates where they stay; of the rest what has the highest rates, if known."""

@@ -168,10 +168,11 @@ def load_offloaded_service(
         raise ValueError(f"{spec.name} has no neurons on storage")
     bundles, neuron_ids = Path(spec.storage.path), spec.neuron_ids or []
     checkpoint, identity = Checkpoint(spec.path, spec.keeps_pages), ModelIdentity.of(spec.path)
-    geometry = BundleGeometry.of(stored_config(checkpoint, config, spec.system.weight_dtype))
+    dtype, transposed = spec.system.weight_dtype, spec.system.down_transposed
+    stored = stored_config(checkpoint, config, dtype, down_transposed=transposed)
+    geometry = BundleGeometry.of(stored)
     file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
-    dtype = spec.system.weight_dtype
     weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias, dtype)
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
     buckets = buckets_of(config, neuron_ids)

@@ -44,9 +44,9 @@ class HostSetup:
         if system.storage is None:
             return ""
         path = Path(system.model_path)
-        config = _stored_config(path, system.weight_dtype)
+        config = _stored_config(path, system.weight_dtype, system.down_transposed)
         if not has_bundles(path, config):
-            self._make_bundles(path, system.weight_dtype)
+            self._make_bundles(system)
             has_bundles(path, config)
         self.is_compiling = True
         precompile_once(_part_of(system, is_home))
@@ -56,9 +56,11 @@ class HostSetup:
             return ""
         return f"{socket.gethostname()} has no {ahead}: nothing is read ahead there; copy it"
 
-    def _make_bundles(self, path: Path, weight_dtype: str) -> None:
+    def _make_bundles(self, system: SystemConfig) -> None:
         """Errors: ArtifactError."""
-        reason, arguments = "the process that makes it was ended", (str(path), weight_dtype)
+        reason = "the process that makes it was ended"
+        transposed = str(int(system.down_transposed))
+        arguments = system.model_path, system.weight_dtype, transposed
         try:
             process = begin_process(
                 __name__, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
@@ -79,8 +81,9 @@ class HostSetup:
             raise ArtifactError(f"{_NOT_MADE}: {reason}")
 
 
-def _stored_config(path: Path, weight_dtype: str) -> ModelConfig:
-    return stored_config(Checkpoint(path), read_config(path), weight_dtype)
+def _stored_config(path: Path, weight_dtype: str, transposed: bool) -> ModelConfig:
+    checkpoint, config = Checkpoint(path), read_config(path)
+    return stored_config(checkpoint, config, weight_dtype, down_transposed=transposed)
 
 
 def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
@@ -93,7 +96,7 @@ def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
     return replace(part, mode="exact", predictors_path="", thresholds_path="", storage=storage)
 
 
-def _main(path: Path, weight_dtype: str) -> None:
+def _main(path: Path, weight_dtype: str, transposed: bool) -> None:
     """Write the bundle file; print progress and errors as lines of JSON."""
     end_with_parent()
 
@@ -101,7 +104,7 @@ def _main(path: Path, weight_dtype: str) -> None:
         print(json.dumps(facts), flush=True)
 
     try:
-        config = _stored_config(path, weight_dtype)
+        config = _stored_config(path, weight_dtype, transposed)
         pack_model(
             path,
             config,
@@ -115,4 +118,4 @@ def _main(path: Path, weight_dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2])
+    _main(Path(sys.argv[1]), sys.argv[2], bool(int(sys.argv[3])))

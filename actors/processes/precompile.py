@@ -40,7 +40,6 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
@@ -71,6 +70,7 @@ def _marker(system: SystemConfig) -> Path | None:
     kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
     options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms, system.draft
     key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
+    key.append(system.down_transposed)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
         return own_folder("numba", f"precompiled-{sources_digest()}") / digest
@@ -131,7 +131,7 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
-    stored = stored_config(Checkpoint(spec.path), config, spec.system.weight_dtype)
+    stored = served_config(spec.system, Checkpoint(spec.path), config)
     share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))

@@ -29,13 +29,13 @@ from hotcold.actors.setup.host_files import (
     require_same_model,
     weight_bytes,
 )
+from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.actors.telemetry.vitals import CompileCounter, ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.memory_pages import FirstTouch
 from hotcold.placement.machine.pinning import bind_thread, find_cores, find_place, pin_process
@@ -291,7 +291,7 @@ def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None
     if spec.storage is not None:
         from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
-        stored = stored_config(Checkpoint(spec.path), config, spec.system.weight_dtype)
+        stored = served_config(spec.system, Checkpoint(spec.path), config)
         share, ahead = offloaded_share(spec, stored), own_predictors(spec)
         return lambda on_bytes: load_offloaded_service(spec, config, share, ahead, on_bytes)
     if spec.system.down_transposed:

@@ -200,14 +200,24 @@ def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
         parts: list[Layers] = [[] for _ in threads]
         begin = 0
         for block, size in enumerate(layer.ffn.block_sizes):
-            turned: list[int] = np.roll(np.arange(len(threads)), -block).tolist()
-            runs = neuron_runs(size, [threads[s] for s in turned])
-            for service, run in zip(turned, runs, strict=True):
+            for service, run in enumerate(_runs_of_block(size, threads, block)):
                 parts[service].append(run + np.int32(begin))
             begin += size
         for service, own in enumerate(parts):
             found[service].append(np.concatenate(own))
     return found
+
+
+def _runs_of_block(size: int, threads: Sequence[int], block: int) -> list[np.ndarray]:
+    """Each service's run of a block of `size` neurons."""
+    runs = neuron_runs(size, np.roll(threads, -block).tolist())
+    return [runs[(service - block) % len(threads)] for service in range(len(threads))]
+
+
+def longest_runs(size: int, threads: Sequence[int]) -> list[int]:
+    """How many neurons each service has of a block of `size` at most, in any turn."""
+    turns = [_runs_of_block(size, threads, block) for block in range(len(threads))]
+    return [max(run.size for run in runs) for runs in zip(*turns, strict=True)]
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:

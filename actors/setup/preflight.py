@@ -43,9 +43,11 @@ def prepare_system(
         served = in_memory(path, system, config, has_plan)
         fits = _fits(path, *served, options, extra_bytes)
     if not fits:
-        storage = _storage(path, system, config, options, extra_bytes)
+        # Whole experts are read, so their down rows can be as in memory.
+        stored = (system, config) if config.experts is None else served
+        storage = _storage(path, *stored, options, extra_bytes)
         if storage is not None:
-            return replace(system, storage=storage), config
+            return replace(stored[0], storage=storage), stored[1]
     system, config = served
     check_memory(path, system, config, options, extra_bytes)
     if system.down_transposed:  # services hold runs of neurons: no plan applies
@@ -103,6 +105,18 @@ def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     check_tensors(checkpoint, config)
     eos_ids(path, config)
     return stored_config(checkpoint, config, weight_dtype or "")
+
+
+def packed_config(path: Path, weight_dtype: str | None = None) -> ModelConfig:
+    """`read_model`, with the formats of the bundle file that a system reads by default.
+
+    Errors:  those of `read_model` and `choose_system`
+    """
+    config = read_model(path, weight_dtype)
+    if config.experts is None:
+        return config
+    system = choose_system(path, config, SystemOptions(weight_dtype=weight_dtype))
+    return in_memory(path, system, config)[1]
 
 
 def check_memory(

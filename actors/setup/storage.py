@@ -22,6 +22,7 @@ from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage_shares import (
     divided,
     kept_parts,
+    more_slot_neurons,
     offloaded_ffn_bytes,
     reads_whole,
 )
@@ -99,6 +100,7 @@ def _least(
     most = max(geometry.layer_bundles)
     if config.experts is not None:
         most = least_in_memory([layer.ffn for layer in config.layers])
+        most += more_slot_neurons(system, config, 1)
     least = NeuronStorage(str(file), most, most)
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
     return least, rest + -(-offloaded_ffn_bytes(system, config, least) // num_hosts)

@@ -10,9 +10,10 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
-from hotcold.actors.setup.assignment import hot_neurons
+from hotcold.actors.setup.assignment import hot_neurons, longest_runs
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.actors.setup.shards import service_threads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype
@@ -37,6 +38,7 @@ _ROW_BYTES = 64  # of each neuron: its place, checksums, biases, counts
 # Of each neuron of an expert: its number (twice), biases, bucket, norms (file's, own), count.
 _EXPERT_NEURON_BYTES = 8 + 8 + 2 + 8 + 8
 _SLOT_BYTES = 24  # of each slot: its owner, biases
+_UNIT_BYTES = 12 * 8  # of a service's part of an expert whose down is a row an output: place, cut
 _UNKNOWN_RATE = 0.1  # firing rate assumed without a profile
 _DIVISIONS = 32  # steps between all memory for whole neurons and all for gates
 _SHARED_BYTES_LEFT = 256 << 20  # of shared memory for the rest of the arena
@@ -67,6 +69,7 @@ def _divisions(
 ) -> Iterator[NeuronStorage]:
     """Divisions of `spare` bytes: first all for whole neurons, then more and more for gates."""
     geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
+    num_cold += more_slot_neurons(system, config, config.num_layers)
     gate_bytes, up_down_bytes = slot_bytes(geometry)
     most = max(0, num_cold - least.num_gates)
     whole = min(most, spare // (gate_bytes + up_down_bytes))
@@ -110,7 +113,7 @@ def token_reads(
     """
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
-        return _expert_reads(config, kept)
+        return _expert_reads(system, config, kept)
     fired = _cold_rates(path, system, config)
     if not fired.size:
         return Reads(0, 0)
@@ -123,17 +126,40 @@ def token_reads(
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
-def _expert_reads(config: ModelConfig, kept: NeuronStorage) -> Reads:
+def _expert_reads(system: SystemConfig, config: ModelConfig, kept: NeuronStorage) -> Reads:
     """`token_reads` of whole experts, of which those that were used last are in memory."""
     assert config.experts is not None
     router, geometry = config.experts.router, BundleGeometry.of(config)
-    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    layers = [at for at, layer in enumerate(config.layers) if layer.ffn.router is not None]
     size, num_experts = config.experts.size, router.num_experts
-    stay = config.num_neurons - num_layers * num_experts * size
-    num_slots = (kept.num_up_downs - stay) / (num_layers * size)
-    missed = num_layers * missed_experts(num_slots, num_experts, router.num_chosen)
-    num_bundles = missed * -(-size // geometry.bundle_neurons)
-    return Reads(num_bundles, num_bundles * geometry.bundle_bytes)
+    stay = config.num_neurons - len(layers) * num_experts * size
+    of_slot = len(layers) * size + more_slot_neurons(system, config, len(layers)) / num_experts
+    missed = missed_experts((kept.num_up_downs - stay) / of_slot, num_experts, router.num_chosen)
+    number = num_bytes = 0.0
+    for layer in layers:
+        num_bundles = missed * geometry.block_bundles(layer, [size])[0]
+        first, second = geometry.part_bytes(layer)
+        number += num_bundles
+        num_bytes += num_bundles * (first + second * _readers_of_down(system, geometry))
+    return Reads(number, num_bytes)
+
+
+def _readers_of_down(system: SystemConfig, geometry: BundleGeometry) -> int:
+    """How many services of a host read the same down rows: all where a row is an output."""
+    return system.num_cpu_actors // max(1, len(system.hosts)) if geometry.has_outputs else 1
+
+
+def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int) -> int:
+    """Neurons for which the slots of all experts of so many layers have place beyond theirs.
+
+    A service's runs of neurons, where down is a row an output, differ from expert to expert, and
+    its slots are as large as the longest. 0 where that is not so.
+    """
+    if config.experts is None or not config.down_formats:
+        return 0
+    experts, threads = config.experts, service_threads(system)
+    more = sum(longest_runs(experts.size, threads)) - experts.size
+    return num_layers * experts.router.num_experts * more
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
@@ -184,6 +210,9 @@ def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: Neur
     """Memory of the offloaded FFN on all hosts: slots, kept gates, tables, read buffers."""
     geometry, services = BundleGeometry.of(config), system.num_cpu_actors
     tables = geometry.num_bundles * _ROW_BYTES + ffn_bytes(config, 0)  # down's biases
+    if geometry.has_outputs:  # all services have all bundles
+        tables += (services - 1) * geometry.num_bundles * _ROW_BYTES + geometry.more_down_bytes
+        tables += services * sum(map(len, geometry.down_blocks)) * _UNIT_BYTES
     if geometry.is_mixture:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
         tables += int(config.num_neurons * predictor_bytes_a_neuron(config, services))

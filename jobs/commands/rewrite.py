@@ -68,7 +68,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     A model that is larger than --cpu-memory makes it by itself. Where a profile is there, neurons
     that fire often come first. A run that was stopped goes on where it was.
     """
-    from hotcold.actors.setup.preflight import read_model
+    from hotcold.actors.setup.preflight import packed_config
     from hotcold.actors.setup.storage import has_bundles
     from hotcold.jobs.support.loading import make_bundles
     from hotcold.model.bundles.bundle_file import bundle_path
@@ -76,7 +76,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     from hotcold.model.files.locate import locate_model
 
     path = locate_model(model)
-    config = read_model(path, weight_dtype)
+    config = packed_config(path, weight_dtype)
     geometry = BundleGeometry.of(config)
     started = time.monotonic()
     if verify:

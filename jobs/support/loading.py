@@ -19,7 +19,6 @@ from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.own_cache import tell_if_full
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def require_bundles(system: SystemConfig) -> None:
     if system.storage is None:
         return
     path = Path(system.model_path)
-    config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
+    config = served_config(system, Checkpoint(path), read_config(path))
     share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
     kept = bytes_in_memory(config, system.storage)
     total = config.num_neurons * geometry.neuron_bytes

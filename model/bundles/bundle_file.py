@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.weights.down_outputs import column_lengths
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
@@ -57,6 +59,10 @@ def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
 def _facts_of(geometry: BundleGeometry) -> dict[str, Any]:
     """Of models without experts as files had them before there were mixtures."""
     facts = asdict(geometry) | {"layer_bundles": list(geometry.layer_bundles)}
+    names = "down_blocks", "layer_down_bytes", "num_outputs", "more_down_bytes"
+    outputs = [facts.pop(name) for name in names]
+    if geometry.has_outputs:  # too many for a header
+        return facts | {"outputs": zlib.crc32(json.dumps(outputs).encode())}
     if geometry.is_mixture:
         return facts
     del facts["layer_bundles"], facts["bundle_neurons"], facts["is_mixture"]
@@ -154,25 +160,50 @@ def damaged_bundles(
     Errors:  OSError
     """
     geometry, found = file.geometry, []
-    rows = max(1, _READ_BYTES // geometry.bundle_bytes)
     done, firsts = 0, geometry.layer_firsts
     with file.path.open("rb", buffering=0) as stream:
-        for layer, count in enumerate(geometry.layer_bundles):
-            for first in range(0, count, rows):
-                last = min(first + rows, count)
-                bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
-                begin = geometry.span(layer)[0] + first * geometry.bundle_bytes
-                _fill(stream.fileno(), bundles, begin)
+        for layer in range(geometry.num_layers):
+            size = sum(geometry.part_bytes(layer))
+            for first, last in _read_together(geometry, layer):
+                bundles = np.zeros((last - first, size), np.uint8)
+                _fill(stream.fileno(), bundles, geometry.span(layer)[0] + first * size)
                 checksums = np.empty((last - first, 2), np.uint32)
                 bundle_checksums(bundles, geometry.gate_bytes, checksums)
                 own = slice(firsts[layer] + first, firsts[layer] + last)
                 wrong = (checksums != file.checksums[own]).any(axis=1)
-                norms = row_lengths(_down_rows(geometry, bundles)).reshape(last - first, -1)
-                wrong |= ~np.isclose(norms, file.norms[own], _NORM_ERROR, 0).all(axis=1)
+                if not (geometry.has_outputs and wrong.any()):  # a norm is of several bundles
+                    norms = _norms(geometry, layer, first, bundles)
+                    wrong |= ~np.isclose(norms, file.norms[own], _NORM_ERROR, 0).all(axis=1)
                 found += [(layer, int(n)) for n in file.order[layer][first:last][wrong]]
                 done += bundles.nbytes
                 on_bytes(done, geometry.data_bytes)
     return found
+
+
+def _read_together(geometry: BundleGeometry, layer: int) -> Iterator[tuple[int, int]]:
+    """A layer's bundles, first and last of some: of whole blocks where down is a row an output."""
+    if geometry.has_outputs:
+        counts = [block.num_bundles for block in geometry.down_blocks[layer]]
+        yield from pairwise([0, *accumulate(counts)])
+        return
+    rows, count = max(1, _READ_BYTES // geometry.bundle_bytes), geometry.layer_bundles[layer]
+    for first in range(0, count, rows):
+        yield first, min(first + rows, count)
+
+
+def _norms(geometry: BundleGeometry, layer: int, first: int, bundles: np.ndarray) -> np.ndarray:
+    """Norms of the neurons of bundles (N, bundle bytes) uint8 of `_read_together`: (N, K)."""
+    if not geometry.has_outputs:
+        return row_lengths(_down_rows(geometry, bundles)).reshape(len(bundles), -1)
+    blocks = geometry.down_blocks[layer]
+    begins = [0, *accumulate(block.num_bundles for block in blocks)]
+    block = blocks[begins.index(first)]
+    down = bundles[:, geometry.gate_bytes :][:, : block.rows * block.row_bytes]
+    matrix = np.ascontiguousarray(down).reshape(-1, block.row_bytes)
+    lengths = column_lengths(matrix.view(numpy_dtype(block.dtype)))
+    norms = np.zeros((len(bundles), geometry.bundle_neurons), np.float32)
+    norms.reshape(-1)[: lengths.size] = lengths
+    return norms
 
 
 def _down_rows(geometry: BundleGeometry, bundles: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,10 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
@@ -151,60 +155,91 @@ def _write_layers(
     if geometry.is_mixture:
         neurons = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
-        found = ffn_layers(reader, config, neurons, missing)
+        found = ffn_layers(reader, config, neurons, missing, not geometry.has_outputs)
         for layer, weights in zip(missing, found, strict=True):
-            places = _places(geometry, config.layers[layer].ffn.block_sizes)
+            own, down = _Layer.of(geometry, config, layer, weights), None
+            if geometry.has_outputs:
+                none = np.empty(0, np.int32)
+                alone = [neurons[at] if at == layer else none for at in range(config.num_layers)]
+                down = read_down_outputs(reader, config, alone)
             num_norms = geometry.layer_bundles[layer] * geometry.bundle_neurons
-            norms, lengths = np.zeros(num_norms, "<f4"), row_lengths(weights.down)
-            norms[places] = lengths
+            norms = np.zeros(num_norms, "<f4")
+            norms[own.places] = row_lengths(weights.down) if down is None else down_lengths(down)
             checksums = np.empty((geometry.layer_bundles[layer], 2), "<u4")
-            rows = max(1, _WRITE_BYTES // geometry.bundle_bytes)
+            size = sum(geometry.part_bytes(layer))
+            rows = max(1, _WRITE_BYTES // size)
             begin, layer_bytes = geometry.span(layer)
             for first in range(0, len(checksums), rows):
                 last = min(first + rows, len(checksums))
-                bundles = _bundles(geometry, weights, places, first, last)
+                bundles = np.zeros((last - first, size), np.uint8)
+                own.fill_neurons(bundles, first)
+                if down is not None:
+                    own.fill_outputs(bundles, first, down)
                 bundle_checksums(bundles, geometry.gate_bytes, checksums[first:last])
-                _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
+                _write_all(descriptor, bundles, begin + first * size)
                 written += bundles.nbytes
                 on_bytes(written, geometry.file_bytes)
-            own = int(geometry.layer_firsts[layer])
-            _write_all(descriptor, checksums, geometry.checksums_start + own * 8)
-            at = geometry.norms_start + own * geometry.bundle_neurons * 4
+            table = int(geometry.layer_firsts[layer])
+            _write_all(descriptor, checksums, geometry.checksums_start + table * 8)
+            at = geometry.norms_start + table * geometry.bundle_neurons * 4
             _write_all(descriptor, norms, at)
             os.fdatasync(descriptor)  # the layer is on the disk before its flag is
             os.posix_fadvise(descriptor, begin, layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 
-def _places(geometry: BundleGeometry, block_sizes: Sequence[int]) -> np.ndarray:
-    """Where each neuron of a layer stands among the rows of its bundles: (N,) int64."""
-    count, places, first = geometry.bundle_neurons, [], 0
-    for size in block_sizes:
-        places.append(first + np.arange(size))
-        first += -(-size // count) * count
-    return np.concatenate(places)
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer on its way into bundles.
 
-
-def _bundles(
-    geometry: BundleGeometry, weights: FfnWeights, places: np.ndarray, first: int, last: int
-) -> np.ndarray:
-    """Return bundles first..last-1 of a layer, whose neuron n is at `places[n]`, as bytes.
-
-    Shapes:  (bundles, bundle bytes) uint8
+    begins (B + 1,): the first bundle of each block, and the end; places (N,) int64: where each
+    neuron stands among the rows of the bundles
     """
-    count = geometry.bundle_neurons
-    begin, end = np.searchsorted(places, [first * count, last * count])
-    own = places[begin:end] - first * count
-    bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
-    up_at = geometry.gate_bytes
-    down_at = up_at + count * geometry.up_row_bytes
-    for rows, at in ((weights.gate, 0), (weights.up, up_at), (weights.down, down_at)):
-        if rows.shape[0]:
-            found = rows[begin:end].view(np.uint8).reshape(end - begin, -1)
-            placed = np.zeros(((last - first) * count, found.shape[1]), np.uint8)
-            placed[own] = found
-            bundles[:, at : at + count * found.shape[1]] = placed.reshape(last - first, -1)
-    return bundles
+
+    geometry: BundleGeometry
+    layer: int
+    weights: FfnWeights
+    begins: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(
+        cls, geometry: BundleGeometry, config: ModelConfig, layer: int, weights: FfnWeights
+    ) -> _Layer:
+        sizes = config.layers[layer].ffn.block_sizes
+        begins = np.cumsum([0, *geometry.block_bundles(layer, sizes)])
+        firsts = begins[:-1] * geometry.bundle_neurons
+        places = [first + np.arange(size) for first, size in zip(firsts, sizes, strict=True)]
+        return cls(geometry, layer, weights, begins, np.concatenate(places))
+
+    def fill_neurons(self, bundles: np.ndarray, first: int) -> None:
+        """Write the rows that are a neuron each into bundles first, first + 1 and so on.
+
+        Shapes:  bundles (N, bundle bytes) uint8
+        """
+        geometry, weights = self.geometry, self.weights
+        count, num_bundles = geometry.bundle_neurons, len(bundles)
+        ends = first * count, (first + num_bundles) * count
+        begin, end = np.searchsorted(self.places, ends)
+        own = self.places[begin:end] - first * count
+        up_at = count * geometry.gate_row_bytes if geometry.has_outputs else geometry.gate_bytes
+        down_at = up_at + count * geometry.up_row_bytes
+        for rows, at in ((weights.gate, 0), (weights.up, up_at), (weights.down, down_at)):
+            if rows.shape[0]:
+                found = rows[begin:end].view(np.uint8).reshape(end - begin, -1)
+                placed = np.zeros((num_bundles * count, found.shape[1]), np.uint8)
+                placed[own] = found
+                bundles[:, at : at + count * found.shape[1]] = placed.reshape(num_bundles, -1)
+
+    def fill_outputs(self, bundles: np.ndarray, first: int, down: BlockRows) -> None:
+        """Write the rows that are an output each into bundles first, first + 1 and so on."""
+        for block, (begin, end) in enumerate(pairwise(self.begins.tolist())):
+            cut = self.geometry.down_blocks[self.layer][block]
+            matrix = down.matrix(self.layer, block).view(np.uint8)
+            for bundle in range(max(first, begin), min(first + len(bundles), end)):
+                at = (bundle - begin) * cut.rows
+                rows = matrix[at : at + cut.rows].reshape(-1)
+                bundles[bundle - first, self.geometry.gate_bytes :][: rows.size] = rows
 
 
 def _write_all(descriptor: int, content: bytes | np.ndarray, place: int) -> None:

@@ -86,6 +86,8 @@ class ModelConfig:
     other_dtypes: tuple[tuple[MatrixKind, WeightDtype], ...] = ()
     # Bytes of a row, on average, of kinds with two formats; `other_dtypes` has the first.
     mean_row_bytes: tuple[tuple[MatrixKind, float], ...] = ()
+    # Of each layer's blocks the format of down, where that is kept a row an output.
+    down_formats: tuple[tuple[WeightDtype, ...], ...] = ()
 
     def dtype_of(self, kind: MatrixKind) -> WeightDtype:
         """Return the format of a kind of matrices."""

@@ -76,7 +76,9 @@ def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
     if target is None:
         return config
     require_whole_groups(target, config.hidden_size, config.attention_size, config.embed_size)
-    return replace(config, dtype=dtype_name(target), other_dtypes=(), mean_row_bytes=())
+    return replace(
+        config, dtype=dtype_name(target), other_dtypes=(), mean_row_bytes=(), down_formats=()
+    )
 
 
 def require_whole_groups(dtype: np.dtype, *widths: int) -> None:

@@ -18,7 +18,7 @@ from hotcold.model.weights.expert_predictors import predictor_ranks
 from hotcold.model.weights.ffn import FfnWeights, read_ffn
 from hotcold.model.weights.ffn_tensors import ffn_tensors
 from hotcold.model.weights.tensor_reader import RowPart, TensorReader
-from hotcold.numba_kernels.formats import row_width
+from hotcold.numba_kernels.formats import WeightDtype, row_width
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -59,6 +59,7 @@ def stored_config(
         "head": head_name(checkpoint, config),
     }
     means: dict[MatrixKind, float] = {}
+    down_formats: tuple[tuple[WeightDtype, ...], ...] = ()
     with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
         loaded = {kind: reader.loaded_dtype(name) for kind, name in firsts.items()}
         projections = empty_projections(reader, config, range(config.num_layers), by_layer)
@@ -68,6 +69,13 @@ def stored_config(
             down = empty_down_outputs(reader, config, sizes)
             means["down"] = down.nbytes / int(sizes.sum())
             loaded["down"] = down.first.dtype
+            down_formats = tuple(
+                tuple(
+                    dtype_name(down.dtype_of(at, block))
+                    for block in range(len(layer.ffn.block_sizes))
+                )
+                for at, layer in enumerate(config.layers)
+            )
     if checkpoint.quantized_dtype is None:
         widths = config.hidden_size, config.attention_size, config.embed_size
         for found in set(loaded.values()):
@@ -81,7 +89,13 @@ def stored_config(
     others = tuple((kind, name) for kind, name in names.items() if name != own)
     if projections.second.size:
         means["qkv"] = projections.nbytes / (config.num_layers * config.qkv_rows)
-    return replace(config, dtype=own, other_dtypes=others, mean_row_bytes=tuple(means.items()))
+    return replace(
+        config,
+        dtype=own,
+        other_dtypes=others,
+        mean_row_bytes=tuple(means.items()),
+        down_formats=down_formats,
+    )
 
 
 def weight_shapes(

@@ -118,19 +118,24 @@ def read_down_outputs(
 def down_lengths(rows: BlockRows) -> np.ndarray:
     """Return the length of each neuron's down vector, layer after layer, block after block.
 
+    Dtypes:  float32
+    """
+    matrices = [rows.matrix(*index) for index in np.ndindex(*rows.places.shape[:2])]
+    lengths = [column_lengths(matrix) for matrix in matrices if len(matrix)]
+    return np.concatenate([np.empty(0, np.float32), *lengths])
+
+
+def column_lengths(matrix: np.ndarray) -> np.ndarray:
+    """Return the length of each column of rows (N, items) in any format.
+
     It converts a few rows at a time to float32.
     Dtypes:  float32
     """
-    lengths = [np.empty(0)]
-    for index in np.ndindex(*rows.places.shape[:2]):
-        matrix = rows.matrix(*index)
-        if len(matrix):
-            squares = sum(
-                np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
-                for first in range(0, len(matrix), _ROWS_AT_ONCE)
-            )
-            lengths.append(np.sqrt(squares))
-    return np.concatenate(lengths).astype(np.float32)
+    squares = sum(
+        np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
+        for first in range(0, len(matrix), _ROWS_AT_ONCE)
+    )
+    return np.sqrt(squares).astype(np.float32)
 
 
 def _tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> list[_Tensor]:

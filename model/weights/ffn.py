@@ -144,19 +144,20 @@ def ffn_layers(
     config: ModelConfig,
     neuron_ids: Sequence[np.ndarray],
     layers: Sequence[int] | None = None,
+    has_down: bool = True,
 ) -> Iterator[FfnWeights]:
     """Yield the weights of one layer after another: its neurons, and its down bias.
 
     For weights that are sent on: the process never holds more than one layer. `layers`: all, or
-    those given.
+    those given. Without `has_down` down has no rows.
     Errors:  those of `load_ffn`
     """
     ids = _checked_ids(config, neuron_ids)
     none = np.empty(0, np.int32)
     for layer in range(config.num_layers) if layers is None else layers:
         alone = [ids[layer] if other == layer else none for other in range(config.num_layers)]
-        weights = _empty_ffn(reader, config, alone, True)
-        _load_layer(reader, config, weights, layer)
+        weights = _empty_ffn(reader, config, alone, True, has_down=has_down)
+        _load_layer(reader, config, weights, layer, has_down)
         yield weights
 
 

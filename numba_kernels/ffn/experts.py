@@ -10,7 +10,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, FIRST, LAST, ROW
-from hotcold.numba_kernels.ffn import in_memory
+from hotcold.numba_kernels.ffn import in_memory, transposed
 from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
@@ -188,12 +188,25 @@ def _to_layer(starts, spans, fired_ids, rows):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def add(source, share, scratch):
-    """As in memory, once spans and neurons are those of the layer again."""
+def _back_to_layer(source, share, scratch):
+    """Let spans and neurons be those of the layer again."""
     count, starts = scratch.counts[share.thread], source.arrays.starts[share.layer]
     if not share.selection.is_listed:
         _to_layer(starts, share.spans, share.fired_ids[:count], share.places[:count])
+
+
+@njit(nogil=True, cache=True, inline="always")
+def add(source, share, scratch):
+    """As in memory."""
+    _back_to_layer(source, share, scratch)
     in_memory.add(source, share, scratch)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def add_transposed(source, share, scratch):
+    """As in memory, where down is a row an output."""
+    _back_to_layer(source, share, scratch)
+    transposed.add(source, share, scratch)
 
 
 @njit(nogil=True, cache=True, inline="always")

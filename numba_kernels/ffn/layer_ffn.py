@@ -13,7 +13,8 @@ compiled for the type of the source:
     is_well       after a barrier
     add_up        the output, and the biases
 
-A source: `FfnArrays`, `TransposedArrays`, `OffloadedNeurons` or `OffloadedExperts`.
+A source: `FfnArrays`, `TransposedArrays`, `OffloadedNeurons`, or `OffloadedExperts` of `FfnArrays`
+or of `TransposedArrays`.
 """
 
 from typing import Any
@@ -46,15 +47,23 @@ from hotcold.numba_kernels.storage.offloaded_experts import OffloadedExperts
 from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 
 _SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons, OffloadedExperts
+_TRANSPOSED_EXPERTS = len(_SOURCES)
 
 
 def _choice(source: Any, *choices: Any) -> Any:
     """The one of `choices` for the type of a source; None for another type.
 
+    Without a fifth one the fourth is of experts in either order of down rows.
+
     Its code becomes the caller's: to pass so many arrays would take longer than a short row.
     """
     kind = getattr(source, "instance_class", None)
-    return choices[_SOURCES.index(kind)].py_func if kind in _SOURCES else None
+    if kind not in _SOURCES:
+        return None
+    number = _SOURCES.index(kind)
+    if kind is OffloadedExperts and source.types[0].instance_class is TransposedArrays:
+        number = min(_TRANSPOSED_EXPERTS, len(choices) - 1)
+    return choices[number].py_func
 
 
 def _step(*choices: Any) -> Any:
@@ -71,15 +80,15 @@ def _step(*choices: Any) -> Any:
 
 
 _begin = _step(rows.begin, rows.begin, offloaded.begin, experts.begin)
-_clear = _step(rows.clear, transposed.clear, rows.clear, rows.clear)
+_clear = _step(rows.clear, transposed.clear, rows.clear, rows.clear, transposed.clear)
 _compute_gates = _step(
     rows.compute_gates, rows.compute_gates, offloaded.compute_gates, experts.compute_gates
 )
 _is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, experts.is_well)
 _find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired)
 _scale = _step(rows.scale, rows.scale, offloaded.scale, rows.scale)
-_add = _step(rows.add, transposed.add, rows.add, experts.add)
-_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up)
+_add = _step(rows.add, transposed.add, rows.add, experts.add, experts.add_transposed)
+_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, transposed.add_up)
 
 
 def _layer_rows(source, layer):  # type: ignore[no-untyped-def]

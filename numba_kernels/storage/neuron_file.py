@@ -1,7 +1,9 @@
 """Bundles of a bundle file: spans of it are read, checked, and copied to their rows in memory.
 
 A bundle is one neuron, or K neurons of an expert: a part with gate rows, then a part with up rows
-and down rows. Each part is padded with zeros to a multiple of PART_UNIT bytes and has a checksum.
+and down rows. Where down is a row an output, the first part has up rows too, and the second some of
+the expert's down rows. Each part is padded with zeros to a multiple of PART_UNIT bytes and has a
+checksum.
 """
 
 from typing import NamedTuple
@@ -10,6 +12,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.direct_file import read_bytes
+from hotcold.numba_kernels.storage.output_rows import OutputRows, copy_outputs
 
 PART_UNIT = 512  # bytes: the block of direct reads of most file systems
 GATE, UP_DOWN = 1, 2  # parts of a bundle, as bits
@@ -17,22 +20,23 @@ DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 # words of `NeuronFile.facts`
-DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE = range(4)
-GATE_BYTES, UP_DOWN_BYTES, PIECE = range(4, 7)
-NUM_FACTS = 8
+DESCRIPTOR, UNIT, KEEPS_PAGES, PIECE = range(4)
+NUM_FACTS = 4
 
 
 class NeuronFile(NamedTuple):
     """An open bundle file, and where in it a service's N bundles of all layers are.
 
-    facts (8,) int64, the words above: bytes of each part with its padding, and PIECE, the most
-    bytes of one read, or 0 for no limit; firsts (L,) int64: the first bundle of each layer
+    facts (4,) int64, the words above; PIECE: the most bytes of one read, or 0 for no limit
+    begins (L,) int64: each layer's first byte; sizes (L, 2) int64: bytes of both parts of its
+    bundles, with their padding
     layers, places (N,) int32: a bundle's layer, and its index within that layer
     checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
-    firsts: np.ndarray
+    begins: np.ndarray
+    sizes: np.ndarray
     layers: np.ndarray
     places: np.ndarray
     checksums: np.ndarray
@@ -45,6 +49,7 @@ class RowBytes(NamedTuple):
     gate_slots, up_down_slots (N,) int32: the row from which those of a bundle are counted
     offsets (patterns, K) int32: which row from there each of its neurons has, -1 for none;
     patterns (N,) int32: which of these a bundle has
+    outputs: down rows that are an output each, which `down` then has none of
     """
 
     gate: np.ndarray
@@ -54,6 +59,7 @@ class RowBytes(NamedTuple):
     up_down_slots: np.ndarray
     offsets: np.ndarray
     patterns: np.ndarray
+    outputs: OutputRows
 
 
 class NeuronReads(NamedTuple):
@@ -98,10 +104,9 @@ def bundle_checksums(bundles: np.ndarray, gate_bytes: int, checksums: np.ndarray
 @njit(nogil=True, cache=True)
 def part_span(file, row, parts):
     """First and last (exclusive) byte of a bundle's parts in the file."""
-    facts = file.facts
-    gate, up_down = facts[GATE_BYTES], facts[UP_DOWN_BYTES]
-    bundle = file.firsts[file.layers[row]] + file.places[row]
-    begin = facts[FIRST_BYTE] + bundle * (gate + up_down)
+    layer = file.layers[row]
+    gate, up_down = file.sizes[layer, 0], file.sizes[layer, 1]
+    begin = file.begins[layer] + file.places[row] * (gate + up_down)
     first = begin if parts & GATE else begin + gate
     return first, begin + gate + (up_down if parts & UP_DOWN else 0)
 
@@ -153,21 +158,28 @@ def _copy_rows(part, at, target, first, offsets):
 @njit(nogil=True, cache=True)
 def copy_span(file, reads, first, last, begin, staging, target):
     """Copy rows from `staging`, the file from `begin` on; the index of a damaged one, or -1."""
-    gate, up_down = file.facts[GATE_BYTES], file.facts[UP_DOWN_BYTES]
+    has_outputs = target.outputs.units.shape[0] > 0
     for i in range(first, last):
         row, parts = reads.rows[i], reads.parts[i]
+        gate, up_down = file.sizes[file.layers[row], 0], file.sizes[file.layers[row], 1]
         offsets = target.offsets[target.patterns[row]]
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]
             if part_checksum(part) != file.checksums[row, 0]:
                 return i
-            _copy_rows(part, np.int64(0), target.gate, np.int64(target.gate_slots[row]), offsets)
+            slot = np.int64(target.gate_slots[row])
+            up_at = _copy_rows(part, np.int64(0), target.gate, slot, offsets)
+            if has_outputs and target.up.shape[0]:
+                _copy_rows(part, up_at, target.up, slot, offsets)
             at += gate
         if parts & UP_DOWN:
             part = staging[at : at + up_down]
             if part_checksum(part) != file.checksums[row, 1]:
                 return i
+            if has_outputs:
+                copy_outputs(part, row, target.outputs)
+                continue
             slot, down_at = np.int64(target.up_down_slots[row]), np.int64(0)
             if target.up.shape[0]:
                 down_at = _copy_rows(part, down_at, target.up, slot, offsets)

@@ -17,7 +17,8 @@ from hotcold.numba_kernels.storage.expert_slots import (
     unit_state,
     use,
 )
-from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
+from hotcold.numba_kernels.storage.neuron_file import NeuronFile
+from hotcold.numba_kernels.storage.output_rows import OutputRows, place_unit
 from hotcold.numba_kernels.storage.read_queue import (
     NOW,
     NUM_BATCHES,
@@ -34,7 +35,6 @@ from hotcold.numba_kernels.storage.read_queue import (
 # words of `OffloadedExperts.options`
 MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(4)
 NUM_OPTIONS = 4
-BOTH = GATE | UP_DOWN
 # words of `OffloadedExperts.ahead_counts`: chosen experts where there was a guess, those of them
 # that were guessed, experts read ahead, those of them that were chosen
 NUM_CHOSEN, NUM_GUESSED, NUM_AHEAD, NUM_USEFUL = range(4)
@@ -44,8 +44,10 @@ _ANY_WEIGHT = np.float32(np.inf)
 class OffloadedExperts(NamedTuple):
     """A shard of experts in a bundle file; L layers of B blocks, unit l * B + b is block b's.
 
-    arrays: `FfnArrays` with `starts` and down biases of all neurons, but matrices, other biases and
-    norms by rows in memory; own: the biases and norms of all neurons, in their order
+    arrays: `FfnArrays` or `TransposedArrays` with `starts` and down biases of all neurons, but
+    matrices, other biases and norms by rows in memory; own: the biases and norms of all neurons, in
+    their order; outputs: down of `TransposedArrays`
+    bundle_parts (N,) uint8: what is read of each bundle
     order (B,) int32: a request's chosen blocks, those in memory first, as indices of its spans;
     num_loaded (1,) int64: how many were in memory
     counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
@@ -63,6 +65,8 @@ class OffloadedExperts(NamedTuple):
 
     arrays: Any
     own: Any
+    outputs: OutputRows
+    bundle_parts: np.ndarray
     file: NeuronFile
     slots: ExpertSlots
     queue: ReadQueue
@@ -109,7 +113,18 @@ def _give_rows(shard, layer, block, most):
         return False
     if is_new:
         _fill_vectors(shard, layer, block)
+        if shard.outputs.places.shape[0]:
+            place_unit(shard.outputs, unit, shard.outputs.begins[slots.slot_of[unit]])
     return True
+
+
+@njit(nogil=True, cache=True)
+def _submit(shard, batch, count):
+    """Submit reads of the batch's first `count` bundles."""
+    queue, options = shard.queue, shard.options
+    for i in range(count):
+        queue.parts[batch, i] = shard.bundle_parts[queue.rows[batch, i]]
+    submit_reads(queue, shard.file, batch, count, options[MAX_BYTES], options[MAX_GAP])
 
 
 @njit(nogil=True, cache=True)
@@ -159,11 +174,10 @@ def request_experts(shard, layer, blocks):
     for i in pending:
         while not _give_rows(shard, layer, np.int64(blocks[i]), _ANY_WEIGHT):
             drain(queue, slots.requested, slots.requested)  # reads ahead held the other slots
-    rows, parts, count = queue.rows[NOW], queue.parts[NOW], 0
+    count = 0
     for i in pending:
-        count = list_missing(slots, first + np.int64(blocks[i]), rows, count)
-    parts[:count] = BOTH
-    submit_reads(queue, shard.file, NOW, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+        count = list_missing(slots, first + np.int64(blocks[i]), queue.rows[NOW], count)
+    _submit(shard, NOW, count)
 
 
 @njit(nogil=True, cache=True)
@@ -278,15 +292,14 @@ def request_ahead(shard, layer, blocks):
     if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
         return
     first = layer * (shard.arrays.starts.shape[1] - 1)
-    rows, parts, count = queue.rows[batch], queue.parts[batch], 0
+    count = 0
     for block in blocks:
         keep(slots, first + np.int64(block))
     for block in blocks:
         if not _give_rows(shard, layer, np.int64(block), _ANY_WEIGHT):
             break
-        count = list_missing(slots, first + np.int64(block), rows, count)
-    parts[:count] = BOTH
-    submit_reads(queue, shard.file, batch, count, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+        count = list_missing(slots, first + np.int64(block), queue.rows[batch], count)
+    _submit(shard, batch, count)
 
 
 @njit(nogil=True, cache=True)

@@ -22,13 +22,19 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.actors.setup.storage import pack_model
 from hotcold.actors.telemetry.experts import expert_counts
 from hotcold.model.bundles import geometry as geometries
+from hotcold.model.bundles.bundle_file import bundle_path, damaged_bundles, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
@@ -40,8 +46,10 @@ from hotcold.numba_kernels.serve.mailbox import (
     cell,
 )
 from hotcold.placement.storage import least_in_memory
+from tests.actors import test_gguf_experts, test_gguf_mixtures
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.mxfp4_models import make_mxfp4
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "small_bundles")
 Tiny = Callable[..., TinyCheckpoint]
@@ -63,8 +71,8 @@ class StoredExperts(InProcessSystem):
     share: dict[str, Any] = field(default_factory=dict)  # of OffloadedShare
 
     def _cpus(self) -> list[Service]:
-        config = stored_config(Checkpoint(self.path), self.config, self.weight_dtype)
-        file = self.path / "hotcold" / BundleGeometry.of(config).file_name
+        config = served_config(self.system(), Checkpoint(self.path), self.config)
+        file = bundle_path(self.path, BundleGeometry.of(config))
         kept = least_in_memory([layer.ffn for layer in config.layers]) + self.more
         share = OffloadedShare(kept, kept // self.num_services, **self.share)
         return [
@@ -246,3 +254,108 @@ def test_a_disk_that_is_slow_is_waited_for(tiny: Tiny, monkeypatch: pytest.Monke
             assert not found.done()
         begin[0]()
         np.testing.assert_array_equal(found.result(), wanted)
+
+
+# Mixtures whose down rows are an output each: in one format, in two by layers, in two within a
+# layer whose shared expert has more bits and is wider, and in MXFP4 with biases.
+OUTPUTS: dict[str, Callable[[Path], Path]] = {
+    "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
+    "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
+    "three": test_gguf_experts.write,
+    "mxfp4": make_mxfp4,
+}
+
+
+@dataclass
+class Outputs:
+    """A mixture whose down rows are an output each, as a command would start it; packed."""
+
+    path: Path
+    num_services: int = 1
+    has_down_norms: bool = False
+
+    def __post_init__(self) -> None:
+        options = SystemOptions(context_length=128, num_cpu_actors=self.num_services)
+        system, self.config = prepare_system(self.path, options)
+        assert system.down_transposed
+        system = replace(system, has_down_norms=self.has_down_norms)
+        self.specs = service_specs(system, self.config)
+        self.file = pack_model(self.path, self.config)
+
+    def plain(self) -> InProcessSystem:
+        """All in memory."""
+        return InProcessSystem(self.path, num_threads=2, specs=self.specs)
+
+    def stored(self, **options: Any) -> StoredExperts:
+        """As much in memory as has to be, unless `more` neurons are."""
+        return StoredExperts(self.path, num_threads=2, specs=self.specs, **options)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.sweep(keep=4)
+@pytest.mark.parametrize(
+    ("kind", "num_services"),
+    [
+        ("Q4_K_M", 2),
+        ("mxfp4", 1),
+        ("Q4_0", 1),
+        ("three", 1),
+        ("Q4_K_M", 1),
+        ("mxfp4", 2),
+        ("Q4_0", 2),
+    ],
+)
+def test_the_same_bits_of_down_rows_that_are_an_output(
+    kind: str, num_services: int, tmp_path: Path
+) -> None:
+    model = Outputs(OUTPUTS[kind](tmp_path), num_services)
+    geometry = BundleGeometry.of(model.config)
+    assert geometry.has_outputs
+    file = read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))
+    assert damaged_bundles(file) == []
+    with model.plain() as plain:
+        wanted = answers(plain, ["dense"])
+    for more, guessed in ((0, 0), (512, 4)):
+        with model.stored(more=more, num_guessed=guessed) as stored:
+            for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+                np.testing.assert_array_equal(found, expected)
+            assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
+
+
+def test_the_same_bits_by_thresholds(tmp_path: Path) -> None:
+    """Norms of down's columns come from the file."""
+    model = Outputs(OUTPUTS["Q4_0"](tmp_path), has_down_norms=True)
+    some = [Thresholds(np.float32(0.01), np.float32(1e-4))] * model.config.num_layers
+    found = []
+    for system in (model.plain, model.stored):
+        with system() as running:
+            found += [running.logits("threshold", IDS, way, thresholds=some) for way in WAYS[:3]]
+            for way in WAYS[:1]:
+                found.append(running.logits("dense", IDS, way))
+    for plain, stored in zip(found[:4], found[4:], strict=True):
+        np.testing.assert_array_equal(plain, stored)
+    assert not np.array_equal(found[0], found[3])  # something was left out
+
+
+@pytest.mark.parametrize("way", [[1], [40]], ids=["token", "prompt"])
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_down_rows_that_are_damaged_are_read_again(
+    tmp_path: Path, part: str, way: list[int]
+) -> None:
+    """One line while they are; once the file is mended the same service computes the same bits."""
+    model = Outputs(OUTPUTS["Q4_0"](tmp_path))
+    geometry, content = BundleGeometry.of(model.config), model.file.read_bytes()
+    with model.plain() as plain:
+        wanted = plain.logits("dense", IDS, way)
+    with model.stored() as stored:
+        spoilt = np.frombuffer(content, np.uint8).copy()
+        first = geometry.first_byte + (geometry.gate_bytes if part == "second" else 0)
+        spoilt[first :: geometry.bundle_bytes] ^= 4
+        model.file.write_bytes(spoilt.tobytes())
+        for _ in range(3):
+            with pytest.raises(AnswerFailed, match=str(model.file)) as caught:
+                stored.logits("dense", IDS, way)
+            assert "expert" in str(caught.value) and "\n" not in str(caught.value)
+        with model.file.open("r+b") as stream:
+            stream.write(content)
+        np.testing.assert_array_equal(stored.logits("dense", IDS, way), wanted)

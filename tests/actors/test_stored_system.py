@@ -16,7 +16,7 @@ import pytest
 
 from hotcold.actors.processes import host_setup
 from hotcold.actors.processes.host_setup import HostSetup
-from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import choose, memory_needs, shards, storage, storage_shares
 from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
@@ -34,10 +34,13 @@ from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.sampling import SamplingParams
 from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import resolve_shape
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.placement.storage import least_in_memory
 from tests.actors.kept_system import config_of, greedy
+from tests.actors.test_gguf_mixtures import quantized
 from tests.actors.test_stored_neurons import two_bits
 from tests.conftest import TinyCheckpoint
 from tests.numa_trees import write_tree
@@ -62,6 +65,27 @@ def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
         assert running.complete(greedy(checkpoint)).ids == checkpoint.greedy_ids
         with pytest.raises(UsageError, match="cannot be scaled"):
             running.call("scale", 1)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("local_ray")
+def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Path) -> None:
+    path = quantized("Q4_0", tmp_path)
+    system, config = prepare_system(path, SystemOptions(context_length=64, num_cpu_actors=1))
+    assert system.down_transposed
+    kept = least_in_memory([layer.ffn for layer in config.layers])
+    kept_storage = NeuronStorage(str(pack_model(path, config)), kept, kept)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=[3, 1, 4, 1, 5, 9])
+    with System.start(system, name="plain") as running:
+        plain = running.complete(request)
+    with System.start(replace(system, storage=kept_storage), name="stored") as running:
+        for _ in range(2):
+            result = running.complete(request)
+            assert result.ids == plain.ids
+            assert result.reads["bytes_read"] > 0
+            os.kill(running.call("processes")["cpu0"], signal.SIGKILL)
+        assert running.complete(request).ids == plain.ids
 
 
 @pytest.fixture

@@ -1,0 +1,166 @@
+"""Down matrices of experts in slots, where they are a row an output: from bundles into memory.
+
+A bundle has some rows of its block's matrix, all columns of them. A service that has some of the
+block's neurons cuts theirs out of each row, whose layout depends on its width.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.block_rows import BEGIN, END, NUM_PLACE_NUMBERS, ROW_ITEMS
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import (
+    CHUNK_GROUPS,
+    EXPONENTS,
+    HALVES,
+    MINIMA,
+    QUANT_GROUP,
+    ROW_FORMATS,
+    SCALES,
+    SIX_BITS,
+)
+
+# Numbers of a cut: rows of each bundle and of the matrix, bytes of a row in the file; how its codes
+# and factors lie; groups of such a row, and which of them the unit has.
+ROWS, HEIGHT, ROW_BYTES, BITS, FACTORS, GROUPS, FIRST_GROUP, NUM_GROUPS = range(8)
+NUM_CUT_NUMBERS = 8
+_FACTORS = SCALES, MINIMA, EXPONENTS, HALVES, SIX_BITS
+_HALVES, _SIX_BITS = _FACTORS.index(HALVES), _FACTORS.index(SIX_BITS)
+# Of factors that lie side by side for all groups of a row: how many of each group, and their bytes.
+_NUM_FACTORS, _FACTOR_BYTES = np.array([1, 2, 1]), np.array([2, 2, 1])
+_CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each: a step of its chunk, read as one number
+
+
+class OutputRows(NamedTuple):
+    """Matrices of E units in S slots, from N bundles; of none where down is a row a neuron.
+
+    rows (M,) uint8: all matrices in memory; places (E, 4) int64: of `BlockRows`, of rows in them
+    begins (S,) int64: where each slot's matrix begins
+    cuts (E, 8) int64: the words above, of each unit
+    units, turns (N,) int32: a bundle's unit, and which of its block's bundles it is
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    begins: np.ndarray
+    cuts: np.ndarray
+    units: np.ndarray
+    turns: np.ndarray
+
+
+def no_outputs() -> OutputRows:
+    """Those of rows that are a neuron each."""
+    none, nothing = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    places, cuts = (
+        np.zeros((0, count), np.int64) for count in (NUM_PLACE_NUMBERS, NUM_CUT_NUMBERS)
+    )
+    return OutputRows(np.zeros(0, np.uint8), places, nothing, cuts, none, none)
+
+
+def new_cut(
+    dtype: np.dtype, width: int, first: int, count: int, rows: int, height: int
+) -> tuple[int, ...]:
+    """The numbers of columns first..first+count-1 of rows of `width` weights, as `cuts` has them.
+
+    `first` begins a block of the format, and the columns are whole blocks.
+    """
+    kind = ROW_FORMATS[dtype]
+    groups, own, begin = (number // QUANT_GROUP for number in (width, count, first))
+    row_bytes = width // kind.block_weights * kind.block_bytes
+    return rows, height, row_bytes, kind.bits, _FACTORS.index(kind.factors), groups, begin, own
+
+
+@njit(nogil=True, cache=True)
+def place_unit(outputs, unit, begin):
+    """Let a unit's matrix be in memory from byte `begin` on."""
+    place = outputs.places[unit]
+    place[BEGIN] = begin
+    place[END] = begin + outputs.cuts[unit, HEIGHT] * place[ROW_ITEMS]
+
+
+@njit(nogil=True, cache=True)
+def _copy(source, target, count):
+    for i in range(count):
+        target[i] = source[i]
+
+
+@njit(nogil=True, cache=True)
+def _lane(group, num_groups):
+    """Of a group of a row: groups before its chunk, groups of its chunk, and its place there."""
+    before = group // CHUNK_GROUPS * CHUNK_GROUPS
+    return before, min(np.int64(CHUNK_GROUPS), num_groups - before), group - before
+
+
+@njit(nogil=True, cache=True)
+def _cut_codes(source, bits, groups, first, count, target):
+    codes = source[: _CODE_BYTES * bits * groups].view(np.uint32)
+    own = target[: _CODE_BYTES * bits * count].view(np.uint32)
+    for group in range(count):
+        before, lanes, lane = _lane(first + group, groups)
+        own_before, own_lanes, own_lane = _lane(np.int64(group), count)
+        at, to = bits * before + lane, bits * own_before + own_lane
+        for step in range(bits):
+            own[to + step * own_lanes] = codes[at + step * lanes]
+
+
+@njit(nogil=True, cache=True)
+def _cut_halves(source, groups, first, count, target):
+    for group in range(count):
+        before, lanes, lane = _lane(first + group, groups)
+        own_before, own_lanes, own_lane = _lane(np.int64(group), count)
+        for half in range(2):
+            found = source[2 * before + half * lanes + lane]
+            target[2 * own_before + half * own_lanes + own_lane] = found
+    _copy(source[2 * groups + first // 4 :], target[2 * count :], count // 4)
+
+
+@njit(nogil=True, cache=True)
+def _cut_six_bits(source, groups, first, count, target):
+    for group in range(count):
+        before, lanes, lane = _lane(first + group, groups)
+        own_before, own_lanes, own_lane = _lane(np.int64(group), count)
+        at, to = before // 2 * 3, own_before // 2 * 3
+        target[to + own_lane] = source[at + lane]
+        upper = source[at + lanes + lane % (lanes // 2)] >> (4 if 2 * lane >= lanes else 0) & 15
+        place = to + own_lanes + own_lane % (own_lanes // 2)
+        if 2 * own_lane < own_lanes:
+            target[place] = upper
+        else:
+            target[place] |= np.uint8(upper << 4)
+    _copy(source[groups // 2 * 3 + first // 2 :], target[count // 2 * 3 :], count // 2)
+
+
+@njit(nogil=True, cache=True)
+def cut_row(source, cut, target):
+    """target = the groups of a row that `cut` names, as a row of their own; checks nothing."""
+    bits, kind, groups = cut[BITS], cut[FACTORS], cut[GROUPS]
+    first, count = cut[FIRST_GROUP], cut[NUM_GROUPS]
+    _cut_codes(source, bits, groups, first, count, target)
+    factors, own = source[_CODE_BYTES * bits * groups :], target[_CODE_BYTES * bits * count :]
+    if kind == _HALVES:
+        _cut_halves(factors, groups, first, count, own)
+    elif kind == _SIX_BITS:
+        _cut_six_bits(factors, groups, first, count, own)
+    else:
+        size = _FACTOR_BYTES[kind]
+        for number in range(_NUM_FACTORS[kind]):
+            found = factors[(number * groups + first) * size :]
+            _copy(found, own[number * count * size :], count * size)
+
+
+@njit(nogil=True, cache=True)
+def copy_outputs(part, bundle, outputs):
+    """Copy a bundle's rows, which are `part`, into its unit's matrix."""
+    unit = np.int64(outputs.units[bundle])
+    cut, place = outputs.cuts[unit], outputs.places[unit]
+    row_bytes, items = cut[ROW_BYTES], place[ROW_ITEMS]
+    first = np.int64(outputs.turns[bundle]) * cut[ROWS]
+    count = min(cut[ROWS], cut[HEIGHT] - first)
+    begin = place[BEGIN] + first * items
+    if cut[NUM_GROUPS] == cut[GROUPS]:
+        _copy(part, outputs.rows[begin:], count * row_bytes)
+        return
+    for row in range(count):
+        own = outputs.rows[begin + row * items : begin + (row + 1) * items]
+        cut_row(part[row * row_bytes : (row + 1) * row_bytes], cut, own)

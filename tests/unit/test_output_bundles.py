@@ -1,0 +1,253 @@
+"""Bundle files of mixtures whose down rows are an output each: content, sizes, runs that stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotcold.actors.cpu.expert_store import ExpertStore
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup import storage
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import in_memory, packed_config, prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.setup.storage import offloaded_share, pack_model, storage_within
+from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.jobs.cli import main
+from hotcold.model.bundles import geometry as geometries
+from hotcold.model.bundles.bundle_file import damaged_bundles, read_bundle_file
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError, MemoryBudgetError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
+from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import WeightDtype
+from hotcold.placement.memory import MemoryNeed
+from tests.actors import test_gguf_experts, test_gguf_mixtures
+from tests.mxfp4_models import make_mxfp4
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
+    "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
+    "three": test_gguf_experts.write,
+    "mxfp4": make_mxfp4,
+}
+
+
+@pytest.fixture
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert of a tiny model is several of them."""
+    monkeypatch.setattr(geometries, "_EXPERT_BUNDLE_BYTES", 40_000)
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_where_the_file_says(name: str, tmp_path: Path) -> None:
+    """A bundle: K gate rows, K up rows; then some of its expert's down rows, whole ones."""
+    path = MODELS[name](tmp_path)
+    config = packed_config(path)
+    geometry, checkpoint = BundleGeometry.of(config), Checkpoint(path)
+    file = pack_model(path, config)
+    content = np.frombuffer(file.read_bytes(), np.uint8)
+    assert content.size == geometry.file_bytes
+    every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    weights = load_ffn(checkpoint, config, every, include_down_bias=False)
+    with TensorReader(checkpoint) as reader:
+        down = read_down_outputs(reader, config, every)
+    count, row = geometry.bundle_neurons, geometry.gate_row_bytes
+    at = geometry.first_byte
+    for layer, spec in enumerate(config.layers):
+        first_bytes, down_bytes = geometry.part_bytes(layer)
+        assert first_bytes % 512 == down_bytes % 512 == 0 and at == geometry.span(layer)[0]
+        for block, size in enumerate(spec.ffn.block_sizes):
+            num_bundles, height = geometry.down_blocks[layer][block][:2]
+            assert num_bundles > 1
+            shape = num_bundles, first_bytes + down_bytes
+            bundles = content[at : at + shape[0] * shape[1]].reshape(shape)
+            at += bundles.size
+            own = slice(*weights.starts[layer, block : block + 2])
+            for rows, begin in ((weights.gate, 0), (weights.up, count * row)):
+                found = bundles[:, begin : begin + count * row].reshape(-1, row)
+                assert found[:size].tobytes() == rows[own].tobytes()
+                assert not found[size:].any()
+            wanted = down.matrix(layer, block)
+            outputs = bundles[:, first_bytes:][:, : height * wanted.shape[1]]
+            outputs = np.ascontiguousarray(outputs).reshape(-1, wanted.shape[1])
+            assert outputs[: len(wanted)].tobytes() == wanted.tobytes()
+            assert not outputs[len(wanted) :].any()
+    tables = read_bundle_file(file, geometry, ModelIdentity.of(path))
+    lengths = [length for length in tables.norms.reshape(-1) if length > 0]
+    np.testing.assert_array_equal(lengths, down_lengths(down))
+    assert damaged_bundles(tables) == []
+
+
+class Stopped(Exception):
+    """In the middle of writing."""
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = MODELS["Q4_K_M"](tmp_path)
+    config, written = packed_config(path), []
+    file = pack_model(path, config)
+    content = file.read_bytes()
+    file.unlink()
+    first_layer = BundleGeometry.of(config).span(0)[1]
+
+    def stop(done: int, total: int) -> None:
+        written.append(done)
+        if done > first_layer:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack_model(path, config, on_bytes=stop)
+    assert not file.exists()
+    written.clear()
+    pack_model(path, config, on_bytes=lambda done, total: written.append(done))
+    assert written[0] > first_layer  # that layer was not written again
+    assert file.read_bytes() == content
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = MODELS["Q4_0"](tmp_path)
+    assert main(["pack", str(path)]) == 0
+    assert main(["pack", str(path), "--verify"]) == 0
+    geometry = BundleGeometry.of(packed_config(path))
+    assert f"all {geometry.num_bundles} bundles are whole" in capsys.readouterr().out
+    (file,) = tmp_path.glob("**/bundles-q4-outputs.bin")
+    content = file.read_bytes()
+    for at in (0, geometry.gate_bytes + 7):  # of each part
+        damaged = bytearray(content)
+        damaged[geometry.first_byte + 3 * geometry.bundle_bytes + at] ^= 1
+        file.write_bytes(damaged)
+        assert main(["pack", str(path), "--verify"]) == 1
+        assert "1 bundles are damaged, the first is bundle 3" in capsys.readouterr().err
+    assert main(["pack", str(path)]) == 0
+    assert file.read_bytes() == content
+
+
+def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row a neuron is another file, beside this one."""
+    path = MODELS["Q4_0"](tmp_path)
+    config = packed_config(path)
+    file, identity = pack_model(path, config), ModelIdentity.of(path)
+    other = pack_model(path, read_model(path))
+    assert file.name != other.name and file.exists() and other.exists()
+    geometry = BundleGeometry.of(config)
+    (first, *rest), *layers = geometry.down_blocks
+    changed = ((first._replace(rows=first.rows - 1), *rest), *layers)
+    with pytest.raises(ArtifactError, match="another format or version; make it again"):
+        read_bundle_file(file, replace(geometry, down_blocks=changed), identity)
+    read_bundle_file(file, geometry, identity)
+
+
+def test_an_expert_takes_what_its_file_takes(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B's shape in Q4_0: 4.5 bits a weight, an expert in reads of about 256 KiB."""
+    config = read_model(MODELS["Q4_0"](tmp_path))
+    assert config.experts is not None
+    plain: WeightDtype = "q4"
+    router = replace(config.experts.router, num_experts=128, num_chosen=8)
+    wide = replace(
+        config,
+        num_layers=48,
+        hidden_size=2048,
+        experts=replace(config.experts, size=768, router=router),
+        dtype=plain,
+        other_dtypes=(),
+        windows=(0,) * 48,
+        layer_ropes=config.layer_ropes[:1] * 48,
+    )
+    cases: list[tuple[WeightDtype, float]] = [("q4", 4.5), ("mxfp4", 4.25), ("q6", 6.5625)]
+    for name, bits in cases:
+        formats = (tuple([name] * 128),) * 24 + (tuple([plain] * 128),) * 24
+        geometry = BundleGeometry.of(replace(wide, down_formats=formats))
+        mean = (bits + 4.5) / 2
+        num_bytes = 48 * 128 * 768 * 2048 * (2 * 4.5 + mean) / 8
+        assert num_bytes < geometry.data_bytes < 1.02 * num_bytes
+        assert geometry.bundle_bytes < 300_000
+        assert geometry.down_row_bytes == pytest.approx(2048 * max(bits, 4.5) / 8, abs=1)
+
+
+def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
+    """The system with the least on storage that the budget line names."""
+    need = MemoryNeed(0, 0, config.num_neurons * 10_000, 0, 0, 0)
+    with pytest.raises(MemoryBudgetError) as caught:
+        storage_within(Path(system.model_path), need, system, config, 0)
+    least = int(str(caught.value).split("(")[1].split(" bytes")[0])
+    path = Path(system.model_path)
+    return replace(system, storage=storage_within(path, need, system, config, least))
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize(
+    ("name", "services"), [("Q4_K_M", 1), ("Q4_K_M", 2), ("three", 1), ("mxfp4", 2)]
+)
+def test_slots_take_what_is_promised(name: str, services: int, tmp_path: Path) -> None:
+    path = MODELS[name](tmp_path)
+    options = SystemOptions(context_length=64, num_threads=2, num_cpu_actors=services)
+    config = read_model(path)
+    system, config = in_memory(path, choose_system(path, config, options), config)
+    assert system.down_transposed and system.num_cpu_actors == services
+    pack_model(path, config)
+    system = least_of(system, config)
+    geometry, taken = BundleGeometry.of(config), 0
+    assert system.storage is not None
+    file = read_bundle_file(Path(system.storage.path), geometry, ModelIdentity.of(path))
+    for spec in service_specs(system, config)[1:]:
+        share, ids = offloaded_share(spec, config), spec.neuron_ids or []
+        weights = load_ffn_biases(Checkpoint(path), config, ids, spec.has_down_bias)
+        layers = [layer.ffn for layer in config.layers]
+        store = ExpertStore(file, layers, weights, share, 1)
+        try:
+            arrays = store.arrays
+            taken += arrays.gate.nbytes + arrays.up.nbytes + store.stored.outputs.rows.nbytes
+        finally:
+            store.close()
+    promised = bytes_in_memory(config, system.storage) + geometry.more_down_bytes
+    tables = 48 * system.storage.num_up_downs  # of the rows' owners, counted beside them
+    assert 0.8 * (promised - tables) < taken <= promised
+
+
+def test_what_a_token_reads_is_smaller_than_with_a_row_a_neuron(tmp_path: Path) -> None:
+    path = MODELS["Q4_0"](tmp_path)
+    plain = read_model(path)
+    system, config = in_memory(path, choose_system(path, plain, SystemOptions()), plain)
+    system = least_of(replace(system, num_cpu_actors=1), config)
+    assert system.storage is not None
+    outputs = token_reads(path, system, config, system.storage).num_bytes
+    neurons = token_reads(path, system, plain, system.storage).num_bytes
+    assert outputs == pytest.approx(neurons * 3 * 4.5 / (2 * 4.5 + 8.5), rel=0.02)
+    several = replace(system, num_cpu_actors=2, num_threads=2)
+    more = token_reads(path, several, config, system.storage).num_bytes
+    assert more == pytest.approx(outputs * 4 / 3, rel=0.02)
+
+
+def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if processes and buffers of reads, beside which this model is small, took nothing."""
+    path = MODELS["Q4_K_M"](tmp_path)
+    options = SystemOptions(context_length=64, num_cpu_actors=1)
+    whole, config = prepare_system(path, options)
+    monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(
+        storage,
+        "offloaded_ffn_bytes",
+        lambda system, config, kept: bytes_in_memory(config, kept),
+    )
+    total = system_need(whole, config).total_bytes
+    system, stored = prepare_system(path, replace(options, cpu_memory_bytes=total - 1))
+    assert system.storage is not None and system.storage.path.endswith("-outputs.bin")
+    assert system.down_transposed and stored.down_formats == config.down_formats
+    exact = replace(options, cpu_memory_bytes=total - 1, mode="exact")
+    system, stored = prepare_system(path, exact)  # down is a row a neuron then, in more bits
+    assert system.storage is not None and system.storage.path.endswith("bundles-q4_k.bin")
+    assert not system.down_transposed and not stored.down_formats
