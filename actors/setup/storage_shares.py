@@ -21,6 +21,8 @@ from hotcold.model.weights.memory import free_shared_memory
 from hotcold.model.weights.sizes import ffn_bytes, predictor_bytes_a_neuron
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
+from hotcold.placement.expert_reuse import missed_share
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
     Disk,
     Kept,
@@ -58,8 +60,8 @@ def divided(
     found = list(_divisions(system, config, least, spare))
     if not system.predictors_path:
         found = [found[0], *found[-1:]]  # every gate is always read: keep all, or none
-    disk = Disk()
-    return min(found, key=lambda kept: disk.seconds(token_reads(path, system, config, kept)))
+    disk, profile = Disk(), own_profile(path, ModelIdentity.of(path), config)
+    return min(found, key=lambda kept: disk.seconds(token_reads(profile, system, config, kept)))
 
 
 def _divisions(
@@ -102,16 +104,19 @@ def _own_predictor_bytes(storage: NeuronStorage) -> int:
 
 
 def token_reads(
-    path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
+    profile: ActivationProfile | None,
+    system: SystemConfig,
+    config: ModelConfig,
+    kept: NeuronStorage,
 ) -> Reads:
     """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError.
 
-    Of experts by how often others found them chosen again.
+    Of experts by the profile, or by how often others found them chosen again.
     """
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
-        return _expert_reads(config, kept)
-    fired = _cold_rates(path, system, config)
+        return _expert_reads(profile, system, config, kept)
+    fired = _cold_rates(profile, system, config)
     if not fired.size:
         return Reads(0, 0)
     parts = kept_parts(geometry, kept.num_gates, kept.num_up_downs)
@@ -123,22 +128,35 @@ def token_reads(
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
-def _expert_reads(config: ModelConfig, kept: NeuronStorage) -> Reads:
-    """`token_reads` of whole experts, of which those that were used last are in memory."""
+def _expert_reads(
+    profile: ActivationProfile | None,
+    system: SystemConfig,
+    config: ModelConfig,
+    kept: NeuronStorage,
+) -> Reads:
+    """`token_reads` of whole experts, of which those that were used most of late are in memory.
+
+    What a GPU holds counts as if it were in slots.
+    """
     assert config.experts is not None
-    router, geometry = config.experts.router, BundleGeometry.of(config)
-    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
-    size, num_experts = config.experts.size, router.num_experts
-    stay = config.num_neurons - num_layers * num_experts * size
-    num_slots = (kept.num_up_downs - stay) / (num_layers * size)
-    missed = num_layers * missed_experts(num_slots, num_experts, router.num_chosen)
+    router, geometry, size = config.experts.router, BundleGeometry.of(config), config.experts.size
+    num_layers = config.num_experts // router.num_experts
+    outside = num_cold_neurons(system, config) - kept.num_up_downs
+    num_slots = config.num_experts - outside / size
+    if profile is None or profile.distances is None or not profile.distances.any():
+        a_layer = missed_experts(num_slots / num_layers, router.num_experts, router.num_chosen)
+        missed = num_layers * a_layer
+    else:
+        share = missed_share(profile.distances, num_slots)
+        missed = num_layers * router.num_chosen * share
     num_bundles = missed * -(-size // geometry.bundle_neurons)
     return Reads(num_bundles, num_bundles * geometry.bundle_bytes)
 
 
-def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
+def _cold_rates(
+    profile: ActivationProfile | None, system: SystemConfig, config: ModelConfig
+) -> np.ndarray:
     """Firing rates of the neurons that CPU services hold: (cold neurons of all layers,)."""
-    profile = own_profile(path, ModelIdentity.of(path), config)
     unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
     fired = unknown if profile is None else profile.frequency
     is_cold = np.ones(fired.shape, bool)

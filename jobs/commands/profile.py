@@ -215,8 +215,9 @@ def _write(
     from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
     identity, num_tokens = state.identity, state.task.num_tokens
-    chosen = state.chosen if config.experts is not None else None
-    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest, chosen)
+    counts, *of_experts = state.found
+    own = of_experts if config.experts is not None else ()
+    found = ActivationProfile(counts, num_tokens, text.name, text.digest, *own)
     write_profile(files.profile, identity, found)
     if files.inputs is not None:
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))

@@ -13,6 +13,7 @@ from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
@@ -40,7 +41,11 @@ class OffloadPlan:
 
 
 def offload_plans(
-    path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
+    path: Path,
+    options: SystemOptions,
+    profile: ActivationProfile | None,
+    memory_s: float,
+    num_sizes: int = _SIZES,
 ) -> list[OffloadPlan]:
     """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
 
@@ -59,7 +64,7 @@ def offload_plans(
     disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
     sizes = [given + int(step * i) for i in range(num_sizes)]
-    return list(_plans(path, options, sizes, disk, memory_s))
+    return list(_plans(path, options, profile, sizes, disk, memory_s))
 
 
 def _measured(file: Path, geometry: BundleGeometry) -> Disk:
@@ -71,14 +76,19 @@ def _measured(file: Path, geometry: BundleGeometry) -> Disk:
 
 
 def _plans(
-    path: Path, options: SystemOptions, sizes: list[int], disk: Disk, memory_s: float
+    path: Path,
+    options: SystemOptions,
+    profile: ActivationProfile | None,
+    sizes: list[int],
+    disk: Disk,
+    memory_s: float,
 ) -> Iterator[OffloadPlan]:
     for size in sizes:
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
             return
         share = expected_gpu(system, config)
-        reads = token_reads(path, share, config, system.storage)
+        reads = token_reads(profile, share, config, system.storage)
         seconds = disk.seconds(reads)
         num_neurons = config.num_neurons
         num_cold = num_cold_neurons(share, config)
