@@ -32,7 +32,7 @@ class StackDistances:
         A layer finds the others' means half a token older than its own, on average.
         """
         means = self._means
-        for token in chosen.reshape(len(chosen), -1):
+        for token in chosen:
             means *= 1 - DECAY
             used = np.flatnonzero(token)
             if self._num_tokens >= _SETTLED:
