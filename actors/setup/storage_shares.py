@@ -28,6 +28,7 @@ from hotcold.placement.storage import (
     Kept,
     Reads,
     expected_reads,
+    expert_reads,
     gates_first,
     missed_experts,
     whole_bundles,
@@ -143,14 +144,14 @@ def _expert_reads(
     num_layers = config.num_experts // router.num_experts
     outside = num_cold_neurons(system, config) - kept.num_up_downs
     num_slots = config.num_experts - outside / size
-    if profile is None or profile.distances is None or not profile.distances.any():
-        a_layer = missed_experts(num_slots / num_layers, router.num_experts, router.num_chosen)
-        missed = num_layers * a_layer
-    else:
+    if profile is not None and profile.distances is not None and profile.distances.any():
         share = missed_share(profile.distances, num_slots)
-        missed = num_layers * router.num_chosen * share
-    num_bundles = missed * -(-size // geometry.bundle_neurons)
-    return Reads(num_bundles, num_bundles * geometry.bundle_bytes)
+    else:
+        missed = missed_experts(num_slots / num_layers, router.num_experts, router.num_chosen)
+        share = missed / router.num_chosen
+    num_bundles = -(-size // geometry.bundle_neurons)
+    of_expert = Reads(num_bundles, num_bundles * geometry.bundle_bytes)
+    return expert_reads(share, num_layers, router.num_chosen, of_expert)
 
 
 def _cold_rates(

@@ -18,6 +18,7 @@ from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
 _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
+_LIMITED_S = 1.0  # a cgroup's limit lets a tenth of a second's bytes pass at once
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,17 @@ def offload_plans(
 
 
 def _measured(file: Path, geometry: BundleGeometry) -> Disk:
-    """By reads of a gate's size, and by larger ones."""
-    pages = -(-geometry.gate_bytes // PAGE_BYTES)
-    sizes = min(_MAX_SMALL, pages * PAGE_BYTES), _LARGE
+    """By reads of a gate's size, and by larger ones; of experts by those of a bundle."""
+    if geometry.is_mixture:
+        size = _whole_pages(geometry.bundle_bytes)
+        return Disk(0.0, *measure_disk(file, [size], seconds=_LIMITED_S))
+    sizes = min(_MAX_SMALL, _whole_pages(geometry.gate_bytes)), _LARGE
     small, large = zip(sizes, measure_disk(file, sizes), strict=True)
     return Disk.of_rates(small, large)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _plans(
