@@ -88,7 +88,7 @@ class Units:
             layers=np.concatenate([part.layers for part in parts]),
             places=np.concatenate([part.places for part in parts]),
             patterns=np.concatenate([part.patterns for part in parts]),
-            offsets=np.array(found.offsets, np.int32),
+            offsets=np.array(found.offsets, np.int32).reshape(-1, geometry.bundle_neurons),
         )
 
     @property
