@@ -41,7 +41,7 @@ def played_misses(routes: np.ndarray, num_slots: int) -> tuple[int, int]:
             for unit in chosen:
                 is_missed = unit not in in_slots
                 if is_missed and len(in_slots) == num_slots:
-                    in_slots.remove(min((u for u in in_slots if u not in chosen), key=means.get))
+                    in_slots.remove(min(set(in_slots) - set(chosen), key=means.__getitem__))
                 if is_missed:
                     in_slots.append(unit)
                 misses += is_missed and token >= SETTLED

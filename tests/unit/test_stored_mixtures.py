@@ -99,7 +99,8 @@ def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) 
     counts = np.ones((LAYERS, max(config.ffn_sizes)), np.int64)
     chosen = np.ones((LAYERS, EXPERTS), np.int64)
     known = ActivationProfile(counts, 1, "t", "t", chosen, distances)
-    system, kept = SystemConfig(str(tmp_path)), NeuronStorage("", *[4096 + 100 * SIZE] * 2)
+    system, count = SystemConfig(str(tmp_path)), 100 * SIZE
+    kept = NeuronStorage("", 4096 + count, 4096 + count)
     bundle_bytes = BundleGeometry.of(config).bundle_bytes
     of_expert = -(-SIZE // BundleGeometry.of(config).bundle_neurons)
     reads = token_reads(known, system, config, kept)
@@ -107,12 +108,11 @@ def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) 
     assert reads.num_bytes == pytest.approx(reads.number * bundle_bytes)
     # A GPU has the attention's dense layer, and one expert more.
     fitted = replace(system, device="cuda", num_hot_neurons=4096 + SIZE)
-    kept = NeuronStorage("", *[100 * SIZE] * 2)
-    assert token_reads(known, fitted, config, kept).number == pytest.approx(5 / 20 * reads.number)
+    beside = NeuronStorage("", count, count)
+    assert token_reads(known, fitted, config, beside).number == pytest.approx(5 / 20 * reads.number)
     unknown = token_reads(None, system, config, kept)
-    for distances in (None, np.zeros(5 * EXPERTS, np.int64)):
-        short = replace(known, distances=distances)
-        assert token_reads(short, system, config, kept) == unknown
+    for none in (None, np.zeros(5 * EXPERTS, np.int64)):
+        assert token_reads(replace(known, distances=none), system, config, kept) == unknown
 
 
 def test_tables_of_neurons_and_biases_are_counted(config: ModelConfig, tmp_path: Path) -> None:
