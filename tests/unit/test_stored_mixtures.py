@@ -106,7 +106,7 @@ def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) 
     reads = token_reads(known, system, config, kept)
     assert reads.number == pytest.approx(0.2 * 5 * 8 * of_expert)
     assert reads.num_bytes == pytest.approx(reads.number * bundle_bytes)
-    # A GPU has the attention's dense layer, and one expert more.
+    # A GPU has the dense layer, and one expert.
     fitted = replace(system, device="cuda", num_hot_neurons=4096 + SIZE)
     beside = NeuronStorage("", count, count)
     assert token_reads(known, fitted, config, beside).number == pytest.approx(5 / 20 * reads.number)
