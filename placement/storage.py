@@ -20,6 +20,7 @@ _NEW, _FADES = 0.55, 0.49
 _SUMMED = 1024  # tokens; the sum over more is taken as an integral
 # Shares of the shorter of a layer's compute and reads that overlap: of neurons, of whole experts.
 _HIDDEN, _EXPERTS_HIDDEN = 0.7, 0.9
+_READ_A_MISS = 1.15  # experts read for each that is missed: some are read ahead in vain
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ def expert_reads(share: float, num_layers: int, num_chosen: int, of_expert: Read
         )
         for k in range(1, num_chosen + 1)
     )
-    missed = num_layers * num_chosen * share
-    return Reads(missed * of_expert.number, missed * of_expert.num_bytes, layers)
+    num_read = num_layers * num_chosen * share * _READ_A_MISS
+    return Reads(num_read * of_expert.number, num_read * of_expert.num_bytes, layers)
 
 
 def least_in_memory(layers: Sequence[FfnSpec]) -> int:

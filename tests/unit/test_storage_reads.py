@@ -101,7 +101,9 @@ def test_layers_that_miss_nothing_hide_nothing() -> None:
     rng, num_layers, num_chosen, share = np.random.default_rng(2), 40, 4, 0.1
     missed = (rng.random((2000, num_layers, num_chosen)) < share).sum(axis=2)
     reads = expert_reads(share, num_layers, num_chosen, Reads(3, 700_000))
-    assert reads.number == pytest.approx(3 * 16) and reads.num_bytes == pytest.approx(16 * 700_000)
+    num_read = 1.15 * 16  # some in vain
+    assert reads.number == pytest.approx(3 * num_read)
+    assert reads.num_bytes == pytest.approx(num_read * 700_000)
     for of_expert in (0.0001, 0.002, 0.03):
         disk_s, memory_s = 16 * of_expert, 0.1
         hidden = np.minimum(missed * of_expert, memory_s / num_layers).sum(axis=1).mean()
