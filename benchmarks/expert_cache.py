@@ -6,7 +6,8 @@ Routes say which experts each token chooses in each layer: (tokens, layers, chos
 `examples.train_mixture` records them. Without a file they are drawn: a token keeps a share of the
 last one's experts and draws the others by how popular they are in general and in its document. Half
 of the tokens are the profile that fills the cache; the other half is counted. Rules are played over
-one cache for all layers, whose size is a share of all experts.
+one cache for all layers, whose size is a share of all experts. The last rows are what `hotcold
+plan` expects of the mean over 16 tokens, by stack distances of either half, and without a profile.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import click
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.placement.expert_reuse import StackDistances, missed_share
+from hotcold.placement.storage import missed_experts
 
-SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
+SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 LRU, DECAYED, PINNED, OPTIMUM = range(4)
 _NEVER = 1 << 60
 
@@ -112,6 +115,7 @@ class Replay:
     def __init__(self, routes: np.ndarray, num_experts: int) -> None:
         num_layers, half = routes.shape[1], len(routes) // 2
         self.num_layers, self.num_units = num_layers, num_layers * num_experts
+        self.distances = [self._distances(part) for part in (routes[:half], routes[half:])]
         units = routes + np.arange(num_layers)[None, :, None] * num_experts
         counts = np.bincount(units[:half].ravel(), minlength=self.num_units)
         self.rates = counts / max(1, half)
@@ -121,7 +125,7 @@ class Replay:
     def hits(self, share: float, rule: int, tokens: float = 1.0, is_warm: bool = True) -> float:
         """The share of lookups that hit; `tokens`: over how many the mean of uses goes."""
         memory = 1 - (1 - 1 / max(tokens, 1.0)) ** (1 / self.num_layers) if rule == DECAYED else 0
-        slots = max(int(share * self.num_units), self.units.shape[1] * 2)
+        slots = self._num_slots(share)
         rates = self.rates if is_warm else np.zeros(self.num_units)
         # A use counts so much that an expert that every token uses has 1 in the mean.
         weighed = rates * (memory * self.num_layers if rule == DECAYED else 1)
@@ -129,6 +133,26 @@ class Replay:
             weighed = rates - 2.0  # before all steps
         misses = _misses(self.units, self.num_units, slots, rule, memory, weighed, self.following)
         return 1 - misses / self.units.size
+
+    def expected_hits(self, share: float, half: int) -> float:
+        """What `hotcold plan` expects of a mean over 16 tokens, by a profile of that half."""
+        return 1 - missed_share(self.distances[half], self._num_slots(share))
+
+    def _distances(self, routes: np.ndarray) -> np.ndarray:
+        distances = StackDistances(self.num_units)
+        chosen = np.zeros((len(routes), self.num_layers, self.num_units // self.num_layers), bool)
+        np.put_along_axis(chosen, routes, True, axis=2)
+        distances.add(chosen)
+        return distances.counts
+
+    def assumed_hits(self, share: float) -> float:
+        """What it expects without a profile."""
+        num_experts, num_chosen = self.num_units // self.num_layers, self.units.shape[1]
+        slots = self._num_slots(share) / self.num_layers
+        return 1 - missed_experts(slots, num_experts, num_chosen) / num_chosen
+
+    def _num_slots(self, share: float) -> int:
+        return max(int(share * self.num_units), self.units.shape[1] * 2)
 
     def repeats(self, distance: int) -> float:
         """The share of choices that one of the last `distance` tokens made too."""
@@ -152,6 +176,9 @@ RULES: dict[str, Rule] = {
         for tokens in (4, 16, 64, 256)
     },
     "optimum": lambda replay, share: replay.hits(share, OPTIMUM),
+    "expected by the same tokens": lambda replay, share: replay.expected_hits(share, 1),
+    "expected by the profile": lambda replay, share: replay.expected_hits(share, 0),
+    "expected without": lambda replay, share: replay.assumed_hits(share),
 }
 
 

@@ -39,8 +39,11 @@ class Rates:
 class ActivationProfile:
     """For how many of a text's tokens each neuron's gate fired, and each block was chosen.
 
-    Shapes:  counts (L, N), N of the largest layer; chosen (L, B), None where no layer has experts
-    Dtypes:  int64, each from 0 to num_tokens
+    `distances` are `StackDistances.counts`, of tokens one after another; None, or all 0, where that
+    is unknown.
+    Shapes:  counts (L, N), N of the largest layer; chosen (L, B), None where no layer has experts;
+             distances (experts of all layers,)
+    Dtypes:  int64, of counts and chosen from 0 to num_tokens
     """
 
     counts: np.ndarray
@@ -48,6 +51,7 @@ class ActivationProfile:
     text_name: str
     text_digest: str
     chosen: np.ndarray | None = None
+    distances: np.ndarray | None = None
 
     @property
     def frequency(self) -> np.ndarray:
@@ -116,6 +120,8 @@ def write_profile(path: Path, identity: ModelIdentity, profile: ActivationProfil
     tensors = {"counts": profile.counts}
     if profile.chosen is not None:
         tensors["chosen"] = profile.chosen
+    if profile.distances is not None:
+        tensors["distances"] = profile.distances
     write_artifact(path, _KIND, identity, tensors, facts)
 
 
@@ -126,16 +132,19 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
              impossible counts
     """
     artifact = read_artifact(path, _KIND, identity)
-    chosen = None
+    chosen = distances = None
     if config.experts is not None:
         blocks = config.num_layers, neurons.most_blocks(config)
         chosen = artifact.tensor("chosen", np.int64, blocks)
+        if "distances" in artifact.tensors:  # of earlier versions there are none
+            distances = artifact.tensor("distances", np.int64, (config.num_experts,))
     profile = ActivationProfile(
         counts=artifact.tensor("counts", np.int64, neurons.shape(config)),
         num_tokens=artifact.fact("num_tokens", int),
         text_name=artifact.fact("text_name", str),
         text_digest=artifact.fact("text_digest", str),
         chosen=chosen,
+        distances=distances,
     )
     _check(path, profile)
     return profile
@@ -184,3 +193,5 @@ def _check(path: Path, profile: ActivationProfile) -> None:
                 f"{path}: counts are from {counts.min()} to {counts.max()}, not from 0 to the "
                 f"{num_tokens} tokens; {_REMEDY}"
             )
+    if profile.distances is not None and not profile.distances.min(initial=0) >= 0:
+        raise ArtifactError(f"{path}: distances of experts are counted below 0; {_REMEDY}")

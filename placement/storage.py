@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -17,15 +18,22 @@ _READ_CPU_S, _BYTE_CPU_S = 4e-6, 1 / 4e9
 # That is 45% chosen again at the next token, and 80% within eight, as measured of Qwen3-30B-A3B.
 _NEW, _FADES = 0.55, 0.49
 _SUMMED = 1024  # tokens; the sum over more is taken as an integral
-_HIDDEN = 0.7  # share of the shorter of compute and reads that overlaps
+# Shares of the shorter of a layer's compute and reads that overlap: of neurons, of whole experts.
+_HIDDEN, _EXPERTS_HIDDEN = 0.7, 0.9
+_READ_A_MISS = 1.15  # experts read for each that is missed: some are read ahead in vain
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads for one token: their number, and bytes."""
+    """Reads for one token: their number, and bytes.
+
+    layers: how they are spread over layers, as pairs: a share of the layers, less what does not
+    overlap with compute, and how much each of these reads, as a multiple of the mean
+    """
 
     number: float
     num_bytes: float
+    layers: tuple[tuple[float, float], ...] = ((_HIDDEN, 1.0),)
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,13 @@ class Disk:
 def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int) -> float:
     """The time of a token with neurons on storage.
 
-    memory + max(disk - HIDDEN * min(memory, disk), CPU time of reads / threads)
-    `memory_s` is a token's time with everything in memory, `disk_s` that of its reads.
+    memory + max(disk - sum over reads.layers of share * min(memory, multiple * disk),
+                 CPU time of reads / threads)
+    `memory_s` is a token's time with everything in memory, `disk_s` that of its reads. A layer
+    that reads nothing hides nothing.
     Source:  docs/lab_log.md
     """
-    waits_s = disk_s - _HIDDEN * min(memory_s, disk_s)
+    waits_s = disk_s - sum(share * min(memory_s, much * disk_s) for share, much in reads.layers)
     cpu_s = reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S
     return memory_s + max(waits_s, cpu_s / num_threads)
 
@@ -79,6 +89,25 @@ def missed_experts(num_slots: float, num_experts: int, num_chosen: int) -> float
         return num_chosen * float(new[np.searchsorted(used, kept)])
     power = _SUMMED ** (1 - _FADES) + (kept - float(used[-1])) * (1 - _FADES) / _NEW
     return num_chosen * _NEW * power ** (-_FADES / (1 - _FADES))
+
+
+def expert_reads(share: float, num_layers: int, num_chosen: int, of_expert: Reads) -> Reads:
+    """The reads for a token that misses this share of `num_chosen` experts of each layer.
+
+    As if each was missed independently of the others: a layer misses k with the probability
+    C(num_chosen, k) * share^k * (1 - share)^(num_chosen - k).
+    """
+    if share == 0:
+        return Reads(0, 0)
+    layers = tuple(
+        (
+            _EXPERTS_HIDDEN * comb(num_chosen, k) * share**k * (1 - share) ** (num_chosen - k),
+            k / (num_chosen * share),
+        )
+        for k in range(1, num_chosen + 1)
+    )
+    num_read = num_layers * num_chosen * share * _READ_A_MISS
+    return Reads(num_read * of_expert.number, num_read * of_expert.num_bytes, layers)
 
 
 def least_in_memory(layers: Sequence[FfnSpec]) -> int:

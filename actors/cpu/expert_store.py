@@ -112,7 +112,7 @@ class Units:
             patterns=np.concatenate([part.patterns for part in parts]),
             turns=np.concatenate([part.turns for part in parts]),
             parts=np.concatenate([part.parts for part in parts]),
-            offsets=np.array(found.offsets, np.int32),
+            offsets=np.array(found.offsets, np.int32).reshape(-1, geometry.bundle_neurons),
         )
 
     @property

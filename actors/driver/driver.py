@@ -332,6 +332,10 @@ class Driver:
         """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
         return self._profiling.chosen_counts.copy()
 
+    def expert_distances(self) -> np.ndarray:
+        """The histogram `StackDistances.counts` of profiled windows: (experts of all layers,)."""
+        return self._profiling.distances.counts.copy()
+
     def recorded_weights(self) -> np.ndarray:
         """What blocks weigh for the last window's recorded tokens (`ProfilingEngine`)."""
         return self._profiling.recorded_weights

@@ -13,6 +13,7 @@ from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION, WEIGHS_BLOCKS
+from hotcold.placement.expert_reuse import StackDistances
 
 
 class ProfilingEngine(Engine):
@@ -35,6 +36,8 @@ class ProfilingEngine(Engine):
         self.num_bos = 0 if bos_id is None else 1
         # Of all counted tokens those that have chosen a block of neurons; one block has all.
         self.chosen_counts = np.zeros((config.num_layers, neurons.most_blocks(config)), np.int64)
+        self.distances = StackDistances(config.num_experts)
+        self._routes: list[np.ndarray] = []  # of the step, by layers with a router: (T, E) bool
         self._counts = False
         self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
         self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
@@ -69,7 +72,10 @@ class ProfilingEngine(Engine):
             check()
             self._rows = chosen[(chosen >= first) & (chosen < last)] - first
             positions = range(self.num_bos + first, self.num_bos + last)
+            self._routes = []
             self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
+            if self._routes:
+                self.distances.add(np.stack(self._routes, axis=1))
             self._num_recorded += self._rows.size
         inputs, self._inputs = self._inputs, self._inputs[:, :0]
         return inputs
@@ -97,6 +103,8 @@ class ProfilingEngine(Engine):
         buffers.requests[services, OPERATION] = COUNT_FFN
         self._request_ffn(self.config.ffn_sizes[layer])
         self.chosen_counts[layer, :num_blocks] += np.count_nonzero(weights, axis=0)
+        if (router := self.config.layers[layer].ffn.router) is not None:
+            self._routes.append(weights[:, : router.num_experts] != 0)
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:

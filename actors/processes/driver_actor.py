@@ -124,6 +124,10 @@ class DriverActor:
         """The number of profiled tokens that have chosen each block of neurons: (L, B) int64."""
         return self.services.driver.chosen_counts()
 
+    def expert_distances(self) -> np.ndarray:
+        """How soon experts were chosen again; see `Driver.expert_distances`."""
+        return self.services.driver.expert_distances()
+
     def recorded_weights(self) -> np.ndarray:
         """What blocks weigh for the recorded tokens of the last profiled window: (L, R, B)."""
         return self.services.driver.recorded_weights()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +22,14 @@ from hotcold.model.weights.memory import free_shared_memory
 from hotcold.model.weights.sizes import ffn_bytes, predictor_bytes_a_neuron
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.storage import RING_DEPTH
+from hotcold.placement.expert_reuse import missed_share
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
     Disk,
     Kept,
     Reads,
     expected_reads,
+    expert_reads,
     gates_first,
     missed_experts,
     whole_bundles,
@@ -60,8 +63,8 @@ def divided(
     found = list(_divisions(system, config, least, spare))
     if not system.predictors_path:
         found = [found[0], *found[-1:]]  # every gate is always read: keep all, or none
-    disk = Disk()
-    return min(found, key=lambda kept: disk.seconds(token_reads(path, system, config, kept)))
+    disk, profile = Disk(), own_profile(path, ModelIdentity.of(path), config)
+    return min(found, key=lambda kept: disk.seconds(token_reads(profile, system, config, kept)))
 
 
 def _divisions(
@@ -69,7 +72,7 @@ def _divisions(
 ) -> Iterator[NeuronStorage]:
     """Divisions of `spare` bytes: first all for whole neurons, then more and more for gates."""
     geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
-    num_cold += more_slot_neurons(system, config, config.num_layers)
+    num_cold += more_slot_neurons(system, config, len(_routed_layers(config)))
     gate_bytes, up_down_bytes = slot_bytes(geometry)
     most = max(0, num_cold - least.num_gates)
     whole = min(most, spare // (gate_bytes + up_down_bytes))
@@ -105,16 +108,19 @@ def _own_predictor_bytes(storage: NeuronStorage) -> int:
 
 
 def token_reads(
-    path: Path, system: SystemConfig, config: ModelConfig, kept: NeuronStorage
+    profile: ActivationProfile | None,
+    system: SystemConfig,
+    config: ModelConfig,
+    kept: NeuronStorage,
 ) -> Reads:
     """What a token reads from storage, by the profile or `_UNKNOWN_RATE`. Errors: ArtifactError.
 
-    Of experts by how often others found them chosen again.
+    Of experts by the profile, or by how often others found them chosen again.
     """
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
-        return _expert_reads(system, config, kept)
-    fired = _cold_rates(path, system, config)
+        return _expert_reads(profile, system, config, kept)
+    fired = _cold_rates(profile, system, config)
     if not fired.size:
         return Reads(0, 0)
     parts = kept_parts(geometry, kept.num_gates, kept.num_up_downs)
@@ -126,22 +132,45 @@ def token_reads(
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
 
 
-def _expert_reads(system: SystemConfig, config: ModelConfig, kept: NeuronStorage) -> Reads:
-    """`token_reads` of whole experts, of which those that were used last are in memory."""
+def _expert_reads(
+    profile: ActivationProfile | None,
+    system: SystemConfig,
+    config: ModelConfig,
+    kept: NeuronStorage,
+) -> Reads:
+    """`token_reads` of whole experts, of which those that were used most of late are in memory.
+
+    What a GPU holds counts as if it were in slots.
+    """
     assert config.experts is not None
-    router, geometry = config.experts.router, BundleGeometry.of(config)
-    layers = [at for at, layer in enumerate(config.layers) if layer.ffn.router is not None]
-    size, num_experts = config.experts.size, router.num_experts
-    stay = config.num_neurons - len(layers) * num_experts * size
-    of_slot = len(layers) * size + more_slot_neurons(system, config, len(layers)) / num_experts
-    missed = missed_experts((kept.num_up_downs - stay) / of_slot, num_experts, router.num_chosen)
-    number = num_bytes = 0.0
+    router, size = config.experts.router, config.experts.size
+    layers = _routed_layers(config)
+    more = more_slot_neurons(system, config, len(layers))
+    outside = num_cold_neurons(system, config) + more - kept.num_up_downs
+    num_slots = config.num_experts - outside / (size + more / config.num_experts)
+    if profile is not None and profile.distances is not None and profile.distances.any():
+        share = missed_share(profile.distances, num_slots)
+    else:
+        missed = missed_experts(num_slots / len(layers), router.num_experts, router.num_chosen)
+        share = missed / router.num_chosen
+    of_expert = _mean_expert(system, config, layers)
+    return expert_reads(share, len(layers), router.num_chosen, of_expert)
+
+
+def _routed_layers(config: ModelConfig) -> list[int]:
+    return [at for at, layer in enumerate(config.layers) if layer.ffn.router is not None]
+
+
+def _mean_expert(system: SystemConfig, config: ModelConfig, layers: Sequence[int]) -> Reads:
+    """Reads of a whole expert, the mean of these layers."""
+    assert config.experts is not None
+    geometry, number, num_bytes = BundleGeometry.of(config), 0.0, 0.0
     for layer in layers:
-        num_bundles = missed * geometry.block_bundles(layer, [size])[0]
+        num_bundles = geometry.block_bundles(layer, [config.experts.size])[0]
         first, second = geometry.part_bytes(layer)
         number += num_bundles
         num_bytes += num_bundles * (first + second * _readers_of_down(system, geometry))
-    return Reads(number, num_bytes)
+    return Reads(number / len(layers), num_bytes / len(layers))
 
 
 def _readers_of_down(system: SystemConfig, geometry: BundleGeometry) -> int:
@@ -162,9 +191,10 @@ def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int
     return num_layers * experts.router.num_experts * more
 
 
-def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
+def _cold_rates(
+    profile: ActivationProfile | None, system: SystemConfig, config: ModelConfig
+) -> np.ndarray:
     """Firing rates of the neurons that CPU services hold: (cold neurons of all layers,)."""
-    profile = own_profile(path, ModelIdentity.of(path), config)
     unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
     fired = unknown if profile is None else profile.frequency
     is_cold = np.ones(fired.shape, bool)

@@ -97,7 +97,12 @@ def profile(
     from hotcold.actors.setup.modes import has_thresholds, require_no_experts
     from hotcold.actors.setup.preflight import prepare_system, read_model
     from hotcold.jobs.profile.calibrate import calibrate
-    from hotcold.jobs.profile.report import print_summary, summaries
+    from hotcold.jobs.profile.report import (
+        expected_misses,
+        print_misses,
+        print_summary,
+        summaries,
+    )
     from hotcold.jobs.profile.run import run_profile
     from hotcold.jobs.profile.state import ProfileState
     from hotcold.jobs.support.text_file import read_text
@@ -146,6 +151,8 @@ def profile(
     layers, whole = summaries(config, found)
     click.echo(f"{found.num_tokens} tokens of {text.name}, {tokens_per_s:.1f} tokens/s")
     print_summary(layers, whole)
+    if misses := expected_misses(found):
+        print_misses(misses)
     for file in files.all:
         click.echo(f"wrote {file}")
     if as_json:
@@ -158,6 +165,7 @@ def profile(
                 "never_fired": [layer.num_silent for layer in layers],
                 "hot_experts": [layer.hot_experts for layer in layers],
                 "never_chosen": [layer.num_unchosen for layer in layers],
+                "missed_experts": misses,
                 "path": str(files.profile),
                 "inputs_path": str(files.inputs) if files.inputs else None,
                 "resumed_at": resumed_at,
@@ -215,8 +223,9 @@ def _write(
     from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
     identity, num_tokens = state.identity, state.task.num_tokens
-    chosen = state.chosen if config.experts is not None else None
-    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest, chosen)
+    counts, *of_experts = state.found
+    own = of_experts if config.experts is not None else ()
+    found = ActivationProfile(counts, num_tokens, text.name, text.digest, *own)
     write_profile(files.profile, identity, found)
     if files.inputs is not None:
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))

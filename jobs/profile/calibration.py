@@ -118,8 +118,13 @@ class Calibration:
             text.digest,
         )
         counts = self._counts(inputs, weights, choices)
-        chosen = None if weights is None else np.count_nonzero(weights, axis=1)
-        profile = ActivationProfile(counts, inputs.shape[1], text.name, text.digest, chosen)
+        chosen = distances = None
+        if weights is not None:
+            chosen = np.count_nonzero(weights, axis=1)
+            distances = self._running.call("expert_distances")
+        profile = ActivationProfile(
+            counts, inputs.shape[1], text.name, text.digest, chosen, distances
+        )
         return calibrated, profile
 
     def _inputs(self) -> tuple[np.ndarray, np.ndarray | None]:

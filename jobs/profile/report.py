@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import click
 import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
+from hotcold.placement.expert_reuse import missed_share
 from hotcold.placement.profile import ActivationProfile, rates_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _MAX_ROWS = 16
+_SHARES = 0.25, 0.5, 0.75  # of all experts, in memory
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,22 @@ def _of_router(config: ModelConfig, profile: ActivationProfile, layer: int) -> n
     if router is None or profile.chosen is None:
         return np.zeros(0, np.int64)
     return profile.chosen[layer, : router.num_experts]
+
+
+def expected_misses(profile: ActivationProfile) -> dict[str, float]:
+    """Of a token's experts, what is not in memory with shares of all there; {} if not known."""
+    if profile.distances is None or not profile.distances.any():
+        return {}
+    num_experts = profile.distances.size
+    return {
+        f"{share:.0%}": missed_share(profile.distances, share * num_experts) for share in _SHARES
+    }
+
+
+def print_misses(misses: dict[str, float]) -> None:
+    """Print `expected_misses` in a line."""
+    found = ", ".join(f"{missed:.1%} with {share} there" for share, missed in misses.items())
+    click.echo(f"of the experts that a token chooses are missing in memory: {found}")
 
 
 def print_summary(layers: list[LayerSummary], whole: LayerSummary) -> None:

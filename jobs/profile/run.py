@@ -12,7 +12,7 @@ import click
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
-from hotcold.jobs.profile.state import ProfileState
+from hotcold.jobs.profile.state import Counts, ProfileState
 from hotcold.jobs.support.console import transient_progress
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import windows
@@ -34,7 +34,7 @@ def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every
 
 def _count(running: System, ids: list[int], state: ProfileState, every_s: float) -> None:
     task, saved_s = state.task, time.monotonic()
-    before, chosen_before = state.counts, state.chosen
+    before = state.found
     with _bar(len(ids), state.num_done) as show, _interrupts_noted() as interrupted:
         for first, last in windows(len(ids), task.window_ids):
             if last <= state.num_done:
@@ -44,8 +44,9 @@ def _count(running: System, ids: list[int], state: ProfileState, every_s: float)
             show(last)
             is_end = last == len(ids) or interrupted
             if is_end or time.monotonic() - saved_s >= every_s:
-                fired, chosen = running.call("fired_counts"), running.call("chosen_counts")
-                state.save(before + fired, chosen_before + chosen, last)
+                counted = ("fired_counts", "chosen_counts", "expert_distances")
+                found = Counts(*(running.call(name) for name in counted))
+                state.save(before.plus(found), last)
                 saved_s = time.monotonic()
             if interrupted and last < len(ids):
                 click.echo(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,16 +41,31 @@ class ProfileTask:
         return [i for i in range(last - first) if bounds[i + 1] > bounds[i]]
 
 
+class Counts(NamedTuple):
+    """As in `ActivationProfile`, of a model with experts or without."""
+
+    counts: np.ndarray
+    chosen: np.ndarray
+    distances: np.ndarray
+
+    def plus(self, more: Counts) -> Counts:
+        """Those of both."""
+        return Counts(*(own + other for own, other in zip(self, more, strict=True)))
+
+
 class ProfileState:
-    """Counts, as in `ActivationProfile`, and recorded inputs of the first `num_done` tokens."""
+    """What was counted, and recorded inputs, of the first `num_done` tokens."""
 
     def __init__(
         self, out: Path, identity: ModelIdentity, config: ModelConfig, task: ProfileTask
     ) -> None:
         """The state of the run that will write `out`; starts with nothing done."""
         self.task = task
-        self.counts = np.zeros(neurons.shape(config), np.int64)
-        self.chosen = np.zeros((config.num_layers, neurons.most_blocks(config)), np.int64)
+        self.found = Counts(
+            np.zeros(neurons.shape(config), np.int64),
+            np.zeros((config.num_layers, neurons.most_blocks(config)), np.int64),
+            np.zeros(config.num_experts, np.int64),
+        )
         self.num_done = 0
         self.identity = identity
         self._row_shape = (config.num_layers, config.hidden_size)
@@ -60,22 +76,22 @@ class ProfileState:
         """Take over what an earlier run of the same task has saved, if there is any."""
         try:
             artifact = read_artifact(self._path, _KIND, self.identity)
-            counts = artifact.tensor("counts", np.int64, self.counts.shape)
-            chosen = artifact.tensor("chosen", np.int64, self.chosen.shape)
+            shapes = {name: array.shape for name, array in self.found._asdict().items()}
+            found = Counts(*(artifact.tensor(name, np.int64, shapes[name]) for name in shapes))
             num_done = artifact.fact("num_done", int)
         except ArtifactError:
             return
         num_bytes = self._inputs_path.stat().st_size if self._inputs_path.is_file() else 0
         wanted = self.task.recorded_before(num_done) * self._row_bytes
         if artifact.facts.get("task") == asdict(self.task) and num_bytes >= wanted:
-            self.counts, self.chosen, self.num_done = counts, chosen, num_done
+            self.found, self.num_done = found, num_done
 
     def start(self) -> None:
         """Create the files. Errors: ArtifactError."""
         if self.num_done == 0:
             with suppress(OSError):
                 self.remove()
-            self.save(self.counts, self.chosen, 0)
+            self.save(self.found, 0)
         if self.task.num_inputs:
             try:
                 self._inputs_path.touch()
@@ -97,12 +113,11 @@ class ProfileState:
         except OSError as problem:
             raise self._unwritable(problem) from None
 
-    def save(self, counts: np.ndarray, chosen: np.ndarray, num_done: int) -> None:
+    def save(self, found: Counts, num_done: int) -> None:
         """The first `num_done` tokens are done. Errors: ArtifactError."""
-        self.counts, self.chosen, self.num_done = counts, chosen, num_done
+        self.found, self.num_done = found, num_done
         facts = {"task": asdict(self.task), "num_done": num_done}
-        tensors = {"counts": counts, "chosen": chosen}
-        write_artifact(self._path, _KIND, self.identity, tensors, facts)
+        write_artifact(self._path, _KIND, self.identity, found._asdict(), facts)
 
     def _unwritable(self, problem: OSError) -> ArtifactError:
         return ArtifactError(

@@ -13,10 +13,12 @@ from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
 _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
+_LIMITED_S = 1.0  # a cgroup's limit lets a tenth of a second's bytes pass at once
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class OffloadPlan:
 
 
 def offload_plans(
-    path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
+    path: Path,
+    options: SystemOptions,
+    profile: ActivationProfile | None,
+    memory_s: float,
+    num_sizes: int = _SIZES,
 ) -> list[OffloadPlan]:
     """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
 
@@ -59,26 +65,37 @@ def offload_plans(
     disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
     sizes = [given + int(step * i) for i in range(num_sizes)]
-    return list(_plans(path, options, sizes, disk, memory_s))
+    return list(_plans(path, options, profile, sizes, disk, memory_s))
 
 
 def _measured(file: Path, geometry: BundleGeometry) -> Disk:
-    """By reads of a gate's size, and by larger ones."""
-    pages = -(-geometry.gate_bytes // PAGE_BYTES)
-    sizes = min(_MAX_SMALL, pages * PAGE_BYTES), _LARGE
+    """By reads of a gate's size, and by larger ones; of experts by those of a bundle."""
+    if geometry.is_mixture:
+        size = _whole_pages(geometry.bundle_bytes)
+        return Disk(0.0, *measure_disk(file, [size], seconds=_LIMITED_S))
+    sizes = min(_MAX_SMALL, _whole_pages(geometry.gate_bytes)), _LARGE
     small, large = zip(sizes, measure_disk(file, sizes), strict=True)
     return Disk.of_rates(small, large)
 
 
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _plans(
-    path: Path, options: SystemOptions, sizes: list[int], disk: Disk, memory_s: float
+    path: Path,
+    options: SystemOptions,
+    profile: ActivationProfile | None,
+    sizes: list[int],
+    disk: Disk,
+    memory_s: float,
 ) -> Iterator[OffloadPlan]:
     for size in sizes:
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
             return
         share = expected_gpu(system, config)
-        reads = token_reads(path, share, config, system.storage)
+        reads = token_reads(profile, share, config, system.storage)
         seconds = disk.seconds(reads)
         num_neurons = config.num_neurons
         num_cold = num_cold_neurons(share, config)

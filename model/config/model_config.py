@@ -114,6 +114,12 @@ class ModelConfig:
         return sum(self.ffn_sizes)
 
     @property
+    def num_experts(self) -> int:
+        """The experts that routers choose from, of all layers."""
+        routers = (layer.ffn.router for layer in self.layers)
+        return sum(router.num_experts for router in routers if router is not None)
+
+    @property
     def is_sparse(self) -> bool:
         """Whether activations may be exactly zero, so that a neuron does not fire."""
         return self.activation_fn in SPARSE_ACTIVATION_FNS

@@ -44,7 +44,7 @@ def num_unchosen_parameters(config: ModelConfig) -> int:
     matrices = 3 if config.has_gate else 2
     of_one = matrices * experts.size * config.hidden_size
     of_one += config.ffn_bias * ((matrices - 1) * experts.size + config.hidden_size)
-    num_layers = sum(layer.ffn.router is not None for layer in config.layers)
+    num_layers = config.num_experts // router.num_experts
     return num_layers * (router.num_experts - router.num_chosen) * of_one
 
 
@@ -71,8 +71,7 @@ def _router_weights(config: ModelConfig) -> int:
         return 0
     router, hidden = config.experts.router, config.hidden_size
     row = hidden + router.has_bias + router.has_selection_bias
-    num_rows = sum(layer.ffn.router is not None for layer in config.layers) * router.num_experts
-    return num_rows * row + config.num_layers * hidden * router.gates_shared
+    return config.num_experts * row + config.num_layers * hidden * router.gates_shared
 
 
 def head_bytes(config: ModelConfig) -> int:

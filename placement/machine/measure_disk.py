@@ -22,18 +22,21 @@ from hotcold.numba_kernels.storage.io_ring import (
     register_buffers,
 )
 
-_MAX_NS = 250_000_000
 _MAX_READS = 1 << 16
 
 
 def measure_disk(
-    path: Path, sizes: Sequence[int], depth: int | None = None, seed: int | None = None
+    path: Path,
+    sizes: Sequence[int],
+    depth: int | None = None,
+    seed: int | None = None,
+    seconds: float = 0.25,
 ) -> list[float]:
     """Bytes a second for reads of each size at random offsets of a file.
 
     `depth` threads read; without it reads go as for neurons, by io_uring where available.
     Sizes are multiples of 4096. Caches of a file system or a host count as the disk's.
-    Units:   a quarter of a second a size
+    Units:   `seconds` a size
     Errors:  OSError
     """
     file = open_direct(path)
@@ -41,14 +44,15 @@ def measure_disk(
         num_bytes = os.fstat(file.descriptor).st_size
         # Without a seed offsets are new each time: the host may cache earlier reads.
         draw = np.random.default_rng(seed)
+        max_ns = round(1e9 * seconds)
         drawn = {size: _places(num_bytes, size, draw) for size in sizes}
         ring = new_ring(RING_DEPTH) if depth is None and file.keeps_pages else None
         if ring is None:
-            return [_rate(file, *each, depth or NUM_THREADS) for each in drawn.items()]
+            return [_rate(file, *each, max_ns, depth or NUM_THREADS) for each in drawn.items()]
         try:
             into = aligned_empty((RING_DEPTH * max(drawn),), np.uint8)
             register_buffers(ring, into)
-            return [_ring_rate(ring, file, *each, into) for each in drawn.items()]
+            return [_ring_rate(ring, file, *each, max_ns, into) for each in drawn.items()]
         except OSError:
             leak_buffers(into)  # the ring itself may have failed
             raise
@@ -66,12 +70,12 @@ def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def _ring_rate(
-    ring: IoRing, file: DirectFile, size: int, places: np.ndarray, into: np.ndarray
+    ring: IoRing, file: DirectFile, size: int, places: np.ndarray, max_ns: int, into: np.ndarray
 ) -> float:
     done, into = np.zeros(1, np.int64), into[: RING_DEPTH * size].reshape(RING_DEPTH, size)
     read_places_by_ring(ring, file.descriptor, places, size, 0, done, into)  # compiled here
     started = time.monotonic()
-    status = read_places_by_ring(ring, file.descriptor, places, size, _MAX_NS, done, into)
+    status = read_places_by_ring(ring, file.descriptor, places, size, max_ns, done, into)
     seconds = time.monotonic() - started
     _require(status)
     return int(done[0]) * size / seconds
@@ -82,13 +86,13 @@ def _require(status: int) -> None:
         raise OSError(status, os.strerror(status) if status > 0 else "it ends early")
 
 
-def _rate(file: DirectFile, size: int, places: np.ndarray, depth: int) -> float:
+def _rate(file: DirectFile, size: int, places: np.ndarray, max_ns: int, depth: int) -> float:
     taken = np.zeros(1, np.int32)
     buffers = aligned_empty((depth, size), np.uint8)
     read_places(*file, places, size, 0, taken, buffers[0])  # compiled here, if at all
 
     def work(buffer: np.ndarray) -> int:
-        return int(read_places(*file, places, size, _MAX_NS, taken, buffer))
+        return int(read_places(*file, places, size, max_ns, taken, buffer))
 
     with ThreadPoolExecutor(depth) as pool:
         started = time.monotonic()

@@ -182,6 +182,41 @@ def test_a_profile_counts_experts_and_neurons(
         assert not engine.chosen_counts[layer, chosen.shape[1] :].any()
 
 
+def test_a_profile_knows_how_soon_experts_are_chosen_again(
+    path: Path, config: ModelConfig, routes: Routes
+) -> None:
+    """Windows follow each other, as steps do; the token that opens a window is not counted."""
+    num_windows = 3
+    with InProcessSystem(path, num_services=2, num_threads=2, max_tokens=16) as system:
+        embedding = load_embedding(Checkpoint(path), config)
+        engine = ProfilingEngine(config, embedding, system.exchange, system.topology, None)
+        for _ in range(num_windows):
+            engine.profile_window(IDS.tolist(), [])
+    tokens = []
+    for token in range(len(IDS)):
+        layers = zip(config.layers, routes.chosen, strict=True)
+        routed = [(spec.ffn.router, chosen[token]) for spec, chosen in layers if spec.ffn.router]
+        tokens.append([row[: router.num_experts].tolist() for router, row in routed])
+    np.testing.assert_array_equal(engine.distances.counts, counted(num_windows * tokens))
+    assert engine.distances.counts.any()
+
+
+def counted(tokens: list[list[list[bool]]]) -> list[int]:
+    """How many others were used more, of all layers' experts, half a token later on average."""
+    every = [[used for row in token for used in row] for token in tokens]
+    found, means = [0] * len(every[0]), [0.0] * len(every[0])
+    for number, token in enumerate(every):
+        means = [15 / 16 * mean for mean in means]
+        for expert, used in enumerate(token):
+            if used and number >= 64:
+                own = means[expert] * (15 / 16) ** 0.5
+                more = sum(mean > own for mean in means) - (means[expert] > 0)
+                as_many = sum(mean == own for mean in means) - (means[expert] == 0)
+                found[more + (as_many + 1) // 2] += 1
+        means = [mean + used / 16 for mean, used in zip(means, token, strict=True)]
+    return found
+
+
 def test_an_audit_counts_what_fires(path: Path, config: ModelConfig, routes: Routes) -> None:
     """Each neuron of the chosen experts is listed where nothing predicts."""
     if not config.is_sparse:

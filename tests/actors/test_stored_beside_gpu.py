@@ -159,7 +159,7 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
         assert limit - SLOT_BYTES < system_need(found, config).total_bytes <= limit
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
         prepared(least - 1)
-    plans = offload_plans(path, replace(options, cpu_memory_bytes=least), 0.5)
+    plans = offload_plans(path, replace(options, cpu_memory_bytes=least), None, 0.5)
     assert [plan.num_on_gpu for plan in plans] == [100] * 5
     assert plans[-1].num_up_downs < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
     assert offload_text(plans).count("% on the GPU") == 5
@@ -249,10 +249,10 @@ def test_what_a_gpu_holds_is_not_read(roomy: tuple[Path, SystemOptions]) -> None
     system, _ = prepare_system(path, options)
     fitted = replace(system, num_hot_neurons=100)
     kept = NeuronStorage("file", counts.size - 100, 30)
-    reads = storage_shares.token_reads(path, fitted, config, kept)
+    reads = storage_shares.token_reads(profile, fitted, config, kept)
     assert np.isclose(reads.number, np.arange(counts.size - 130).sum() / counts.size)
     fitted = replace(system, num_hot_neurons=counts.size)
-    assert storage_shares.token_reads(path, fitted, config, kept).num_bytes == 0
+    assert storage_shares.token_reads(profile, fitted, config, kept).num_bytes == 0
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -126,14 +126,14 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage.num_gates == system.storage.num_up_downs == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
-    plans = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5)
+    plans = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), None, 0.5)
     slots = [plan.num_gates + 2 * plan.num_up_downs for plan in plans]
     read = [plan.read_bytes for plan in plans]
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
     assert offload_text(plans).count("tokens/s") == len(plans) == 5
     assert all(plan.tokens_per_s <= min(2.0, plan.most_tokens_per_s) for plan in plans)
-    assert offload_plans(wide, SystemOptions(cpu_memory_bytes=total), 0.5) == []
-    more = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5, 9)
+    assert offload_plans(wide, SystemOptions(cpu_memory_bytes=total), None, 0.5) == []
+    more = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), None, 0.5, 9)
     assert len(more) == 9 and more[::2] == plans
     plot_offload(wide / "plan.svg", more, "wide")
     assert "that the disk allows" in (wide / "plan.svg").read_text()

@@ -76,6 +76,11 @@ def test_profile_plan_and_answer(
             assert routed.sum() == NUM_TOKENS * spec.ffn.router.num_chosen
             assert report["never_chosen"][layer] == (routed == 0).sum()
             assert report["hot_experts"][layer] is not None
+    num_choices = config.num_experts // num_experts * config.experts.router.num_chosen
+    assert profile.distances is not None  # but of the first tokens
+    assert profile.distances.sum() == (NUM_TOKENS - 64) * num_choices
+    missed = [report["missed_experts"][share] for share in ("25%", "50%", "75%")]
+    assert 1 >= missed[0] > missed[1] > missed[2] >= 0
     plan = run(capsys, "plan", model, "--gpu-memory", "0", *OPTIONS)
     held = {device["name"]: device["neurons"] for device in plan["devices"]}
     assert sum(held.values()) == config.num_neurons

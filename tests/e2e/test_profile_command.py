@@ -18,7 +18,7 @@ import pytest
 
 from hotcold.jobs.cli import main
 from hotcold.jobs.profile.plot import cumulative_share
-from hotcold.jobs.profile.state import ProfileState, ProfileTask
+from hotcold.jobs.profile.state import Counts, ProfileState, ProfileTask
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -239,7 +239,7 @@ def saved_state(out: Path, words: Path, task: ProfileTask) -> ProfileState:
     for first, last in ((0, 23), (23, 46)):
         shape = (config.num_layers, len(task.recorded(first, last)), config.hidden_size)
         state.add_inputs(first, np.full(shape, first + 1, np.uint16))
-    state.save(state.counts + 7, state.chosen + 5, 46)
+    state.save(Counts(*(array + 7 for array in state.found)), 46)
     return state
 
 
@@ -264,8 +264,8 @@ def test_which_state_is_taken_over(words: Path, tmp_path: Path, change: str, num
     state = ProfileState(out, identity, config, replace(task, **fields.get(change, {})))
     state.resume()
     assert state.num_done == num_done
-    assert np.unique(state.counts).tolist() == [7 if num_done else 0]
-    assert np.unique(state.chosen).tolist() == [5 if num_done else 0]
+    for array in state.found[:2]:
+        assert np.unique(array).tolist() == [7 if num_done else 0]
     if num_done:
         shape = (config.num_layers, NUM_INPUTS - task.recorded_before(46), config.hidden_size)
         state.start()

@@ -71,10 +71,13 @@ class Stored:
         self.file = read_bundle_file(self.path, self.geometry, ModelIdentity.of(path))
         every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
         ids = cold_shards(config, threads, None, every)[service]
-        if "without" in share:  # an expert that others hold
+        if "without" in share:  # an expert that others hold; None: all
             assert config.experts is not None
-            ids = [own[own // config.experts.size != share["without"]] for own in ids]
-            del share["without"]
+            left_out = share.pop("without")
+            ids = [
+                own[:0] if left_out is None else own[own // config.experts.size != left_out]
+                for own in ids
+            ]
         weights = load_ffn(Checkpoint(path), config, ids, include_down_bias=service == 0)
         norms = row_lengths(weights.down)
         self.plain = Source(
@@ -395,6 +398,15 @@ def test_blocks_without_neurons_take_no_slots(
     AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
     has_slot = one.store.stored.slots.slot_of[6:12] >= 0
     assert has_slot.tolist() == [True, True, False, True, True, True]
+
+
+def test_a_service_without_neurons(tiny: Tiny, stored: Callable[..., Stored]) -> None:
+    """As where a GPU has all that would be its own: nothing to read, no norms, sums of zero."""
+    one = stored(tiny("smallthinker").path, without=None)
+    assert not one.store.units.sizes.any() and one.store.arrays.down_norms.size == 0
+    one.compare(3, rounds=1)
+    state = one.store.stored.slots.state
+    assert state[NUM_MISSES] == 0 and one.store.stored.queue.counts[:, 0].sum() == 0
 
 
 def test_a_choice_is_read_only_while_attention_is_computed(unread: Stored) -> None:

@@ -87,6 +87,23 @@ def test_a_profile_comes_back_as_written(config: ModelConfig, tmp_path: Path) ->
         read_profile(path, IDENTITY, config)
 
 
+def test_distances_come_back_and_may_be_missing(tmp_path: Path) -> None:
+    path, profile = tmp_path / "profile.safetensors", profile_of(SPARSE)
+    write_profile(path, IDENTITY, profile)
+    assert read_profile(path, IDENTITY, SPARSE).distances is None  # as of earlier versions
+    assert SPARSE.num_experts == 12  # of two layers
+    distances = np.arange(12)
+    write_profile(path, IDENTITY, replace(profile, distances=distances))
+    again = read_profile(path, IDENTITY, SPARSE)
+    np.testing.assert_array_equal(again.distances, distances)
+    assert again.digest == profile.digest  # no plan depends on them
+    with pytest.raises(ArtifactError, match="distances of experts are counted below 0"):
+        write_profile(path, IDENTITY, replace(profile, distances=distances - 1))
+    write_profile(path, IDENTITY, replace(profile, distances=distances[1:]))
+    with pytest.raises(ArtifactError, match=r"distances' is int64 \(11,\), not int64 \(12,\)"):
+        read_profile(path, IDENTITY, SPARSE)
+
+
 def test_rates_by_hand() -> None:
     profile = profile_of(SPARSE)
     found = rates_of(SPARSE, profile)

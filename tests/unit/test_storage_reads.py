@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from hotcold.placement.storage import (
     Kept,
     Reads,
     expected_reads,
+    expert_reads,
     gates_first,
     listed_rates,
     missed_experts,
@@ -91,6 +94,25 @@ def test_a_token_takes_no_less_than_products_and_reads_take_of_cores() -> None:
     slow = token_seconds(0.05, 0.001, quick, 1)
     assert slow > token_seconds(0.05, 0.001, quick, 4) > 0.06
     assert max(0.05, 0.04) < token_seconds(0.05, 0.04, nothing, 2) < 0.05 + 0.04
+
+
+def test_layers_that_miss_nothing_hide_nothing() -> None:
+    """Beside a token that is drawn many times: each layer's reads beside its compute."""
+    rng, num_layers, num_chosen, share = np.random.default_rng(2), 40, 4, 0.1
+    missed = (rng.random((2000, num_layers, num_chosen)) < share).sum(axis=2)
+    reads = expert_reads(share, num_layers, num_chosen, Reads(3, 700_000))
+    num_read = 1.15 * 16  # some in vain
+    assert reads.number == pytest.approx(3 * num_read)
+    assert reads.num_bytes == pytest.approx(num_read * 700_000)
+    for of_expert in (0.0001, 0.002, 0.03):
+        disk_s, memory_s = 16 * of_expert, 0.1
+        hidden = np.minimum(missed * of_expert, memory_s / num_layers).sum(axis=1).mean()
+        found = token_seconds(memory_s, disk_s, replace(reads, number=0, num_bytes=0), 2)
+        assert found == pytest.approx(memory_s + disk_s - 0.9 * hidden, rel=0.01)
+    # All that is chosen is missed: as of neurons.
+    every = expert_reads(1.0, num_layers, num_chosen, Reads(0, 0))
+    assert token_seconds(0.1, 0.3, every, 2) == pytest.approx(0.4 - 0.9 * 0.1)
+    assert expert_reads(0.0, num_layers, num_chosen, Reads(3, 7)) == Reads(0, 0)
 
 
 def test_recently_used_experts_are_missed_as_rarely_as_others_measured() -> None:

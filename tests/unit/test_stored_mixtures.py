@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
@@ -17,6 +18,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.placement.memory import MemoryNeed
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import least_in_memory
 
 LAYERS, EXPERTS, SIZE, HIDDEN = 6, 64, 512, 1024
@@ -81,15 +83,36 @@ def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Pa
 def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:
     system = SystemConfig(str(tmp_path))
     counts = [4096 + share * EXPERTS * SIZE * (LAYERS - 1) // 4 for share in range(1, 5)]
-    reads = [
-        token_reads(tmp_path, system, config, NeuronStorage("", count, count)) for count in counts
-    ]
+    reads = [token_reads(None, system, config, NeuronStorage("", count, count)) for count in counts]
     assert [each.num_bytes for each in reads] == sorted(
         (each.num_bytes for each in reads), reverse=True
     )
     all_chosen = (LAYERS - 1) * 8 * SIZE * 3 * 2 * HIDDEN
     assert 0.05 * all_chosen < reads[1].num_bytes < 0.25 * all_chosen
     assert reads[-1].num_bytes == 0
+
+
+def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) -> None:
+    """Of each ten choices five are of the expert used last, three of one just in memory."""
+    distances = np.zeros(5 * EXPERTS, np.int64)
+    distances[[0, 99, 100, 5 * EXPERTS - 1]] = 50, 30, 15, 5
+    counts = np.ones((LAYERS, max(config.ffn_sizes)), np.int64)
+    chosen = np.ones((LAYERS, EXPERTS), np.int64)
+    known = ActivationProfile(counts, 1, "t", "t", chosen, distances)
+    system, count = SystemConfig(str(tmp_path)), 100 * SIZE
+    kept = NeuronStorage("", 4096 + count, 4096 + count)
+    bundle_bytes = BundleGeometry.of(config).bundle_bytes
+    of_expert = -(-SIZE // BundleGeometry.of(config).bundle_neurons)
+    reads = token_reads(known, system, config, kept)
+    assert reads.number == pytest.approx(1.15 * 0.2 * 5 * 8 * of_expert)  # some in vain
+    assert reads.num_bytes == pytest.approx(reads.number * bundle_bytes)
+    # A GPU has the dense layer, and one expert.
+    fitted = replace(system, device="cuda", num_hot_neurons=4096 + SIZE)
+    beside = NeuronStorage("", count, count)
+    assert token_reads(known, fitted, config, beside).number == pytest.approx(5 / 20 * reads.number)
+    unknown = token_reads(None, system, config, kept)
+    for none in (None, np.zeros(5 * EXPERTS, np.int64)):
+        assert token_reads(replace(known, distances=none), system, config, kept) == unknown
 
 
 def test_tables_of_neurons_and_biases_are_counted(config: ModelConfig, tmp_path: Path) -> None:
