@@ -131,7 +131,7 @@ def requests_of(count: int, context: int) -> list[GenerateRequest]:
     for n in range(count):
         ids = random.integers(10, 4000, _PROMPT_TOKENS[n] if count > 1 else 50).tolist()
         sampling = SamplingParams(
-            max_tokens=context - len(ids) - 8 if count == 1 else 200 + 100 * n,
+            max_tokens=min(context - len(ids) - 8, context if count == 1 else 200 + 100 * n),
             temperature=0.9 if n % 2 else 0.0,
             seed=n,
             ignore_eos=True,

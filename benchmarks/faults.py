@@ -6,9 +6,11 @@ Half of the faults come over one long generation after another, half over a batc
 with prompts of 1 to 400 tokens, greedy and drawn. Each is of a kind of `benchmarks.fault_kinds`:
 services killed, stopped and paused, the driver or everything paused, memory taken, /dev/shm full,
 another number of CPU services. Which, and what it does, its number and `--seed` say; `--only` takes
-the kinds that are named. Every answer is compared with that of an undisturbed run of the same
-system, with as many CPU services. One that ran with two numbers of them added up in two orders: it
-must be as long.
+the kinds that are named. With `--model` and `--resident 0.5` half of a model's neurons or experts
+stay on storage, in a bundle file beside it.
+
+Every answer is compared with that of an undisturbed run of the same system, with as many CPU
+services. One that ran with two numbers of them added up in two orders: it must be as long.
 
 The time to recover is from the end of what was done to the first token after it, or after the
 silence where a service was lost, without time in which this process did not run either: of a
@@ -23,7 +25,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +35,12 @@ from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
 from benchmarks.fault_load import Era, Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.preflight import in_memory, read_model
+from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.system import System
+from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.files.locate import locate_model
 
 _A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
@@ -150,11 +157,25 @@ def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
         yield KINDS[chance.choice(names)]
 
 
+def _on_storage(system: SystemConfig, resident: float) -> SystemConfig:
+    """The system with that share of its neurons in memory, and all of them in a bundle file."""
+    path = Path(system.model_path)
+    system, config = in_memory(path, system, read_model(path))
+    if not has_bundles(path, config):
+        pack_model(path, config)
+    kept = int(resident * config.num_neurons)
+    file = bundle_path(path, BundleGeometry.of(config))
+    return replace(system, storage=NeuronStorage(str(file), kept, kept))
+
+
 def table_of(report: Json) -> str:
     """The report as Markdown, a row for each load and kind of fault."""
+    name = report.get("model", "The demo model")
+    kept = report.get("resident", 1.0)
+    stored = f"; {kept:.0%} of the neurons in memory" if kept < 1 else ""
     lines = [
-        f"The demo model: {report['shape']}; {report['machine']}; {report['date']}; a GPU service "
-        "on the CPU and two CPU services",
+        f"{name}: {report['shape']}; {report['machine']}; {report['date']}; a GPU service "
+        f"on the CPU and two CPU services{stored}",
         "",
         "| load | fault | faults | answers as undisturbed | others | median s | worst s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -183,6 +204,8 @@ def table_of(report: Json) -> str:
 @click.option("--minutes", type=float, default=math.inf, help="Fewer faults, if this is over.")
 @click.option("--context", default=4096, show_default=True, help="Of the long generation.")
 @click.option("--only", type=click.Choice(list(KINDS)), multiple=True, help="Only these kinds.")
+@click.option("--model", help="The embedded model without it.")
+@click.option("--resident", default=1.0, show_default=True, help="Neurons in memory, a share.")
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
 @table_option(table_of)
 def main(
@@ -192,13 +215,15 @@ def main(
     minutes: float,
     context: int,
     only: tuple[str, ...],
+    model: str | None,
+    resident: float,
     out: Path | None,
 ) -> None:
     """Do a system harm while requests run, and compare what they answer."""
     names = [name for name in possible_kinds() if not only or name in only]
     if not names:
         raise click.ClickException(f"not permitted here: {', '.join(only)}")
-    path = locate_model(None)
+    path = locate_model(model)
     config = SystemConfig(
         str(path),
         num_cpu_actors=2,
@@ -207,6 +232,8 @@ def main(
         kv_positions=8 * context,
         exchange=exchange,
     )
+    if resident < 1:
+        config = _on_storage(config, resident)
     parts: Json = {}
     pace, half = Pace(), faults // 2
     spans = {1: range(half), 8: range(half, faults)}
@@ -219,6 +246,8 @@ def main(
     report = where_and_when(path, config.num_threads) | {
         "parts": parts, "exchange": exchange, "seed": seed,
     }  # fmt: skip
+    if model is not None:
+        report |= {"model": path.name, "resident": resident}
     write_report(report, table_of(report), out)
     if any(part["wrong"] or part["leaks"] for part in parts.values()):
         raise click.ClickException("some answers differ; see the report")
