@@ -186,7 +186,11 @@ RULES: dict[str, Rule] = {
 @click.option("--routes", type=click.Path(path_type=Path), help="Recorded ones, instead of drawn.")
 @click.option("--tokens", default=2048, show_default=True)
 @click.option("--layers", default=48, show_default=True)
-@click.option("--experts", default=128, show_default=True)
+@click.option(
+    "--experts",
+    type=click.IntRange(min=1),
+    help="Of a layer; 128, or as many as routes name, without it.",
+)
 @click.option("--chosen", default=8, show_default=True)
 @click.option("--kept", default=0.45, show_default=True, help="Experts kept from token to token.")
 @click.option("--skew", default=0.5, show_default=True, help="Of how popular experts are.")
@@ -195,7 +199,7 @@ def main(
     routes: Path | None,
     tokens: int,
     layers: int,
-    experts: int,
+    experts: int | None,
     chosen: int,
     kept: float,
     skew: float,
@@ -204,8 +208,10 @@ def main(
     """Print a table: rules, and shares of all experts that are held."""
     if routes is not None:
         found = np.load(routes, allow_pickle=False).astype(np.int64)
-        experts = max(experts if found.max() < experts else 0, int(found.max()) + 1)
+        named = int(found.max()) + 1
+        experts = max(experts or named, named)
     else:
+        experts = experts or 128
         drawn = Drawn(tokens, layers, experts, chosen, kept, skew, topics)
         found = drawn.routes().astype(np.int64)
     replay = Replay(found, experts)
