@@ -4,21 +4,24 @@
 #
 #     benchmarks/gpu_host.sh --wheels DIR --out DIR [--minutes 9] [--stages LIST] [--folder DIR]
 #                            [--llama-bench PATH] [--python PROGRAM]
+#                            [--workers N]
 #
 # Stages, in this order: kernels (the kernels' suite), sanitizer (compute-sanitizer over a part of it, where
-# there is one), hybrid (whole systems beside the CPU), speed (kernels beside a copy), falcon and llama (tokens
-# a second under several budgets). A stage that was finished is not done again, so where one call may only
-# take so long the same command is given again. OUT/report.json says it all, and is written after each stage.
+# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), speed (kernels beside a copy), falcon and llama (tokens
+# a second under several budgets). Tests run in N processes (4), which share the GPU. A stage that was finished
+# is not done again, so where one call may only take so long the same command is given again. OUT/report.json
+# says it all, and is written after each stage.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3
-stages=kernels,sanitizer,hybrid,speed,falcon,llama
-usage() { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4
+stages=kernels,sanitizer,hybrid,systems,speed,falcon,llama
+usage() { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || usage
     case $1 in
         --wheels) wheels=$2 ;; --out) out=$2 ;; --minutes) minutes=$2 ;; --stages) stages=$2 ;;
-        --folder) folder=$2 ;; --llama-bench) llama=$2 ;; --python) python=$2 ;; *) usage ;;
+        --folder) folder=$2 ;; --llama-bench) llama=$2 ;; --python) python=$2 ;;
+        --workers) workers=$2 ;; *) usage ;;
     esac
     shift 2
 done
@@ -63,13 +66,17 @@ hybrid() { # NAME OPTIONS...
 }
 
 "$python" -m hotcold.cuda_kernels.device >"$out/device.json" || { echo "there is no usable GPU" >&2; exit 1; }
-run_tests() { stage "$1" "$python" -m pytest -n 0 -q -p no:cacheprovider --junitxml "$out/$1.xml" "$2"; }
-run_tests kernels tests/gpu/test_kernels.py
+run_tests() { # STAGE FILE PROCESSES
+    stage "$1" "$python" -m pytest -n "$3" --dist load -q -p no:cacheprovider \
+        --junitxml "$out/$1.xml" "$2"
+}
+run_tests kernels tests/gpu/test_kernels.py "$workers"
 if command -v compute-sanitizer >/dev/null; then
     stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
         "$python" -m pytest -n 0 -q -x -p no:cacheprovider tests/gpu/test_kernels.py -k "not 2_to_31"
 fi
-run_tests hybrid tests/gpu/test_hybrid.py
+run_tests hybrid tests/gpu/test_hybrid.py "$workers"
+run_tests systems tests/gpu/test_systems.py 0
 stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
 hybrid falcon --shape falcon-40b-like --layers 20 --density 0.05 \
     --budget 6GiB --budget 8GiB --budget 12GiB

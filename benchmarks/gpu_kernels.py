@@ -19,7 +19,9 @@ from typing import Any
 
 import click
 import numpy as np
+from gguf import GGMLQuantizationType
 
+from benchmarks.ggml_blocks import blocks_of
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.launch import cupy_copies
@@ -27,7 +29,10 @@ from hotcold.cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.neurons import DeviceNeurons
 from hotcold.cuda_kernels.timing import graph_seconds, measure_gpu_bandwidth
 from hotcold.numba_kernels.decode.activations import activation, not_zero
-from hotcold.numba_kernels.layer_record import LAYER_NUMBERS
+from hotcold.numba_kernels.formats import ROW_FORMATS
+from hotcold.numba_kernels.layer_record import LAYER_NUMBERS, LayerVectors
+from hotcold.numba_kernels.load.blocks import BLOCK_FORMATS, blocks_into
+from hotcold.numba_kernels.load.quantize import DONE
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
@@ -85,26 +90,34 @@ def main(path: Path | None, formats: str, batches: str, density: float, lengths:
 
 @dataclass(frozen=True)
 class Bench:
-    """Kernels, how arrays get to the device and back, and GB/s of a copy."""
+    """Kernels, how arrays get to the device and back, GB/s of a copy, and seconds of a graph."""
 
     kernels: CudaKernels
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
     copy_gb_per_s: float
+    seconds_of: Callable[[Callable[[], None]], float] = graph_seconds
+    min_bytes: int = _MIN_BYTES
 
     def figures(
-        self, formats: list[str], batches: list[int], density: float, lengths: list[str]
+        self,
+        formats: list[str],
+        batches: list[int],
+        density: float,
+        lengths: list[str],
+        shapes: tuple[tuple[int, int], ...] = _LAYER_SHAPES,
     ) -> Iterator[Figure]:
         """All of them, one shape's weights on the device at a time."""
-        for width, height in _LAYER_SHAPES:
+        for width, height in shapes:
             for weight_format in formats:
                 size = row_bytes(weight_format, width) * height
+                kinds = weight_format, weight_format, _summed(weight_format)
                 matrices = [
-                    self._matrix(seed, weight_format, height, width)
-                    for seed in range(3 * -(-_MIN_BYTES // (3 * size)))
+                    self._matrix(seed, kinds[seed % 3], height, width)
+                    for seed in range(3 * -(-self.min_bytes // (3 * size)))
                 ]
                 for num_tokens in batches:
-                    yield self._rows(matrices, num_tokens)
+                    yield self._rows([m for m in matrices if m.format == kinds[0]], num_tokens)
                     yield self._ffn(matrices, num_tokens, density)
                 del matrices
             for length in map(int, lengths):
@@ -120,7 +133,7 @@ class Bench:
         elif weight_format == "bf16":
             values = (values.view(np.uint32) >> 16).astype(np.int16)
         elif weight_format != "f32":
-            values = _random_quantized(rng, weight_format, width)
+            values = _quantized(values, weight_format)
         rows = np.resize(values, (height, values.shape[1]))
         return DeviceMatrix(self.to_device(rows), weight_format, width)
 
@@ -149,7 +162,7 @@ class Bench:
             for matrix, x in zip(matrices, xs, strict=True):
                 self.kernels.gemv(matrix, None, x, out)
 
-        seconds = graph_seconds(work) / len(matrices)
+        seconds = self.seconds_of(work) / len(matrices)
         num_bytes = first.num_rows * first.row_bytes
         shape = f"{first.width}x{first.num_rows}"
         return self._figure("rows", first.format, shape, num_tokens, seconds, num_bytes)
@@ -174,9 +187,9 @@ class Bench:
             for layer, x in enumerate(xs):
                 self.kernels.hot_ffn(layers[layer], x, _RELU, _FIRES, scratch, out, counts[layer])
 
-        seconds = graph_seconds(work) / num_layers
+        seconds = self.seconds_of(work) / num_layers
         num_fired = float(self.to_host(counts)[:, 0].mean())
-        num_bytes = (height + 2 * num_fired) * first.row_bytes
+        num_bytes = (height + num_fired) * first.row_bytes + num_fired * matrices[2].row_bytes
         shape = f"{width}x{height}"
         found = self._figure("hot_ffn", first.format, shape, num_tokens, seconds, num_bytes)
         return Figure(**{**asdict(found), "fired_share": round(num_fired / height, 3)})
@@ -192,7 +205,7 @@ class Bench:
         kv_heads, pages_a_slot = num_heads // group, -(-length // _PAGE)
         pages = num_tokens * pages_a_slot
         cache_bytes = 2 * num_tokens * length * kv_heads * _HEAD_DIM * 2
-        num_layers = max(1, -(-_MIN_BYTES // cache_bytes))
+        num_layers = max(1, -(-self.min_bytes // cache_bytes))
         rng = np.random.default_rng(2)
         shape = (num_layers, pages, kv_heads, _PAGE, _HEAD_DIM)
         page = rng.standard_normal(shape[2:], np.float32).astype(np.float16).view(np.uint16)
@@ -214,25 +227,39 @@ class Bench:
         numbers = np.zeros(1, LAYER_NUMBERS)[0]
         numbers.num_heads, numbers.num_kv_heads = num_heads, kv_heads
         numbers.head_dim, numbers.scale = _HEAD_DIM, _HEAD_DIM**-0.5
-        own = Layer(numbers, None, None)
+        none = self.to_device(np.empty(0, np.float32))
+        own = Layer.of(numbers, LayerVectors(*[none] * len(LayerVectors._fields)), none)
 
         def work() -> None:
             for layer in range(num_layers):
                 cache = PagedCache(keys[layer], values[layer], *places)
                 self.kernels.decode_attention(own, qkv, cache, length, scratch, out)
 
-        seconds = graph_seconds(work) / num_layers
+        seconds = self.seconds_of(work) / num_layers
         name = f"{num_heads}/{kv_heads} heads, {length}"
         return self._figure("attention", "f16", name, num_tokens, seconds, cache_bytes)
 
 
-def _random_quantized(rng: np.random.Generator, weight_format: str, width: int) -> np.ndarray:
-    """Rows of random values, with one scale."""
-    rows = rng.integers(0, 256, (_RANDOM_ROWS, row_bytes(weight_format, width)), np.uint8)
-    value_bytes = width if weight_format == "q8" else width // 2
-    scale = np.array([0.0003 if weight_format == "q8" else 0.004], np.float16).view(np.uint8)
-    rows[:, value_bytes:] = np.tile(scale, width // 32)
-    return rows
+def _quantized(values: np.ndarray, weight_format: str) -> np.ndarray:
+    """Rows of float32 values in a quantized format, through ggml's blocks of the same numbers."""
+    row_format = ROW_FORMATS[FORMATS[weight_format]]
+    for dtype, block in BLOCK_FORMATS.items():
+        if FORMATS[weight_format] in block.exact:
+            rows = blocks_of(values, GGMLQuantizationType(block.ggml_type)).view(dtype)
+            break
+    else:
+        raise ValueError(f"no blocks hold {row_format.name}")
+    out = np.empty((len(values), row_bytes(weight_format, values.shape[1])), np.uint8)
+    status = blocks_into(rows, np.arange(len(values)), out.view(FORMATS[weight_format]))
+    if status != DONE:
+        raise ValueError(f"rows of {row_format.name} are not finite")
+    return out
+
+
+def _summed(weight_format: str) -> str:
+    """What down rows of the format are on a device."""
+    row_format = ROW_FORMATS.get(FORMATS[weight_format])
+    return weight_format if row_format is None else row_format.summed_as or weight_format
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import click
 
 from benchmarks.runs import Json
 
-_STAGES = ("kernels", "sanitizer", "hybrid", "speed", "falcon", "llama")
+_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "speed", "falcon", "llama")
 _LAST_LINES = 5
 
 

@@ -25,7 +25,9 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         return _with_experts(path, values, dtype)
     patch = _PATCHES.get(values["model_type"])
     if patch is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        # Other attention than "eager" leaves softcaps out in some versions.
+        eager = {"attn_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager).eval()
     kind, change = patch
     known = {"model_type": kind, "architectures": None, "hidden_act": "relu"}
     config = _config_class(kind).from_dict({**values, **known})

@@ -67,6 +67,12 @@ def device() -> DeviceCalls:
 
 
 @pytest.fixture
+def is_emulated() -> bool:
+    """Whether kernels take a hundred times as long."""
+    return False
+
+
+@pytest.fixture
 def backend(device: DeviceCalls) -> SimpleNamespace:
     return backends.device_backend(device)
 
