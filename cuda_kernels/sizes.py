@@ -23,7 +23,7 @@ _PIECE_BYTES = 16
 _QUANTIZED_COLUMNS = 16  # of a down row, that a thread sums
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
-_MIN_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
+_MIN_THREADS = 131072  # over parts, for one token: enough to keep a large GPU's memory busy
 _MIN_PART, _MAX_PART = 16, 128
 _SPREAD_TOKENS = 4  # up to this many tokens a block takes one part, beyond a whole run
 

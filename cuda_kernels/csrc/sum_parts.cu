@@ -1,10 +1,12 @@
 // The hot FFN's last kernel: the sum of all runs, each the sum of its parts, in order.
 //
-// A block takes 32 cells of the output; its warps sum one run each, the first adds them up.
+// A block takes 32 cells of the output; its warps sum eight runs each, the first adds them up.
 #include "common.cuh"
 
 constexpr int RUN_PARTS = 4;
+constexpr int RUNS_AT_ONCE = 32;  // whose loads are in flight together
 
+// Partials first .. last - 1 of a cell, 0 where there are none.
 DEVICE float run_sum(const float* partials, i64 cells, int first, int last) {
     float sums[RUN_PARTS] = {};
 #pragma unroll
@@ -29,22 +31,22 @@ struct PartSums {
 };
 
 DEVICE void sum_runs(const PartSums& from, float* out) {
-    __shared__ float sums[WARPS][WARP];
+    __shared__ float sums[RUNS_AT_ONCE][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     i64 cell = static_cast<i64>(blockIdx.x) * WARP + lane;
     int num_runs = (from.num_partials + from.run_partials - 1) / from.run_partials;
     float total = 0.0f;
-    for (int begin = 0; begin < num_runs; begin += WARPS) {
-        int run = begin + warp;
-        float sum = 0.0f;
-        if (cell < from.cells && run < num_runs) {
-            int first = run * from.run_partials;
+    for (int begin = 0; begin < num_runs; begin += RUNS_AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < RUNS_AT_ONCE; i += WARPS) {
+            int first = (begin + i + warp) * from.run_partials;
             int last = min_of(first + from.run_partials, from.num_partials);
-            sum = run_sum(from.partials + cell, from.cells, first, last);
+            if (cell >= from.cells) last = first;
+            sums[i + warp][lane] = run_sum(from.partials + cell, from.cells, first, last);
         }
-        sums[warp][lane] = sum;
         __syncthreads();
-        for (int i = 0; i < WARPS && begin + i < num_runs; ++i) total += sums[i][lane];
+        int count = min_of(RUNS_AT_ONCE, num_runs - begin);
+        for (int i = 0; warp == 0 && i < count; ++i) total += sums[i][lane];
         __syncthreads();
     }
     if (warp == 0 && cell < from.cells) store(out + cell, total);
