@@ -91,7 +91,7 @@ def _field(name: str, defaults: SamplingParams, longest: int) -> gr.components.C
         "label": word.replace("-", " ").capitalize() if len(word) > 5 else word.capitalize(),
         "info": _WORDS.get(name) or PARAMETERS[name].about.removeprefix("DRY: ").capitalize(),
         "min_width": 130,
-        "elem_id": word,
+        "elem_id": "stop-texts" if name == "stop" else word,  # `stop` is a button
     }
     if name == "stop":
         return gr.Textbox("\n".join(defaults.stop), lines=2, **options)

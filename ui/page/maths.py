@@ -1,10 +1,11 @@
 """Formulas in a text, marked for the page: `\\( \\)`, `\\[ \\]`, `$ $` and `$$ $$` outside code.
 
-The page's Markdown would look for these in code as well, and spoil it. So it looks for characters of
-Unicode's private use alone, which take their places here.
+The page's Markdown would look for these in code as well, and spoil it. So it looks for characters
+of Unicode's private use alone, which take their places here.
 """
 
 import re
+from functools import lru_cache
 from html import escape
 
 _INLINE, _DISPLAY = ("\ue000", "\ue001"), ("\ue002", "\ue003")
@@ -27,6 +28,7 @@ _PARTS = re.compile(
 )
 
 
+@lru_cache(maxsize=64)  # a thread is painted many times
 def with_formulas(text: str) -> str:
     """The text with its formulas between DELIMITERS, as HTML."""
     return _PARTS.sub(_marked, text) if "$" in text or "\\" in text else text
