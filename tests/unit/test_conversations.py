@@ -20,6 +20,9 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 from tests.unit.test_server_limits import give_client
 
+_NO_BRANCHES: list[Any] = [
+    7, [7], [[]], [[{"role": "assistant", "content": "x"}]], [[{"role": "user"}]],
+]  # fmt: skip
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -360,9 +363,7 @@ def test_what_holds_no_text_takes_room_too() -> None:
         [{"messages": [{"role": "user", "content": "x"}]}],
         *(
             [{"id": 1, "messages": [{"role": "user", "content": "x", "others": others}]}]
-            for others in (
-                7, [7], [[]], [[{"role": "assistant", "content": "x"}]], [[{"role": "user"}]],
-            )
+            for others in _NO_BRANCHES
         ),
     ],
 )  # fmt: skip

@@ -57,7 +57,7 @@ def restored(items: Any, number: int = 0) -> list[Message]:
     """
     found = []
     for count, item in enumerate(items, number):
-        message = {"role": str(item["role"]), "content": str(item["content"])}
+        message: Message = {"role": str(item["role"]), "content": str(item["content"])}
         if message["role"] != ("user", "assistant")[count % 2]:
             raise ValueError("a message in the wrong place")
         if others := [restored(branch, count) for branch in item.get("others", ())]:
