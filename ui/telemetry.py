@@ -9,7 +9,7 @@ from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
 _SPEED = (
     "tokens_per_s", "neurons_computed", "gates_computed", "per_step_ms", "tokens_per_step",
-    "num_drafted", "num_accepted",
+    "num_drafted", "num_accepted", "reads",
 )  # fmt: skip
 _ACTOR = ("name", "state", "pid", "memory_bytes", "device")
 

@@ -6,7 +6,7 @@ Nothing here is computed in the engine's thread; services count neurons only whi
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class Speed:
     tokens_per_step: float = 0.0
     num_drafted: int = 0  # tokens of drafts
     num_accepted: int = 0
+    reads: dict[str, float] = field(default_factory=dict)  # as `StepTimes.per_step_reads`
 
 
 @dataclass(frozen=True)
@@ -243,4 +244,5 @@ def speed_of(
         tokens_per_step=num_tokens / len(steps),
         num_drafted=sum(record.num_drafted for record in steps),
         num_accepted=sum(record.num_accepted for record in steps),
+        reads=times.per_step_reads(),
     )

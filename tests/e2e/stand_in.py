@@ -80,6 +80,7 @@ class StandIn:
     error: Exception | None = None  # in place of an answer, or with `num_tokens` in its midst
     device: str = "cpu"
     has_experts: bool = False  # as a mixture shows itself
+    mode: str = "exact"
     requests: list[GenerateRequest] = field(default_factory=list)
     _stopped: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -126,7 +127,7 @@ class StandIn:
         )
         running = self._num_running
         return Telemetry(
-            "exact", 60.0, running, 0, running, 16, speed, neurons, actors, 24 << 30, 9 << 30
+            self.mode, 60.0, running, 0, running, 16, speed, neurons, actors, 24 << 30, 9 << 30
         )
 
     async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:

@@ -189,12 +189,20 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
                 found.innerText?.trim() || ''];
     }"""
     reached = set()
-    for _ in range(60):
+    for _ in range(80):
         page.keyboard.press("Tab")
         name, tag, label, text = page.evaluate(describe)
         reached |= {name, f"{name} {tag}", label, text}
     wanted = "new conversations question send temperature top-k top-p min-p seed max-tokens"
-    missing = {*wanted.split(), "system-prompt", "live CANVAS", "live INPUT", "Retry", "Undo"}
+    missing = {
+        *wanted.split(),
+        "system-prompt",
+        "live CANVAS",
+        "live INPUT",
+        "Retry",
+        "Edit",
+        "Copy",
+    }
     missing |= {f"Rename {QUESTION}", f"Delete {QUESTION}", "Search conversations", "Export"}
     missing |= {"Import", "Conversations", "Light or dark", "Neurons", "Settings"}
     assert not missing - reached

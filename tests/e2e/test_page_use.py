@@ -23,7 +23,6 @@ from tests.e2e.page_visit import (
     click_in_row,
     keep_notes,
     set_numbers,
-    until,
     wait_for_answer,
     wait_until_kept,
 )
@@ -50,37 +49,21 @@ def wait_for_rows(page, *titles: str) -> None:
     )
 
 
-def test_retry_repeats_and_undo_takes_back(open_page, book) -> None:
-    page = open_page()
-    ask(page, QUESTION)
-    first, asked = wait_for_answer(page), len(book.requests)
-    wait_until_kept(page)  # the event has ended: no button is put in another's place any more
-    page.locator("#chat .message.bot").last.hover()
-    page.get_by_role("button", name="Retry").click()
-    until(lambda: len(book.requests) == asked + 1)
-    page.wait_for_function(
-        "text => [...document.querySelectorAll('#chat .message.bot')].at(-1)?.innerText == text"
-        " && document.querySelector('#status').innerText.includes('tokens at')",
-        arg=first,
-    )
-    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
-    assert page.locator("#chat .message.user").count() == 1
-    wait_until_kept(page)
-    page.get_by_role("button", name="Undo").click()
-    page.wait_for_function("document.querySelectorAll('#chat .message.user').length == 0")
-    assert page.input_value("#question textarea") == QUESTION
-
-
 def test_settings_reach_the_request(open_page, book) -> None:
     page = open_page()
     settings = {"temperature": "0.7", "top-k": "5", "top-p": "0.5", "min-p": "0.1"}
-    set_numbers(page, {**settings, "max-tokens": "3"})
+    for heading in ("Repetition", "Other ways to choose"):
+        page.locator("#settings .label-wrap", has_text=heading).evaluate("head => head.click()")
+    set_numbers(page, {**settings, "max-tokens": "3", "repeat-penalty": "1.5"})
+    page.fill("#stop-texts textarea", "a\nb c")
     page.fill("#system-prompt textarea", "Be brief.")
     page.fill("#seed textarea, #seed input", "42")
     ask(page, QUESTION)
     wait_for_answer(page)
     request = book.requests[-1]
-    assert request.sampling == SamplingParams(3, 0.7, 5, 0.5, 0.1, seed=42)
+    assert request.sampling == SamplingParams(
+        3, 0.7, 5, 0.5, 0.1, seed=42, repeat_penalty=1.5, stop=("a", "b c")
+    )
     told = {"role": "system", "content": "Be brief."}
     assert request.prompt_ids == ids_of(told, {"role": "user", "content": QUESTION})
     asked = len(book.requests)
@@ -127,7 +110,7 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
     assert "press Retry" in problem.inner_text()
     assert page.locator("#bar .state").inner_text() == "Error"
-    shown = "getComputedStyle(document.querySelector('#chat .message-buttons-left')).opacity"
+    shown = "getComputedStyle(document.querySelector('#chat .retry').parentNode).opacity"
     page.mouse.move(5, 5)
     page.wait_for_function(f"{shown} == 1")  # though nobody points at it
     book.num_tokens = 5

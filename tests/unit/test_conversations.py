@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 from tests.unit.test_server_limits import give_client
 
+_NO_BRANCHES: list[Any] = [
+    7, [7], [[]], [[{"role": "assistant", "content": "x"}]], [[{"role": "user"}]],
+]  # fmt: skip
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -63,11 +67,11 @@ class Visit:
             self.book.may_go_on.set()
 
     def ask(
-        self, talk: Conversation, question: str, system_prompt: str = "", is_chat: bool = True,
-        max_tokens: int | None = 8,
+        self, talk: Conversation, question: str | None, system_prompt: str = "",
+        is_chat: bool = True, max_tokens: int | None = 8, at: int | None = None,
     ) -> None:  # fmt: skip
         sampling = SamplingParams(max_tokens, temperature=0.0)
-        talk.ask(self.backend, question, sampling, system_prompt, is_chat)
+        talk.ask(self.backend, question, sampling, system_prompt, is_chat, at)
 
     def ids(self, *messages: str, system: str = "") -> list[int]:
         told = [{"role": "system", "content": system}] if system else []
@@ -111,10 +115,6 @@ async def test_questions_and_answers_take_turns() -> None:
     assert first == visit.ids("one?")
     assert second == visit.ids("one?", "said 1", "two?", system="Be kind.")
     assert talk.title == "one?"
-    assert talk.cut(3) == "two?"
-    assert await finished(talk) == ["one?", "said 1"]
-    assert talk.cut(0) == "one?"
-    assert (talk.messages, talk.title) == ([], NO_TITLE)
 
 
 @in_loop
@@ -202,9 +202,8 @@ async def test_an_error_leaves_the_question() -> None:
     book = Book()
     book.may_go_on.set()
     give_client(visit.backend, book)
-    assert talk.cut(0) == "one?"
-    visit.ask(talk, "one?")
-    assert ((await finished(talk))[1], talk.error) == ("said 1", "")
+    visit.ask(talk, None, at=1)
+    assert (await finished(talk), talk.error) == (["one?", "said 1"], "")
 
 
 @in_loop
@@ -258,6 +257,70 @@ async def test_what_a_browser_kept_comes_back() -> None:
     assert other.saved() == kept
 
 
+@in_loop
+async def test_another_answer_and_another_question_are_branches() -> None:
+    visit, talk = Visit(), Conversation()
+    for question in ("one?", "two?"):
+        visit.ask(talk, question)
+        await finished(talk)
+    visit.ask(talk, None, at=1)  # the first question, answered again
+    assert await finished(talk) == ["one?", "said 3"]
+    assert visit.book.requests[2].prompt_ids == visit.ids("one?")
+    talk.step(1, 0)
+    assert await finished(talk) == ["one?", "said 1", "two?", "said 2"]
+    visit.ask(talk, "too?", at=2)
+    assert await finished(talk) == ["one?", "said 1", "too?", "said 4"]
+    assert visit.book.requests[3].prompt_ids == visit.ids("one?", "said 1", "too?")
+    talk.write(3, "mine")
+    visit.ask(talk, "and?")
+    assert (await finished(talk))[3:] == ["mine", "and?", "said 5"]
+    assert visit.book.requests[4].prompt_ids == visit.ids("one?", "said 1", "too?", "mine", "and?")
+    history, other = ChatHistory(), ChatHistory()
+    history.conversations = [talk]
+    kept = history.saved()
+    assert other.restore(json.loads(json.dumps(kept))) == 1
+    assert other.saved() == kept
+    again = other.conversations[-1]
+    again.step(1, 1)
+    assert await finished(again) == ["one?", "said 3"]
+    assert again.has(["mine"]) and again.num_chars == talk.num_chars > 9 * 16
+    again.step(1, 0)
+    again.step(2, 0)
+    assert await finished(again) == ["one?", "said 1", "two?", "said 2"]
+    again.step(2, 1)
+    again.step(3, 0)
+    assert await finished(again) == ["one?", "said 1", "too?", "said 4"]
+
+
+@in_loop
+async def test_what_fails_beside_other_branches_loses_none() -> None:
+    visit, talk = Visit(), Conversation()
+    visit.ask(talk, "one?")
+    await finished(talk)
+    submit = visit.book.submit
+
+    async def fail(request: GenerateRequest, deliver: Deliver) -> str:
+        raise ServiceError("the cpu0 service died; start again")
+
+    visit.book.submit = fail
+    for _ in range(2):
+        visit.ask(talk, None, at=1)
+        assert await finished(talk) == ["one?", ""]
+        assert talk.error and talk.messages[1]["place"] == 1
+    visit.ask(talk, "won?", at=0)
+    assert await finished(talk) == ["won?"]
+    visit.book.submit = submit
+    visit.ask(talk, "two?")  # in place of what has no answer
+    assert await finished(talk) == ["one?", "said 1", "two?", "said 2"]
+
+
+def test_branches_that_hold_each_other_a_thousand_times_are_left_out() -> None:
+    inner: list[Any] = [{"role": "user", "content": "x"}]
+    for _ in range(5000):
+        inner = [{"role": "user", "content": "x", "others": [inner]}]
+    assert ChatHistory().restore([{"id": "1", "messages": inner}]) == 0
+
+
 def test_what_a_visitor_may_keep_is_bounded() -> None:
     def kept(prefix: str, count: int, length: int) -> list[Any]:
         turn = {"role": "user", "content": "x" * length}
@@ -298,6 +361,10 @@ def test_what_holds_no_text_takes_room_too() -> None:
         None, 7, "text", [None], [{}], [{"id": 1, "messages": []}], [{"id": 1, "messages": [7]}],
         [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
         [{"messages": [{"role": "user", "content": "x"}]}],
+        *(
+            [{"id": 1, "messages": [{"role": "user", "content": "x", "others": others}]}]
+            for others in _NO_BRANCHES
+        ),
     ],
 )  # fmt: skip
 def test_what_is_malformed_is_left_out(kept) -> None:

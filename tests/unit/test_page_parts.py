@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -27,14 +29,64 @@ def gradio() -> None:
 
 
 def test_settings_are_checked() -> None:
-    from hotcold.ui.page.chat_settings import read_settings
+    import gradio as gr
 
-    good = (" Be brief. ", 0.5, 3, 0.9, 0.1, " 7 ", 12)
-    assert read_settings(good) == ("Be brief.", SamplingParams(12, 0.5, 3, 0.9, 0.1, seed=7))
-    assert read_settings((None, 0.5, 3, 0.9, 0.1, "", 12))[1].seed is None
-    for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
-        with pytest.raises(UsageError):
-            read_settings((*good[:index], value, *good[index + 1 :]))
+    from hotcold.ui.page.chat_settings import settings_form
+
+    with gr.Blocks():
+        form = settings_form(DEMO_DIRECTORY, 100, True)
+    names = [str(each.elem_id).replace("-", "_").removesuffix("_texts") for each in form.inputs]
+    shown = {name: each.value for name, each in zip(names, form.inputs, strict=True)}
+    defaults = SamplingParams.defaults(DEMO_DIRECTORY)
+
+    def read(**changed: Any) -> tuple[str, SamplingParams]:
+        assert not changed.keys() - shown.keys()
+        return form.read(tuple((shown | changed).values()))
+
+    assert read() == ("", replace(defaults, max_tokens=100))
+    assert read(system_prompt=" Be brief. ", seed=" 7 ", top_k=3) == (
+        "Be brief.", replace(defaults, max_tokens=100, seed=7, top_k=3),
+    )  # fmt: skip
+    assert read(stop="a\n\nb c")[1].stop == ("a", "b c")
+    assert read(temperature=None, max_tokens=None)[1] == defaults
+    # As in the API, these two count the answer alone where nothing says what is counted.
+    assert not read(presence_penalty=0.5)[1].penalize_prompt
+    assert read(presence_penalty=0.5, repeat_last_n=32)[1].penalize_prompt
+    for name, value in (
+        ("temperature", -1), ("top_k", 2.5), ("top_p", 2), ("seed", "x"), ("seed", "²"),
+        ("max_tokens", 0), ("repeat_penalty", 0), ("mirostat", 3), ("min_tokens", 101),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=name):
+            read(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"so \(a<b\) and $c$", "so \ue000a&lt;b\ue001 and \ue000c\ue001"),
+        ("\\[\na\n\\]\n$$b$$", "\ue002\na\n\ue003\n\ue002b\ue003"),
+        ("it costs $5 or $10, or $5/$6; $HOME:$PATH", None),
+        (r"an escaped \$a$ and a lone $ and a$b$", None),
+        ("`$a$` and ``\\(`b`\\)``", None),
+        ("```sh\necho $a$ \\(b\\)\n```", None),
+        ("~~~\n$a$\n", None),  # a block that is still being written
+        ("```\n$a$\n```\n$b$", "```\n$a$\n```\n\ue000b\ue001"),
+    ],
+)
+def test_formulas_are_found_outside_code(text: str, shown: str | None) -> None:
+    from hotcold.ui.page.maths import with_formulas
+
+    assert with_formulas(text) == (text if shown is None else shown)
+
+
+def test_text_of_openings_alone_is_searched_fast() -> None:
+    from hotcold.ui.page.maths import with_formulas
+
+    for opening in ("\\(", "\\[", "$$ ", "$a ", "`a ``b ", "```\n~~~\n"):
+        text = opening * (200_000 // len(opening))
+        began = time.process_time()
+        assert with_formulas(text)
+        assert time.process_time() - began < 20
 
 
 def test_what_a_plan_file_says_is_shown_as_words() -> None:

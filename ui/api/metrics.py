@@ -178,6 +178,14 @@ class Metrics:
         return self._model_name
 
     @property
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens of prompts that were looked for in the KV cache, and those found there."""
+        labels = {"model_name": self._model_name}
+        names = (f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits"))
+        queried, found = (int(self._registry.get_sample_value(name, labels) or 0) for name in names)
+        return queried, found
+
+    @property
     def experts(self) -> ExpertCounts | None:
         """The newest counts of a mixture's experts."""
         return self._experts

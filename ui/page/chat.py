@@ -18,9 +18,10 @@ from hotcold.ui.api.cached import client
 from hotcold.ui.gate import given_key
 from hotcold.ui.keys import client_of
 from hotcold.ui.page import asset
-from hotcold.ui.page.chat_settings import ChatSettings, read_settings
+from hotcold.ui.page.chat_settings import ChatSettings
 from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
+from hotcold.ui.page.maths import DELIMITERS
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
@@ -52,7 +53,7 @@ class Chat:
         """The open conversation, and the field below it."""
         self._chatbot = gr.Chatbot(
             label="Conversation", show_label=False, container=False, height="100%",
-            editable="user", elem_id="chat", buttons=["copy"], feedback_options=None,
+            elem_id="chat", buttons=[], feedback_options=None, latex_delimiters=DELIMITERS,
         )  # fmt: skip
         self._welcome = gr.HTML(
             self._suggestions, html_template="<section></section>",
@@ -69,12 +70,13 @@ class Chat:
             self._stop = gr.Button("Stop", scale=0, min_width=40, elem_id="stop")
         self._state = gr.HTML(
             thread_state(Conversation()), html_template="<p></p>",
-            js_on_load=asset("status.js"), elem_id="status",
+            js_on_load=asset("thread.js"), elem_id="status",
             apply_default_css=False,
         )  # fmt: skip
 
     def connect(self, page: gr.Blocks, settings: ChatSettings) -> None:
         """Say what happens at each event."""
+        self._settings = settings
         outputs = [self._chatbot, self._list, self._state]
         own = settings.inputs
         private: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -90,11 +92,10 @@ class Chat:
                 self._ask, [self._question, *own], **answers,
             ),
             self._welcome.ask(self._suggested, own, **answers),
-            self._chatbot.retry(self._retry, own, **answers),
-            self._chatbot.edit(self._edit, own, **answers),
+            self._state.again(self._again, own, **answers),
         ]  # fmt: skip
         changed = [
-            self._chatbot.undo(self._undo, None, **quick | {"outputs": [*outputs, self._question]}),
+            self._state.step(self._step, None, **quick),
             self._list.act(self._act, None, **quick),
         ]
         for event in [*asked, *changed]:
@@ -133,18 +134,23 @@ class Chat:
         yield self._view(history)
 
     async def _answer(
-        self, history: ChatHistory, question: str, settings: tuple[Any, ...]
+        self,
+        history: ChatHistory,
+        question: str | None,
+        settings: tuple[Any, ...],
+        at: int | None = None,
     ) -> AsyncIterator[tuple[Any, ...]]:
+        """Ask, and paint; `question` and `at` as `Conversation.ask` has them."""  # fmt: skip
         conversation = history.open
         try:
-            system_prompt, sampling = read_settings(settings)
-            history.require_space(question)
+            system_prompt, sampling = self._settings.read(settings)
+            history.require_space(question or "")
         except HotcoldError as error:
             conversation.refuse(error)
-            yield *self._view(history), question
+            yield *self._view(history), gr.skip() if question is None else question
             return
-        conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat)
-        yield *self._view(history), ""
+        conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat, at)
+        yield *self._view(history), "" if at is None else gr.skip()
         async for view in self._follow(history, conversation):
             yield *view, gr.skip()
 
@@ -165,35 +171,34 @@ class Chat:
         async for view in self._ask(request, questions.get(event.number, ""), *settings):
             yield view
 
-    async def _retry(
-        self, event: gr.RetryData, request: gr.Request, *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        async for view in self._again(event.index, None, settings, request):
-            yield view
-
-    async def _edit(
-        self, event: gr.EditData, request: gr.Request, *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        async for view in self._again(event.index, str(event.value), settings, request):
-            yield view
-
     async def _again(
-        self, index: Any, question: str | None, settings: tuple[Any, ...], request: gr.Request
+        self, event: gr.EventData, request: gr.Request, *settings: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        history = self._history(request)
-        if history.open.is_answering or not 0 <= int(index) < len(history.open.messages):
+        """Answer a message again, or another text in its place; an answer is only rewritten.
+
+        event: "index" of the message, "text" of what is in its place, or None
+        """
+        history, index, text = self._history(request), int(event.index), event.text
+        shown = history.open
+        if shown.is_answering or not 0 <= index < len(shown.messages):
             yield *self._view(history), gr.skip()
             return
-        asked = history.open.cut(int(index))
-        async for view in self._answer(history, question or asked, settings):
+        is_answer = shown.messages[index]["role"] == "assistant"
+        if text is not None and is_answer:
+            shown.write(index, str(text))
+            yield *self._view(history), gr.skip()
+            return
+        question = None if text is None else str(text)
+        at = index + 1 if text is None and not is_answer else index
+        async for view in self._answer(history, question, settings, at):
             yield view
 
-    async def _undo(self, event: gr.UndoData, request: gr.Request) -> tuple[Any, ...]:
+    async def _step(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
+        """Show another branch: the one of number "place" at message "index"."""
         history = self._history(request)
-        if history.open.is_answering or not 0 <= int(event.index) < len(history.open.messages):
-            return *self._view(history), gr.skip()
-        question = history.open.cut(int(event.index))
-        return *self._view(history), question
+        if not history.open.is_answering and 0 <= int(event.index) < len(history.open.messages):
+            history.open.step(int(event.index), int(event.place))
+        return self._view(history)
 
     async def _end_answer(self, request: gr.Request) -> None:
         self._history(request).open.stop()

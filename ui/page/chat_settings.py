@@ -13,19 +13,52 @@ _HEADING = (
     "<h2>Settings</h2>"
     '<button type="button" class="close" aria-label="Close the settings" title="Close"></button>'
 )
+# Fields by name, two in a row; those below a heading are folded.
+_FIRST = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "seed")
+_FOLDED = {
+    "Repetition": (
+        "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty",
+        "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    ),
+    "Other ways to choose": (
+        "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+        "mirostat", "mirostat_tau", "mirostat_eta", "min_tokens", "stop",
+    ),
+}  # fmt: skip
+_NAMES = (*_FIRST, *(name for names in _FOLDED.values() for name in names))
+_WORDS = {
+    "stop": "End before one of these texts, one a line.",
+    "min_tokens": "Shortest answer: no end before so many tokens.",
+    "max_tokens": "Longest answer; empty: to the end of the context.",
+}
+_STEPS = {"temperature": 0.1, "top_p": 0.01, "min_p": 0.01, "typical_p": 0.01}
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """The components; `inputs` in the order in which `read_settings` takes their values."""
+    """The form: a system prompt, then fields by _NAMES, at what `defaults` says."""
 
     inputs: list[gr.components.Component]
+    defaults: SamplingParams
+
+    def read(self, values: tuple[Any, ...]) -> tuple[str, SamplingParams]:
+        """The system prompt and the sampling, of the values of `inputs`; empty: the default.
+
+        Errors:  UsageError for a value out of range
+        """
+        given = dict(zip(_NAMES, values[1:], strict=True))
+        given["stop"] = tuple(filter(None, str(given["stop"] or "").split("\n"))) or None
+        seed = str(given["seed"] or "").strip()
+        given["seed"] = int(seed) if seed.isascii() and seed.isdigit() else seed or None
+        changed = {
+            name: value for name, value in given.items() if value != getattr(self.defaults, name)
+        }
+        return str(values[0] or "").strip(), SamplingParams.of_given(changed, self.defaults)
 
 
 def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
     """Settings at what the model's own files recommend; answers have at most `longest` tokens."""
-    defaults = SamplingParams.defaults(path)
-    longest = max(1, longest)
+    defaults, longest = SamplingParams.defaults(path), max(1, longest)
     with gr.Column(elem_id="settings"):
         gr.HTML(_HEADING, elem_id="settings-heading", apply_default_css=False)
         system_prompt = gr.Textbox(
@@ -35,47 +68,40 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
             visible=is_chat,
             elem_id="system-prompt",
         )
-        with gr.Row():
-            temperature = _number("temperature", defaults, "0: always the likeliest", 0.1)
-            max_tokens = gr.Number(
-                longest, label="Max tokens", info="longest answer", minimum=1, maximum=longest,
-                step=1, precision=0, min_width=130, elem_id="max-tokens",
-            )  # fmt: skip
-        with gr.Row():
-            top_k = _number("top_k", defaults, "0: all", 1)
-            top_p = _number("top_p", defaults, "of the probability", 0.01)
-        with gr.Row():
-            min_p = _number("min_p", defaults, "of the likeliest", 0.01)
-            seed = gr.Textbox(
-                label="Seed", info="the same, the same text", placeholder="random",
-                min_width=130, elem_id="seed",
-            )  # fmt: skip
-    return ChatSettings([system_prompt, temperature, top_k, top_p, min_p, seed, max_tokens])
+        fields = _fields(_FIRST, defaults, longest)
+        for heading, names in _FOLDED.items():
+            with gr.Accordion(heading, open=False):
+                fields += _fields(names, defaults, longest)
+    return ChatSettings([system_prompt, *fields], defaults)
 
 
-def _number(name: str, defaults: SamplingParams, info: str, step: float) -> gr.Number:
+def _fields(names: tuple[str, ...], defaults: SamplingParams, longest: int) -> list[Any]:
+    """Two in a row."""
+    found = []
+    for first in range(0, len(names), 2):
+        with gr.Row():
+            found += [_field(name, defaults, longest) for name in names[first : first + 2]]
+    return found
+
+
+def _field(name: str, defaults: SamplingParams, longest: int) -> gr.components.Component:
     """The component of a parameter, within its bounds."""
     kind, word = PARAMETERS[name].kind, name.replace("_", "-")
+    options: dict[str, Any] = {
+        "label": word.replace("-", " ").capitalize() if len(word) > 5 else word.capitalize(),
+        "info": _WORDS.get(name) or PARAMETERS[name].about.removeprefix("DRY: ").capitalize(),
+        "min_width": 130,
+        "elem_id": "stop-texts" if name == "stop" else word,  # `stop` is a button
+    }
+    if name == "stop":
+        return gr.Textbox("\n".join(defaults.stop), lines=2, **options)
+    if name == "seed":
+        return gr.Textbox(placeholder="random", **options)
     assert isinstance(kind, (Whole, Number))
     is_whole = isinstance(kind, Whole)
+    highest = longest if name == "max_tokens" else None if is_whole else kind.high
     return gr.Number(
-        getattr(defaults, name), label=word.capitalize(), info=info, minimum=kind.low,
-        maximum=None if is_whole else kind.high, step=step, precision=0 if is_whole else None,
-        min_width=130, elem_id=word,
+        longest if name == "max_tokens" else getattr(defaults, name),
+        minimum=kind.low, maximum=highest, precision=0 if is_whole else None,
+        step=1 if is_whole else _STEPS.get(name, 0.05), **options,
     )  # fmt: skip
-
-
-def read_settings(values: tuple[Any, ...]) -> tuple[str, SamplingParams]:
-    """The system prompt and the sampling. Errors: UsageError for a value out of range."""
-    system_prompt, temperature, top_k, top_p, min_p, seed, max_tokens = values
-    text = str(seed or "").strip()
-    number = int(text) if text.isascii() and text.isdigit() else text or None
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=number,  # type: ignore[arg-type]  # SamplingParams says what is wrong with a word
-    )
-    return str(system_prompt or "").strip(), sampling

@@ -11,8 +11,16 @@ from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.page.branches import (
+    Message,
+    begin_branch,
+    drop_branch,
+    in_all_branches,
+    num_branches,
+    restored,
+    show_branch,
+)
 
-Message = dict[str, str]
 _TITLE_LENGTH = 40
 _LONGEST_NAME = _LONGEST_ID = 80
 _MAX_KEPT = 50  # conversations; the oldest are forgotten
@@ -23,7 +31,7 @@ NO_TITLE = "New conversation"
 
 @dataclass
 class Conversation:
-    """Questions and answers in turn, all in the server's loop."""
+    """Questions and answers in turn, all in the server's loop: of the branch that is shown."""
 
     messages: list[Message] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -60,35 +68,59 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """Characters that count against the visitor's limit."""
-        return sum(len(message["content"]) + _MESSAGE_CHARS for message in self.messages)
+        return sum(len(one["content"]) + _MESSAGE_CHARS for one in in_all_branches(self.messages))
 
     def ask(
         self,
         backend: Backend,
-        question: str,
+        question: str | None,
         sampling: SamplingParams,
         system_prompt: str,
         is_chat: bool,
+        at: int | None = None,
     ) -> None:
         """Add a question and start reading its answer, in the server's loop.
 
+        `at`: it takes the place of that message, which stays as a branch. None as the question: the
+        same is answered again, in the place of the answer `at`.
         A question before it without an answer is removed: questions and answers alternate.
         `is_chat` False: the model has no chat template, and continues the question's text.
         """
-        if self.messages and self.messages[-1]["role"] == "user":
-            self.messages.pop()
-        self.messages.append({"role": "user", "content": question})
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        answer = {"role": "assistant", "content": ""}
+        if question is not None:
+            self._add_question(question, at)
+            at = None
+        told = [
+            {"role": one["role"], "content": one["content"]}
+            for one in self.messages[: len(self.messages) if at is None else at]
+        ]
+        if at is None or at == len(self.messages):
+            self.messages.append(answer)
+        else:
+            begin_branch(self.messages, at, answer)
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         request = GenerateRequest(
             sampling,
-            messages=[*messages, *map(dict, self.messages)] if is_chat else None,
-            prompt=None if is_chat else question,
+            messages=[*system, *told] if is_chat else None,
+            prompt=None if is_chat else told[-1]["content"],
         )
-        answer = {"role": "assistant", "content": ""}
-        self.messages.append(answer)
-        self.result = self.problem = None
-        self.is_refused = self._is_stopped = False
+        self._forget_end()
+        self._is_stopped = False
         self._reading = asyncio.create_task(self._read(backend, request, answer))
+
+    def _add_question(self, question: str, at: int | None) -> None:
+        message = {"role": "user", "content": question}
+        if at is not None:
+            begin_branch(self.messages, at, message)
+            return
+        while self.messages and _is_unanswered(self.messages[-1]):
+            drop_branch(self.messages, len(self.messages) - 1)
+        self.messages.append(message)
+
+    def _forget_end(self) -> None:
+        """Forget how the last answer ended."""
+        self.result = self.problem = None
+        self.is_refused = False
 
     async def _read(self, backend: Backend, request: GenerateRequest, answer: Message) -> None:
         try:
@@ -101,7 +133,7 @@ class Conversation:
         except Exception as error:
             self.problem = as_api_error(error)
         finally:
-            if self.problem and not answer["content"]:
+            if self.problem and not answer["content"] and num_branches(answer) == 1:
                 self.messages.pop()  # it, and no other that is empty
             self._answers = self._reading = None
 
@@ -111,15 +143,15 @@ class Conversation:
         if self._answers is not None:
             self._answers.stop()
 
-    def cut(self, index: int) -> str:
-        """Take back everything from the question at or before message `index`; that question."""
-        while index > 0 and self.messages[index]["role"] != "user":
-            index -= 1
-        question = self.messages[index]["content"]
-        del self.messages[index:]
-        self.result = self.problem = None
-        self.is_refused = False
-        return question
+    def write(self, index: int, text: str) -> None:
+        """Put a text in the place of the answer `index`, which stays as a branch."""
+        begin_branch(self.messages, index, {"role": "assistant", "content": text})
+        self._forget_end()
+
+    def step(self, index: int, place: int) -> None:
+        """Show the branch of that number at message `index`."""
+        show_branch(self.messages, index, place)
+        self._forget_end()
 
     def refuse(self, error: HotcoldError) -> None:
         """Say why a question was not taken."""
@@ -127,7 +159,8 @@ class Conversation:
 
     def has(self, words: list[str]) -> bool:
         """Whether its title and messages have all these words, in small letters."""
-        text = "\n".join([self.title, *(message["content"] for message in self.messages)]).lower()
+        said = (message["content"] for message in in_all_branches(self.messages))
+        text = "\n".join([self.title, *said]).lower()
         return all(word in text for word in words)
 
     def as_json(self) -> dict[str, Any]:
@@ -245,18 +278,15 @@ class ChatHistory:
         return len(self.conversations) - before
 
 
+def _is_unanswered(message: Message) -> bool:
+    """A question, or an answer of which nothing came beside others."""
+    return message["role"] == "user" or (not message["content"] and num_branches(message) > 1)
+
+
 def _restored(item: Any) -> Conversation | None:
     try:
-        messages = [
-            {"role": str(m["role"]), "content": str(m["content"])} for m in item["messages"]
-        ]
-        roles = [message["role"] for message in messages]
-        if not messages or any(
-            role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)
-        ):
-            return None
         name = str(item.get("name", ""))[:_LONGEST_NAME]
-        found = Conversation(messages, str(item["id"]), name)
+        found = Conversation(restored(item["messages"]), str(item["id"]), name)
         return found if len(found.id) <= _LONGEST_ID else None
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None

@@ -9,7 +9,11 @@ from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import loaded_config
 from hotcold.model.errors import HotcoldError
+from hotcold.model.weights.sizes import attention_bytes, head_bytes
+from hotcold.placement.solver.cost import RowBytes
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.page import ASSETS, asset
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
@@ -43,7 +47,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
                 chat.chat_column()
             with gr.Column(elem_id="panel"):
                 with gr.Tab("Live"):
-                    live_panel(backend)
+                    live_panel(backend, loaded_config(config, described.weight_dtype))
                 with gr.Tab("Placement") as tab:
                     placement_tab(backend, described.model_path, config, tab)
             form = settings_form(path, longest, is_chat)
@@ -88,14 +92,24 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
     return app
 
 
-def live_panel(backend: Backend) -> gr.HTML:
-    """The live panel; its script polls only while the page is visible and requests run."""
+def live_panel(backend: Backend, config: ModelConfig) -> gr.HTML:
+    """The live panel; its script polls only while the page is visible and requests run.
+
+    `config` is in the formats that weights are loaded in.
+    """
+    rows = RowBytes.of(config)
+    weights = {"attention": attention_bytes(config), "head": head_bytes(config)}
 
     def telemetry(_: Any = None) -> dict[str, Any]:
         try:
-            return telemetry_json(backend.call("telemetry"))
+            found = backend.call("telemetry")
         except HotcoldError as error:
             return {"error": str(error)}
+        gates, computed = found.speed.gates_computed, found.speed.neurons_computed
+        ffn = int(config.num_neurons * rows.read(gates, computed, computed))
+        queried, cached = backend.metrics.prefix_cache
+        more = {"bytes": {**weights, "ffn": ffn}, "prompt_tokens": queried, "cached_tokens": cached}
+        return telemetry_json(found) | more
 
     return gr.HTML(
         "",

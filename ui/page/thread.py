@@ -5,7 +5,9 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import Generation
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.page.branches import num_branches
 from hotcold.ui.page.conversations import Conversation
+from hotcold.ui.page.maths import with_formulas
 
 # Questions for an empty thread. The embedded demo model knows Python's documentation, and little
 # else; a model without a chat template goes on with a text.
@@ -36,7 +38,10 @@ def suggestions(is_demo: bool, is_chat: bool) -> dict[str, Any]:
 
 def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
     """Its messages, and below them what went wrong, as HTML."""
-    messages = [dict(message) for message in conversation.messages]
+    messages = [
+        {"role": message["role"], "content": with_formulas(message["content"])}
+        for message in conversation.messages
+    ]
     if conversation.problem is not None:
         messages.append({"role": "assistant", "content": problem_html(conversation)})
     return messages
@@ -50,13 +55,17 @@ def problem_html(conversation: Conversation) -> str:
     what = "No answer"
     if conversation.is_refused:
         what = "Not sent"
-    elif conversation.messages and conversation.messages[-1]["role"] == "assistant":
+    elif conversation.messages and _has_begun(conversation.messages[-1]):
         what = "The answer broke off"
     text = escape(" ".join(problem.message.split()).rstrip("."))
     return (
         f'<div class="problem"><strong>{what}: {text}.</strong> '
         f"<span>{escape(remedy(problem, conversation.is_refused))}</span></div>"
     )
+
+
+def _has_begun(message: dict[str, Any]) -> bool:
+    return bool(message["role"] == "assistant" and message["content"])
 
 
 def remedy(problem: ApiError, is_refused: bool = False) -> str:
@@ -78,6 +87,7 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
     """The state that bar, input field and thread show.
 
     state: "ready", "waiting" for an answer's first word, "answering" or "error"
+    messages: their texts and branches, for the buttons below them; [] while one is answered
     """
     state, text = "ready", ""
     if conversation.is_answering:
@@ -92,7 +102,20 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
         "text": text,
         "empty": not conversation.messages and conversation.problem is None,
         "refused": conversation.is_refused,
+        "messages": [] if conversation.is_answering else _messages(conversation),
     }
+
+
+def _messages(conversation: Conversation) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": message["role"],
+            "text": message["content"],
+            "place": message.get("place", 0),
+            "branches": num_branches(message),
+        }
+        for message in conversation.messages
+    ]
 
 
 def _figures(result: Generation) -> str:

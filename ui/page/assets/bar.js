@@ -105,13 +105,29 @@ element.querySelector("select").addEventListener("change", (event) => {
   location.assign(new URL(event.target.value, location.origin)); // each model has its page
 });
 
+// Whether there was something to close.
 function close() {
   if (isOpen("settings")) turn("settings", false);
   else if (!wide.matches && isOpen("side")) turn("side", false);
+  else return false;
+  return true;
 }
 
+// As in other chats: Escape stops the answer, Ctrl+K searches, Ctrl+Shift+O begins a conversation.
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") close();
+  const key = event.key.toLowerCase();
+  if (key === "escape" && !close()) document.querySelector("#stop").click();
+  if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
+  if (key === "k" && !event.shiftKey) {
+    event.preventDefault();
+    set("side", true);
+    document.querySelector("#conversations input[type=search]").focus();
+  }
+  if (key === "o" && event.shiftKey) {
+    event.preventDefault();
+    document.querySelector("#new").click();
+    document.querySelector("#question textarea").focus();
+  }
 });
 document.addEventListener("click", (event) => {
   const isOnVeil = event.target.id === "frame";

@@ -121,7 +121,7 @@ function showLegend(totals) {
 }
 
 function showMap() {
-  if (!latest || !isShown()) return;
+  if (!latest || !canvas().checkVisibility()) return;
   const map = latest.map;
   const totals = drawMap(map);
   showLegend(totals);
@@ -169,26 +169,59 @@ function showExperts() {
     "tokens chose it lately. The other choices show how many of an expert's neurons were needed: the fuller its bar, the more.";
 }
 
-function showTimes(times) {
+function row(...cells) {
+  const made = make("tr", "");
+  made.append(...cells.map((cell) => (cell instanceof Node ? cell : make("td", cell))));
+  return made;
+}
+
+function megabytes(bytes) {
+  return `${(bytes / 1e6).toLocaleString("en", { maximumSignificantDigits: 3 })} MB`;
+}
+
+// How long each part of a step takes, what it reads of the weights, and how fast.
+function showStep({ per_step_ms: times, bytes }) {
   const total = times.total || 0;
   const parts = PARTS.filter((part) => times[part] > 0);
-  find("bar").replaceChildren(
-    ...parts.map((part) => {
-      const piece = make("div", "");
-      piece.style.background = `var(--${part})`;
-      piece.style.width = `${(100 * times[part]) / total}%`;
-      return piece;
-    }),
-  );
-  find("parts").replaceChildren(
-    ...parts.map((part) => {
-      const item = make("li", "");
-      const mark = make("i", "");
-      mark.style.background = `var(--${part})`;
-      item.append(mark, `${part} ${times[part].toFixed(2)} ms`);
-      return item;
-    }),
-  );
+  find("idle").hidden = total > 0;
+  find("steps").hidden = total === 0;
+  find("step").textContent = total ? total.toPrecision(3) : "–";
+  const piece = (part) => {
+    const made = make("div", "");
+    made.style.background = `var(--${part})`;
+    made.style.width = `${(100 * times[part]) / total}%`;
+    return made;
+  };
+  const line = (part) => {
+    const name = make("td", part === "ffn" ? "FFN" : part === "python" ? "Python" : part);
+    const mark = make("i", "");
+    mark.style.background = `var(--${part})`;
+    name.prepend(mark);
+    const read = bytes[part] || 0;
+    const rate = `${(read / times[part] / 1e6).toFixed(1)} GB/s`;
+    return row(name, `${times[part].toFixed(2)} ms`, read ? megabytes(read) : "", read ? rate : "");
+  };
+  find("bar").replaceChildren(...parts.map(piece));
+  find("parts").replaceChildren(...parts.map(line));
+}
+
+function showCaches(found) {
+  const share = (part, all, what) => `${part.toLocaleString("en")} of ${all.toLocaleString("en")}${what}${all ? ` (${((100 * part) / all).toFixed(0)}%)` : ""}`;
+  const { reads } = found;
+  const lines = [
+    ["prompts, found again", share(found.cached_tokens, found.prompt_tokens, " tokens")],
+    ["KV cache, in use", share(found.kv_pages_used, found.kv_pages, " pages")],
+  ];
+  if (found.num_drafted) lines.push(["drafts, accepted", share(found.num_accepted, found.num_drafted, " tokens")]);
+  if (reads.bytes_read !== undefined) {
+    const percent = (number) => `${(100 * number).toFixed(1)}%`;
+    lines.push(
+      ["neurons, found in memory", percent(reads.hit_rate)],
+      ["neurons, read from storage", `${megabytes(reads.bytes_read)} a step`],
+      ["waiting for storage", `${percent(reads.wait_share)} of the time`],
+    );
+  }
+  find("caches").replaceChildren(...lines.map((line) => row(...line)));
 }
 
 function gigabytes(bytes) {
@@ -199,18 +232,17 @@ function showActors({ actors, host_memory_bytes, host_memory_used_bytes }) {
   const marks = { alive: "●", silent: "◐", restarting: "↻", dead: "✕" };
   find("actors").replaceChildren(
     ...actors.map((actor) => {
-      const row = make("tr", "");
-      row.dataset.actor = actor.name;
       const known = actor.pid > 0;
       const isOnCpu = actor.name === "gpu" && actor.device === "cpu";
-      row.append(
-        make("td", isOnCpu ? "attention" : actor.name),
-        make("td", `${marks[actor.state]} ${actor.state}`),
-        make("td", known ? actor.pid : "–"),
-        make("td", actor.device || "–"),
-        make("td", known ? gigabytes(actor.memory_bytes) : "–"),
+      const line = row(
+        isOnCpu ? "attention" : actor.name,
+        `${marks[actor.state]} ${actor.state}`,
+        known ? actor.pid : "–",
+        actor.device || "–",
+        known ? gigabytes(actor.memory_bytes) : "–",
       );
-      return row;
+      line.dataset.actor = actor.name;
+      return line;
     }),
   );
   const [used, all] = [gigabytes(host_memory_used_bytes), gigabytes(host_memory_bytes)];
@@ -226,7 +258,7 @@ function show(found) {
   const isRunning = found.running + found.waiting > 0;
   // The last figures of a finished answer stay.
   if (latest && !isRunning && found.tokens_per_s === 0) {
-    for (const name of ["tokens_per_s", "neurons_computed", "per_step_ms"]) {
+    for (const name of ["tokens_per_s", "neurons_computed", "per_step_ms", "bytes", "reads", "num_drafted", "num_accepted"]) {
       found[name] = latest[name];
     }
   }
@@ -236,11 +268,14 @@ function show(found) {
   find("speed").textContent = found.tokens_per_s ? Math.round(found.tokens_per_s) : "–";
   const share = (100 * found.neurons_computed).toFixed(1);
   find("share").textContent = found.tokens_per_s ? `${share}%` : "–";
+  // A dense model computes all its neurons for each token: a map of them would tell nothing.
+  const isEven = found.mode === "dense" && !found.map.hot && found.map.experts === null;
+  find("neurons").hidden = find("computed").hidden = isEven;
   const waiting = found.waiting ? `, ${found.waiting} waiting` : "";
-  const pages = `${found.kv_pages_used} of ${found.kv_pages} KV pages`;
-  find("requests").textContent = isRunning ? `${found.running} running${waiting}, ${pages}` : "";
+  find("requests").textContent = isRunning ? `${found.running} running${waiting}` : "";
   showMap();
-  showTimes(found.per_step_ms);
+  showStep(found);
+  showCaches(found);
   showActors(found);
   element.dataset.steps = found.map.steps;
 }
@@ -287,6 +322,7 @@ function glance() {
 }
 
 element.addEventListener("change", showMap);
+find("neurons").addEventListener("toggle", showMap);
 canvas().addEventListener("pointermove", (event) => {
   if (!latest) return;
   const box = canvas().getBoundingClientRect();

@@ -1,0 +1,243 @@
+"""The messages of a conversation: what is made of their text, their buttons, and branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotcold.model.errors import ServiceError
+from tests.e2e.page_visit import OTHER, QUESTION, ask, until, wait_for_answer, wait_until_kept
+from tests.e2e.test_page_looks import PHONE, violations
+from tests.e2e.test_page_use import ids_of
+
+pytestmark = pytest.mark.timeout(300)
+EVERYTHING = r"""| Name | Size | Layers | Neurons computed of all | Notes about the memory |
+|---|---|---|---|---|
+| Small | 135 M | 30 | 8.9% | fits every machine |
+
+- [x] done already
+- [ ] still to do
+
+Inline \( E = mc^2 \) and $a < b$, which costs $5 or $10. Then \[ \int_0^1 x^2\,dx \] and $$ n^2 $$
+
+```python
+value = "$a$ \( b \)"  # {LONG}
+```
+
+```mermaid
+graph TD; A[Driver]-->B[Attention];
+```
+
+![a diagram](http://example.com/a.png)
+
+""".replace("{LONG}", "a line that is long, " * 6)
+
+
+def answered(page: Any, book: Any, text: str) -> None:
+    book.text, book.num_tokens = text, len(text.split(" "))
+    ask(page, QUESTION)
+    wait_for_answer(page)
+
+
+def row(page: Any, number: int) -> Any:
+    found = page.locator("#chat .message-row").nth(number)
+    found.hover()
+    return found
+
+
+def wait_for_texts(page: Any, *texts: str) -> None:
+    """Until these are the messages, by their beginnings."""
+    page.wait_for_function(
+        "texts => { const shown = [...document.querySelectorAll('#chat .message-row')];"
+        " return shown.length == texts.length && document.body.dataset.chat == 'ready' &&"
+        " shown.every((row, i) => row.querySelector('.message .md').innerText.trim()"
+        ".startsWith(texts[i])) }",
+        arg=list(texts),
+    )
+
+
+@pytest.mark.parametrize(
+    "view", [{}, {"color_scheme": "dark"}, {"width": 390, "height": 844}], ids=str
+)
+def test_a_text_of_everything_is_shown_whole(open_page, book, view) -> None:
+    page = open_page(**view)
+    answered(page, book, EVERYTHING)
+    page.wait_for_selector("#chat .mermaid svg")
+    page.wait_for_function("document.querySelectorAll('#chat .bot .katex').length == 4")
+    assert page.locator("#chat .bot .katex-display").count() == 2
+    assert page.locator("#chat .bot annotation").nth(1).text_content() == "a < b"
+    assert "which costs $5 or $10." in page.locator("#chat .bot").first.inner_text()
+    code = page.locator("#chat .code_wrap")
+    assert code.get_attribute("data-language") == "python"
+    assert r'"$a$ \( b \)"' in code.inner_text()
+    pre = code.locator("pre")
+    assert pre.evaluate("one => getComputedStyle(one).overflowX") == "auto"
+    assert pre.evaluate("one => one.scrollWidth > one.clientWidth")
+    # No word is broken: each fits into its cell.
+    heads = page.locator("#chat th").evaluate_all(
+        "all => all.map(one => one.innerText.split(' ').every(word => {"
+        " const drawn = document.createElement('span'); drawn.textContent = word;"
+        " drawn.style.cssText = 'position: absolute; white-space: nowrap'; one.append(drawn);"
+        " const width = drawn.offsetWidth; drawn.remove();"
+        " const { paddingLeft, paddingRight } = getComputedStyle(one);"
+        " return width <= one.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight) + 1"
+        "}))"
+    )
+    assert heads == [True] * 5
+    boxes = page.locator("#chat input[type=checkbox]")
+    grounds = boxes.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundImage)")
+    assert "svg" in grounds[0] and grounds[1] == "none"
+    text, ground = page.evaluate(
+        "['#chat .mermaid .nodeLabel', '#chat .mermaid .node rect'].map((name, i) =>"
+        " getComputedStyle(document.querySelector(name))[i ? 'fill' : 'color'])"
+    )
+    assert (sum(map(int, text[4:-1].split(","))) > 380) == ("color_scheme" in view)
+    assert (sum(map(int, ground[4:-1].split(","))) < 380) == ("color_scheme" in view)
+    assert page.locator("#chat img.missing").is_visible()
+    assert violations(page) == []
+
+
+def test_any_message_is_answered_again_and_both_answers_stay(open_page, book) -> None:
+    page = open_page()
+    for number, question in enumerate((QUESTION, OTHER)):
+        book.text, book.num_tokens = f"answer{number} ", 1
+        ask(page, question)
+        wait_for_answer(page)
+    wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
+    book.text = "another "
+    row(page, 1).get_by_role("button", name="Retry").click()
+    wait_for_texts(page, QUESTION, "another")
+    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
+    assert row(page, 1).locator(".tools span").inner_text() == "2/2"
+    assert row(page, 1).get_by_role("button", name="Later branch").is_disabled()
+    wait_until_kept(page)
+    page.reload()
+    page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+    page.locator("#conversations .open").click()
+    wait_for_texts(page, QUESTION, "another")
+    row(page, 1).get_by_role("button", name="Earlier branch").click()
+    wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
+    assert row(page, 1).locator(".tools span").inner_text() == "1/2"
+
+
+def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:
+    page = open_page()
+    book.text, book.num_tokens = "first ", 1
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    asked = len(book.requests)
+    row(page, 0).get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edit the message")
+    assert field.input_value() == QUESTION
+    assert page.get_by_role("button", name="Cancel").is_visible()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    assert field.count() == 0 and len(book.requests) == asked
+    row(page, 0).get_by_role("button", name="Edit").click()
+    field.fill("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    book.text = "second "
+    page.keyboard.press("Enter")
+    wait_for_texts(page, "one", "second")
+    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": "one\ntwo"})
+    row(page, 1).get_by_role("button", name="Edit").click()
+    field.fill("third")
+    page.get_by_role("button", name="Save").click()
+    wait_for_texts(page, "one", "third")
+    assert len(book.requests) == asked + 1  # an answer that is written needs none
+    row(page, 0).get_by_role("button", name="Earlier branch").click()
+    wait_for_texts(page, QUESTION, "first")
+
+
+def test_a_branch_that_fails_says_so_and_the_other_is_there(open_page, book) -> None:
+    page = open_page()
+    answered(page, book, "first ")
+    book.num_tokens, book.error = 0, ServiceError("the cpu0 service died")
+    row(page, 1).get_by_role("button", name="Retry").click()
+    page.locator("#chat .problem").wait_for()
+    assert "No answer" in page.inner_text("#chat .problem")
+    row(page, 1).get_by_role("button", name="Earlier branch").click()
+    wait_for_texts(page, QUESTION, "first")
+    assert page.locator("#chat .problem").count() == 0
+
+
+def test_keys_stop_search_and_begin_anew(open_page, book) -> None:
+    page = open_page()
+    book.held_at = 3
+    ask(page, QUESTION)
+    page.wait_for_selector("body[data-chat=answering]")
+    page.keyboard.press("Escape")
+    wait_for_answer(page)
+    assert "stopped" in page.inner_text("#status")
+    page.get_by_role("button", name="Conversations").click()  # closed
+    page.keyboard.press("Control+k")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Search conversations"
+    page.keyboard.press("Control+Shift+O")
+    page.wait_for_selector("#welcome h2")
+    page.keyboard.type("x")
+    assert page.input_value("#question textarea") == "x"
+
+
+def test_dropped_text_is_put_into_the_question(open_page, book) -> None:
+    page = open_page()
+    drop = """([name, bytes]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([new Uint8Array(bytes)], name));
+        const options = { dataTransfer: data, bubbles: true, cancelable: true };
+        const place = document.querySelector('#main');
+        place.dispatchEvent(new DragEvent('dragover', options));
+        return !place.dispatchEvent(new DragEvent('drop', options));
+    }"""
+    page.fill("#question textarea", "What is this?")
+    assert page.evaluate(drop, ["notes.md", [*b"a ```b``` c\n"]])
+    wanted = "What is this?\n\nnotes.md:\n````\na ```b``` c\n````\n"
+    until(lambda: page.input_value("#question textarea") == wanted)
+    assert page.evaluate(drop, ["picture.png", [137, 80, 78, 71, 0, 255]])
+    page.wait_for_function(
+        "document.querySelector('#status').innerText == 'picture.png holds no text.'"
+    )
+    page.press("#question textarea", "Enter")
+    wait_for_answer(page)
+    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": wanted.strip()})
+
+
+@pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])
+def test_the_way_back_to_the_end_covers_no_text(open_page, book, view) -> None:
+    page = open_page(**view)
+    answered(page, book, "a paragraph\n\n" * 60)
+    page.evaluate("document.querySelector('#chat .bubble-wrap').scrollTop = 0")
+    arrow = page.get_by_role("button", name="Scroll down")
+    arrow.wait_for()
+    box = arrow.bounding_box()
+    for name in ("#chat .bubble-wrap", "#ask"):
+        other = page.locator(name).bounding_box()
+        assert box["y"] >= other["y"] + other["height"]
+    words = page.evaluate(
+        "() => { const range = document.createRange();"
+        " range.selectNodeContents(document.querySelector('#status p'));"
+        " return range.getBoundingClientRect().left }"
+    )
+    assert box["x"] + box["width"] <= words
+    arrow.click()
+    page.wait_for_function(
+        "(() => { const one = document.querySelector('#chat .bubble-wrap');"
+        " return one.scrollHeight - one.scrollTop - one.clientHeight < 5 })()"
+    )
+
+
+def test_the_panel_of_a_dense_model_tells_bytes_and_times(open_page, book) -> None:
+    book.mode = "dense"
+    page = open_page()
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.wait_for_selector("#live [data-show=parts] tr")
+    assert not page.is_visible("#live canvas") and not page.is_visible("#live [data-show=share]")
+    lines = [line.split("\t") for line in page.inner_text("#live [data-show=parts]").splitlines()]
+    assert [line[0] for line in lines] == ["attention", "FFN", "head", "exchange", "Python"]
+    for name, time, read, rate in lines[:3]:
+        megabytes, seconds = float(read.split()[0]), float(time.split()[0]) / 1000
+        assert float(rate.split()[0]) == pytest.approx(megabytes / 1000 / seconds, abs=0.06), name
+    assert "prompts, found again" in page.inner_text("#live [data-show=caches]")
+    assert violations(page) == []
