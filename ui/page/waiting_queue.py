@@ -1,4 +1,4 @@
-"""Gradio's queue of events, which waits for them; by itself it looks for some every millisecond."""
+"""Gradio's queue of events, which waits for them; by itself it looks for some all the time."""
 
 import asyncio
 import types
@@ -9,14 +9,19 @@ from gradio.queueing import Queue
 
 
 def wait_for_events(queue: Queue) -> None:
-    """Let `queue`, which has not started, take no processor while it is empty.
+    """Let `queue`, which has not started, take no processor while there are no events.
 
-    An event is taken as soon as it comes, not at the next look.
+    By itself it looks for events every millisecond, for their progress every ten. An event is taken
+    as soon as it comes, not at the next look.
     """
-    process, push, came = queue.start_processing, queue.push, asyncio.Event()
+    process, report, push = queue.start_processing, queue.start_progress_updates, queue.push
+    came = asyncio.Event()
 
     async def start_processing() -> None:
         await _steps(process(), lambda: bool(len(queue)), came)
+
+    async def start_progress_updates() -> None:
+        await _steps(report(), lambda: bool(len(queue)) or any(queue.active_jobs), came)
 
     async def push_and_tell(*args: Any, **kwargs: Any) -> Any:
         pushed = await push(*args, **kwargs)
@@ -24,6 +29,7 @@ def wait_for_events(queue: Queue) -> None:
         return pushed
 
     queue.start_processing, queue.push = start_processing, push_and_tell
+    queue.start_progress_updates = start_progress_updates
 
 
 @types.coroutine
