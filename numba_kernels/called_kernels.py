@@ -25,15 +25,21 @@ from numba.core.sigutils import normalize_signature
 from hotcold.numba_kernels.kernel_cache import being_compiled, is_called
 
 _PACKAGE = f"{__package__}."
-_CALLED = "called"  # how LLVM code is kept, beside Numba's own "object" and "bitcode"
+# How code is kept, beside Numba's own "object" and "bitcode".
+_CALLED, _WHOLE = "called", "whole"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
 
 
 class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """A function's code. Without an entry it becomes machine code when its address is wanted."""
+    """A function's code. Without an entry it becomes machine code when its address is wanted.
+
+    LLVM code takes thirty times the memory of machine code. What the disk cache has is read
+    without it, until somebody links it.
+    """
 
     _is_called = False
+    _bitcode = b""  # of LLVM code that has not been read
 
     def _optimize_final_module(self) -> None:
         self._is_called = not any(_is_own_entry(each) for each in self._final_module.functions)
@@ -61,18 +67,35 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
 
     def serialize_using_object_code(self) -> tuple[Any, ...]:
         """See numba.core.codegen."""
-        if not self._is_called:
-            return tuple(super().serialize_using_object_code())
-        return self.name, _CALLED, self._get_module_for_linking().as_bitcode()
+        if self._is_called:
+            return self.name, _CALLED, self._get_module_for_linking().as_bitcode()
+        name, _, (machine_code, bitcode) = super().serialize_using_object_code()
+        module = self._get_module_for_linking()
+        known = [*module.functions, *module.global_variables]
+        defined = [each.name for each in known if not each.is_declaration]
+        self._shared_module, self._bitcode = None, bitcode
+        return name, _WHOLE, (machine_code, bitcode, defined)
+
+    def _get_module_for_linking(self) -> Any:
+        if self._bitcode:
+            self._shared_module, self._bitcode = llvm.parse_bitcode(self._bitcode), b""
+        return super()._get_module_for_linking()
 
     @classmethod
     def _unserialize(cls, codegen: Any, state: tuple[Any, ...]) -> Any:
         name, kind, data = state
-        if kind != _CALLED:
+        if kind not in (_CALLED, _WHOLE):
             return super()._unserialize(codegen, state)
         self = codegen.create_library(name)
-        self._final_module = self._shared_module = llvm.parse_bitcode(data)
-        self._is_called = self._finalized = self._disable_inspection = True
+        if kind == _CALLED:
+            self._final_module = self._shared_module = llvm.parse_bitcode(data)
+            self._is_called = self._finalized = self._disable_inspection = True
+            return self
+        machine_code, self._bitcode, defined = data
+        self.enable_object_caching()
+        self._set_compiled_object(machine_code)
+        codegen._engine._defined_symbols.update(defined)
+        self._finalize_final_module()
         return self
 
 

@@ -26,6 +26,28 @@ from hotcold.actors.private_ray.temp_folder import TempFolder
 _log = logging.getLogger(__name__)
 _STUB_AGENT = Path(__file__).with_name("stub_agent.py")
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+# Of one node that nobody watches: no statistics, one thread a task, and a look at what hardly ever
+# changes not ten times a second. A worker that ends is noticed by its closed socket.
+_SETTINGS: dict[str, Any] = {
+    "enable_metrics_collection": False,
+    "emit_main_service_metrics": False,
+    "event_stats": False,
+    "enable_timeline": False,
+    "task_events_report_interval_ms": 0,
+    "gcs_server_rpc_server_thread_num": 1,
+    "gcs_server_rpc_client_thread_num": 1,
+    "num_server_call_thread": 1,
+    "core_worker_num_server_call_thread": 1,
+    "object_manager_rpc_threads_num": 1,
+    "worker_num_grpc_internal_threads": 1,
+    "raylet_report_resources_period_milliseconds": 1000,
+    "raylet_check_gc_period_milliseconds": 10_000,
+    "gcs_pull_resource_loads_period_milliseconds": 10_000,
+    "object_manager_timer_freq_ms": 10_000,
+    "local_fs_monitor_interval_ms": 10_000,
+    "io_context_monitor_probe_interval_ms": 10_000,
+    "report_worker_backlog_interval_ms": 10_000,
+}
 _AGENT_PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -75,7 +97,12 @@ def init_private(num_workers: int, **options: Any) -> None:
             closed_to_others(folder.path),
         ):
             # A hook, such as that of `uv run`, would need an agent to make an environment.
-            ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
+            ray.init(
+                _temp_dir=str(folder.temp_dir),
+                _skip_env_hook=True,
+                _system_config=_SETTINGS,
+                **options,
+            )
         undo.pop_all()
 
 

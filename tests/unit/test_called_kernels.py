@@ -58,7 +58,7 @@ def test_called_kernels_have_no_machine_code() -> None:
     (whole,) = {library for library, is_called in variants(quarter) if not is_called}
     assert isinstance(called, KernelLibrary) and isinstance(whole, KernelLibrary)
     assert called.serialize_using_object_code()[1] == "called"
-    assert whole.serialize_using_object_code()[1] == "object"
+    assert whole.serialize_using_object_code()[1] == "whole"
 
 
 def variants(function) -> list[tuple[object, bool]]:
@@ -76,8 +76,23 @@ def test_an_address_makes_machine_code() -> None:
     name, library = compiled.fndesc.mangled_name, compiled.library
     assert library.get_pointer_to_function("no such function") == 0
     assert library.get_pointer_to_function(name) != 0
-    assert library.serialize_using_object_code()[1] == "object"
+    assert library.serialize_using_object_code()[1] == "whole"
     assert quarter(np.int8(8)) == 2.0
+
+
+def test_llvm_code_of_a_kept_kernel_is_read_when_it_is_linked() -> None:
+    def defined(module) -> set[str]:
+        return {each.name for each in module.functions if not each.is_declaration}
+
+    assert quarter(np.float32(8)) == 2.0
+    (made,) = {library for library, is_called in variants(quarter) if not is_called}
+    functions = defined(made._get_module_for_linking())
+    kept = pickle.loads(pickle.dumps(made.serialize_using_object_code()))
+    read = made.codegen.unserialize_library(kept)
+    for library in made, read:
+        assert library._shared_module is None
+        assert defined(library._get_module_for_linking()) == functions != set()
+    assert quarter(np.float32(8)) == 2.0
 
 
 # Prints what two kernels answer, one of which the other calls, asked in the order that is given.

@@ -20,6 +20,7 @@ from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
+from hotcold.ui.page.waiting_queue import wait_for_events
 from hotcold.ui.telemetry import telemetry_json
 
 _STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later ones win
@@ -87,6 +88,7 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
+    wait_for_events(page._queue)
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app
