@@ -220,7 +220,7 @@ def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
         started_ns = now_ns()
         while now_ns() < started_ns + work_ns:
             pass
-        finish_request(cells, replies, cells[:0], service, seen, num_threads, started_ns)
+        finish_request(cells, requests, replies, cells[:0], service, seen, num_threads, started_ns)
 
 
 @njit(nogil=True, cache=True)

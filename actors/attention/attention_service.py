@@ -146,9 +146,11 @@ class AttentionService(Service):
             started = clock_ns()
             assert self._hot is not None
             self._hot.answer_share(thread)
-            cells, replies = self.buffers.cells, self.buffers.replies
-            number, threads = np.int32(seen), self.num_threads
-            finish_request(cells, replies, NO_COUNTERS, self.index, number, threads, started)
+            buffers, number, threads = self.buffers, np.int32(seen), self.num_threads
+            finish_request(
+                buffers.cells, buffers.requests, buffers.replies, NO_COUNTERS, self.index, number,
+                threads, started,
+            )  # fmt: skip
 
     def _is_for_hot(self) -> bool:
         request = self.buffers.requests[self.index]

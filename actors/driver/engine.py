@@ -97,6 +97,7 @@ class Engine:
             attention_of=topology.attention_of,
             ffn_of=ffn_of,
             num_ffn=num_ffn,
+            is_chained=topology.is_chained,
             num_neurons=_block_neurons(config, topology),
             cpu_services=np.array(topology.cpu_services, np.int64),
             output_norm=self.embedding.ffn_output_norm,

@@ -25,6 +25,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     SharedBuffers,
     await_all,
     new_request_state,
+    ring_following,
     send_requests,
 )
 
@@ -95,7 +96,9 @@ class ArenaExchange(Exchange):
         """Ring all, wait for all, polling their health every 100 ms. Errors: `Exchange.request`."""
         started = time.monotonic_ns()
         buffers, requested = self.buffers, np.asarray(services, np.int64)
-        if not send_requests(self.request_state, buffers.cells, buffers.replies, requested):
+        if not send_requests(
+            self.request_state, buffers.cells, buffers.requests, buffers.replies, requested
+        ):
             self.await_replies(services)
         return time.monotonic_ns() - started
 
@@ -111,6 +114,9 @@ class ArenaExchange(Exchange):
                 self._watch.check(requested[num_done:].tolist(), num_polls)
             except ServiceLost as error:
                 lost, requested = error, requested[requested != error.service]
+                # Services that it was to ring would wait for ever, and the next request with them.
+                request = self.buffers.requests[error.service]
+                ring_following(self.buffers.cells, request, np.int32(number))
             num_done = await_all(self.buffers.cells, requested, num_done, number, timeout_ns)
         if lost is not None:
             raise lost

@@ -217,10 +217,11 @@ class Service(ABC):
                 except Exception:
                     self._fail()
                 self._pin(thread)
-            cells, replies = self.buffers.cells, self.buffers.replies
+            buffers = self.buffers
             finish_request(
-                cells, replies, NO_COUNTERS, self.index, number, self.num_threads, started
-            )
+                buffers.cells, buffers.requests, buffers.replies, NO_COUNTERS, self.index, number,
+                self.num_threads, started,
+            )  # fmt: skip
             if stop:
                 return
             seen = number

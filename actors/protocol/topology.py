@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec
+from hotcold.numba_kernels.serve.mailbox import MOST_RUNG
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +83,22 @@ class Topology:
 
     @cached_property
     def ffn_lists(self) -> tuple[np.ndarray, np.ndarray]:
-        """`ffn_of` for compiled code: (L, S), of row l the first sizes[l]; sizes (L,). int64."""
-        lists = np.zeros(self.num_neurons.shape, np.int64)
-        for row, services in zip(lists, self.ffn_of, strict=True):
-            row[: len(services)] = services
+        """`ffn_of` for compiled code: (L, S + 1), of row l the first sizes[l]; sizes (L,). int64.
+
+        Behind them is the layer's attention service.
+        """
+        num_layers, num_services = self.num_neurons.shape
+        lists = np.zeros((num_layers, num_services + 1), np.int64)
+        for row, services, attention in zip(lists, self.ffn_of, self.attention_of, strict=True):
+            row[: len(services) + 1] = [*services, attention]
         return lists, np.array([len(services) for services in self.ffn_of], np.int64)
+
+    @cached_property
+    def is_chained(self) -> np.ndarray:
+        """Whether a layer's attention service may ring those of its FFN: (L,) bool."""
+        few = len(self.parts) <= MOST_RUNG
+        pairs = zip(self.ffn_of, self.attention_of, strict=True)
+        return np.array([few and attention not in ffn for ffn, attention in pairs], bool)
 
     @cached_property
     def shards(self) -> Sequence[Sequence[np.ndarray]]:

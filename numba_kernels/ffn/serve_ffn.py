@@ -150,6 +150,7 @@ def serve_ffn(
         elif operation != PING:
             return number
         finish_request(
-            buffers.cells, buffers.replies, buffers.cells[:0], service, number, num_threads, started
-        )
+            buffers.cells, buffers.requests, buffers.replies, buffers.cells[:0], service, number,
+            num_threads, started,
+        )  # fmt: skip
         seen = np.int32(number)

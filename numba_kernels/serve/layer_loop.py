@@ -29,6 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     PRODUCT_THRESHOLD,
     TARGET,
+    THEN,
     WEIGHS_BLOCKS,
     send_requests,
 )
@@ -50,6 +51,9 @@ NUM_STATE_WORDS = 24  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
 
+# as REQUESTED: both at once, the FFN's services rung by the attention service, and awaited first
+_ATTENTION_THEN_FFN = -1
+
 # phases of a layer
 _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
 _NUM_PHASES = 4
@@ -66,7 +70,9 @@ class LayerFacts(NamedTuple):
     """The model and its services, as the loop needs them; L layers, width d, S services.
 
     attention_of (L,) int64: the service with a layer's attention
-    ffn_of (L, S) int64: the num_ffn[l] services with its FFN, in the order in which they are added
+    ffn_of (L, S + 1) int64: the num_ffn[l] services with its FFN, in the order in which they are
+    added; behind them attention_of[l]
+    is_chained (L,) bool: whether attention_of[l] may ring these, as it is none of them
     num_neurons (L, S, B) int64: how many neurons of each block of a layer each service holds
     cpu_services (C,) int64: those whose neurons predictors choose, in the predictors' order
     output_norm (L, d) or (L, 0) float32: of the FFN's output
@@ -78,6 +84,7 @@ class LayerFacts(NamedTuple):
     attention_of: np.ndarray
     ffn_of: np.ndarray
     num_ffn: np.ndarray
+    is_chained: np.ndarray
     num_neurons: np.ndarray
     cpu_services: np.ndarray
     output_norm: np.ndarray
@@ -114,7 +121,8 @@ def requested_services(layer_state, facts):
     layer = layer_state[AT_LAYER]
     if layer_state[REQUESTED] == ATTENTION:
         return facts.attention_of[layer : layer + 1]
-    return facts.ffn_of[layer, : facts.num_ffn[layer]]
+    is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
+    return facts.ffn_of[layer, : facts.num_ffn[layer] + is_both]
 
 
 @njit(nogil=True, cache=True)
@@ -144,7 +152,10 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
 
 @njit(nogil=True, cache=True, inline="always")
 def _attend(layer_state, request_state, buffers, facts, selector):
-    """Request mixed and ffn_input. A GPU also starts with its hot neurons."""
+    """Request mixed and ffn_input, and behind them the FFN where it needs no choice.
+
+    A GPU also starts with its hot neurons.
+    """
     number = layer_state[NEXT_NUMBER]
     if request_state.shape[0]:
         number = request_state[mailbox.NEXT_NUMBER]
@@ -152,13 +163,42 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     announce(selector, layer, num_tokens, facts.residual, facts.attention_of[layer], number)
     layer_state[REQUESTED] = ATTENTION
     _write_requests(layer_state, buffers, facts, selector)
+    if _chains(layer_state, request_state, facts, selector):
+        layer_state[REQUESTED] = FFN
+        _write_requests(layer_state, buffers, facts, selector)
+        asked, then = requested_services(layer_state, facts), np.int64(0)
+        select(selector, layer, num_tokens, buffers, asked, facts.cpu_services)
+        for service in asked:
+            then |= np.int64(1) << service
+        buffers.requests[facts.attention_of[layer], THEN] = then
+        layer_state[REQUESTED] = _ATTENTION_THEN_FFN
     return _send(layer_state, request_state, buffers, facts)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _chains(layer_state, request_state, facts, selector):
+    """Whether the layer's FFN is requested with its attention: nothing has to be done between."""
+    layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
+    return (
+        request_state.shape[0] > 0
+        and facts.is_chained[layer]
+        and not layer_state[OWN_FFN]
+        and not predicts(selector, layer, num_tokens)
+    )
 
 
 @njit(nogil=True, cache=True, inline="always")
 def _choose(layer_state, buffers, facts, selector):
     """Write the FFN's requests, for the neurons that the selector chooses."""
-    layer_state[ATTENTION_BUSY_NS] += _longest_busy(layer_state, buffers, facts)
+    is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
+    layer_state[REQUESTED] = ATTENTION
+    busy_ns = _longest_busy(layer_state, buffers, facts)
+    layer_state[ATTENTION_BUSY_NS] += busy_ns
+    if is_both:
+        layer_state[ATTENTION_WAITED_NS] += busy_ns
+        layer_state[REQUEST_WAITED_NS] -= busy_ns
+        layer_state[REQUESTED] = FFN
+        return DONE
     layer_state[ATTENTION_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT] = 0
     layer_state[REQUESTED] = FFN
@@ -173,7 +213,9 @@ def _choose(layer_state, buffers, facts, selector):
 
 @njit(nogil=True, cache=True, inline="always")
 def _compute(layer_state, request_state, buffers, facts):
-    """Request the FFN's partial outputs."""
+    """Request the FFN's partial outputs, if they were not requested with attention."""
+    if layer_state[IS_SENT]:
+        return DONE
     return COMPUTE if layer_state[OWN_FFN] else _send(layer_state, request_state, buffers, facts)
 
 
@@ -254,6 +296,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request[OPERATION], request[LAYER] = layer_state[REQUESTED], layer
         request[NUM_TOKENS] = layer_state[TOKENS]
         request[mailbox.WEIGHTS] = layer_state[WEIGHTS]
+        request[THEN] = 0
         request[GATE_THRESHOLD] = selector.thresholds[layer, 0]
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 
@@ -265,7 +308,9 @@ def _send(layer_state, request_state, buffers, facts):
         return SEND_REQUESTS
     started_ns = now_ns()
     services = requested_services(layer_state, facts)
-    is_done = send_requests(request_state, buffers.cells, buffers.replies, services)
+    is_done = send_requests(
+        request_state, buffers.cells, buffers.requests, buffers.replies, services
+    )
     layer_state[REQUEST_WAITED_NS] = now_ns() - started_ns
     return DONE if is_done else RESUME
 

@@ -2,8 +2,9 @@
 
 Each service has six doorbell cells, a row of request words and a row of reply words. The driver
 writes the request words and rings REQUEST with the next sequence number. Every thread of the
-service does its part; the last one writes the reply and rings DONE with that number. A request
-changes nothing that it reads, so it can be sent again.
+service does its part; the last one writes the reply and rings DONE with that number. Where the word
+THEN says so it also rings REQUEST of others, whose requests follow its own and have its number: the
+driver need not wake in between. A request changes nothing that it reads, so it can be sent again.
 """
 
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ GATE_THRESHOLD, PRODUCT_THRESHOLD = 7, 8  # `Thresholds`, as the bits of float64
 NEXT_LAYER = 9  # of a prompt: the layer of the next request, plus 1; 0: unknown
 WEIGHS_BLOCKS = 10  # whether `block_weights` chooses blocks of neurons
 WEIGHTS = 11  # TARGET or DRAFT: a service may hold its part of the model in both
+THEN = 12  # of ATTENTION: a bit for each service whose REQUEST is rung when it is done
+MOST_RUNG = 62  # services beyond have no bit
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
 TARGET, DRAFT = range(2)  # the model's own weights, or the same in fewer bits
@@ -204,8 +207,28 @@ def barrier_wait(cells, service, num_threads):
 
 
 @njit(nogil=True, cache=True)
-def finish_request(cells, replies, counters, service, number, num_threads, started_ns):
-    """End a thread's part of a request; the last thread writes the reply and rings DONE.
+def following(request):
+    """A bit for each service whose request follows this one (16,); 0: none does."""
+    return request[THEN] if request[OPERATION] == ATTENTION else np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def ring_following(cells, request, number):
+    """Ring REQUEST of the services whose requests follow this one; again changes nothing."""
+    services, service = following(request), 0
+    while services >> service:
+        if services >> service & 1:
+            post(cells, service, number)
+        service += 1
+
+
+@njit(nogil=True, cache=True)
+def finish_request(
+    cells, requests, replies, counters, service, number, num_threads, started_ns
+):  # fmt: skip
+    """End a thread's part of a request; the last thread writes the reply and rings.
+
+    It rings DONE, and REQUEST of services whose requests follow (THEN).
 
     The reply also sums how long requests took since REQUEST was rung, and how much of that was lost
     to late threads: this thread's late start, and the others' waits at barriers. `counters` of
@@ -226,6 +249,7 @@ def finish_request(cells, replies, counters, service, number, num_threads, start
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
         ring(cells, cell(service, DONE), number)
+        ring_following(cells, requests[service], number)
 
 
 @njit(nogil=True, cache=True)
@@ -257,17 +281,23 @@ def new_request_state(first_number: int, timeout_ns: int) -> np.ndarray:
 
 
 @njit(nogil=True, cache=True)
-def send_requests(request_state, cells, replies, services):
+def send_requests(request_state, cells, requests, replies, services):
     """Send all `services` the requests in their request words; whether all have replied OK.
 
-    If not, one has FAILED, or one timed out and `await_all` may go on waiting from NUM_DONE.
+    Those whose requests follow another one's are rung by that service. If not all have, one has
+    FAILED, or one timed out and `await_all` may go on waiting from NUM_DONE.
     """
     number = request_state[NEXT_NUMBER]
     request_state[NUMBER] = number
     request_state[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
+    later = np.int64(0)
     for service in services:
         replies[service, STATUS] = OK
-    request_state[NUM_DONE] = post_and_await(cells, services, number, request_state[TIMEOUT_NS])
+        later |= following(requests[service])
+    for service in services:
+        if service > MOST_RUNG or not later >> service & 1:
+            post(cells, service, number)
+    request_state[NUM_DONE] = await_all(cells, services, 0, number, request_state[TIMEOUT_NS])
     is_well = request_state[NUM_DONE] == services.shape[0]
     for service in services:
         is_well = is_well and replies[service, STATUS] == OK

@@ -465,6 +465,7 @@ def serve_attention(thread, num_threads, service, seen, weights, buffers, arrays
         elif operation != PING:
             return number
         finish_request(
-            buffers.cells, buffers.replies, scratch.counters, service, number, num_threads, started
-        )
+            buffers.cells, buffers.requests, buffers.replies, scratch.counters, service, number,
+            num_threads, started,
+        )  # fmt: skip
         seen = number

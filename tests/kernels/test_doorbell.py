@@ -36,6 +36,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     DONE,
     NO_COUNTERS,
     NUM_REPLY_WORDS,
+    NUM_REQUEST_WORDS,
     REQUEST,
     await_all,
     await_done,
@@ -223,11 +224,13 @@ def serve(
     cells: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
 ) -> None:
     """One thread of a service that serves requests up to `last`."""
-    seen = 0
+    seen, requests = 0, np.zeros((service + 1, NUM_REQUEST_WORDS), np.int64)
     while seen < last:
         number = wait_change(cells, cell(service, REQUEST), np.int32(seen), 100, LONG)
         assert number == seen + 1
-        finish_request(cells, replies, NO_COUNTERS, service, number, num_threads, clock_ns())
+        finish_request(
+            cells, requests, replies, NO_COUNTERS, service, number, num_threads, clock_ns()
+        )
         seen = number
 
 
@@ -257,11 +260,12 @@ def test_the_silent_service_is_returned_and_can_be_awaited_again() -> None:
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:
     cells, replies = new_cells(CELLS_A_SERVICE), np.zeros((1, NUM_REPLY_WORDS), np.int64)
+    requests = np.zeros((1, NUM_REQUEST_WORDS), np.int64)
     post(cells, 0, 5)
     for older in (3, 4):
-        finish_request(cells, replies, NO_COUNTERS, 0, np.int32(older), 1, clock_ns())
+        finish_request(cells, requests, replies, NO_COUNTERS, 0, np.int32(older), 1, clock_ns())
         assert not await_done(cells, 0, 5, SECOND // 50)
-    finish_request(cells, replies, NO_COUNTERS, 0, np.int32(5), 1, clock_ns())
+    finish_request(cells, requests, replies, NO_COUNTERS, 0, np.int32(5), 1, clock_ns())
     assert await_done(cells, 0, 5, 0)
 
 

@@ -83,10 +83,12 @@ class Model:
         self.norm_weight = random.standard_normal(shape).astype(np.float32)
         self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
         self.layer_state = new_layer_state()
-        ffn_of = np.array([[*row, *[0] * (SERVICES - len(row))] for row in FFN_OF])
+        pairs = list(zip(FFN_OF, ATTENTION_OF, strict=True))
+        ffn_of = np.array([[*row, a, *[0] * (SERVICES - len(row))] for row, a in pairs])
+        is_chained = np.array([a not in row for row, a in pairs])
         self.facts = LayerFacts(
-            np.array(ATTENTION_OF), ffn_of, np.array([len(row) for row in FFN_OF]), NUM_NEURONS,
-            np.array(CPUS), self.norm_weight, np.int32(0), np.float32(1e-5),
+            np.array(ATTENTION_OF), ffn_of, np.array([len(row) for row in FFN_OF]), is_chained,
+            NUM_NEURONS, np.array(CPUS), self.norm_weight, np.int32(0), np.float32(1e-5),
             np.float32(0.5 if self.norm else 1), MIXED,
         )  # fmt: skip
 
@@ -151,7 +153,9 @@ def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
             is_last = buffers.requests[service, OPERATION] == STOP
             if not is_last:
                 answer(service)
-            finish_request(buffers.cells, buffers.replies, NO_COUNTERS, service, seen, 1, 0)
+            finish_request(
+                buffers.cells, buffers.requests, buffers.replies, NO_COUNTERS, service, seen, 1, 0
+            )
             if is_last:
                 return
 
@@ -161,7 +165,11 @@ def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
     yield
     buffers.requests[:, OPERATION] = STOP
     assert send_requests(
-        new_request_state(2**30, LONG), buffers.cells, buffers.replies, np.arange(SERVICES)
+        new_request_state(2**30, LONG),
+        buffers.cells,
+        buffers.requests,
+        buffers.replies,
+        np.arange(SERVICES),
     )
     for thread in running:
         thread.join(60)

@@ -175,7 +175,11 @@ def test_a_request_that_was_sent_again_is_scored_by_the_driver(kind: str) -> Non
         while reason := model.run(request_state, listing.selector):
             reasons.append((int(model.layer_state[AT_LAYER]), reason))
             assert send_requests(
-                request_state, model.buffers.cells, model.buffers.replies, model.requested()
+                request_state,
+                model.buffers.cells,
+                model.buffers.requests,
+                model.buffers.replies,
+                model.requested(),
             )
     assert reasons == [(0, layer_loop.RESUME)]
     assert_all_was_listed(listing)

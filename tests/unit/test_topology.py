@@ -30,6 +30,8 @@ def test_two_services_with_attention() -> None:
     assert found.num_hot.tolist() == [0, 5, 2, 0]
     assert found.ffn_of == [[0, 2, 4], [1, 3, 0, 2, 4], [3, 0, 2, 4], [0, 2, 4]]
     lists, counts = found.ffn_lists
+    assert [row[count] for row, count in zip(lists, counts, strict=True)] == [1, 1, 3, 3]
+    assert found.is_chained.tolist() == [True, False, False, True]
     assert [row[:count].tolist() for row, count in zip(lists, counts, strict=True)] == found.ffn_of
     assert [len(shard) for shard in found.shards] == [4, 0, 4]
     assert found.on_host("a") == [0, 2] and found.on_host("b") == [4]
