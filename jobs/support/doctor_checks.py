@@ -133,31 +133,31 @@ def _processor(machine: MachineSurvey) -> Finding:
         text = f"no {', '.join(missing)}: kernels cannot run; take a CPU with AVX2, FMA and F16C"
         return Finding("problem", "processor", text)
     kernels = kernel_instructions()
-    level: Level = "note" if kernels == "AVX2" else "ok"  # half as wide as AVX-512
+    level: Level = "note" if kernels.startswith("AVX2") else "ok"  # half as wide as AVX-512
     return Finding(level, "processor", f"kernels use {kernels}")
 
 
 def kernel_instructions() -> str:
     """Which instructions kernels are compiled to, as far as their code differs."""
-    from hotcold.numba_kernels.ir.target import has_feature
+    from hotcold.numba_kernels.ir.target import has_feature, has_vnni
 
     if has_feature("avx512f"):
-        return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"
+        return "AVX-512 with VNNI" if has_vnni() else "AVX-512"
+    if has_vnni():
+        return "AVX2 with AVX-VNNI"
     return "AVX2" if has_feature("avx2") else f"plain vectors ({platform.machine()})"
 
 
 def kernel_paths() -> str:
     """Which variants of kernels this CPU uses."""
-    from hotcold.numba_kernels.ir.target import has_feature
-    from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
+    from hotcold.numba_kernels.ir.target import has_feature, has_vnni
+    from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, QUANTIZED_TILES, UNPACKED_TILES
 
     def tiles(shape: Tiles) -> str:
-        if shape.fewest_tokens == NEVER:
-            return "one token after the other, short ones two at a time"
         return f"tiles of {shape.num_rows} rows x {shape.num_tokens} tokens"
 
     integers = "AVX2's byte products" if has_feature("avx2") else "plain products"
-    integers = "VNNI" if has_feature("avx512vnni") else integers
+    integers = "VNNI" if has_vnni() else integers
     counts = "a vector popcount" if has_feature("avx512vpopcntdq") else "byte tables"
     pairs = "int16" if has_feature("avx512vnni") else ""
     pairs = "bfloat16" if has_feature("avx512bf16") else pairs

@@ -21,8 +21,7 @@ from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.tile_ir import (
     FLOAT_THREES,
     HAS_STREAMS,
-    NEVER,
-    QUANTIZED_TILES,
+    UNPACKS,
     fewest_tokens,
     fit_first_level,
     is_slow_to_unpack,
@@ -33,14 +32,13 @@ from hotcold.numba_kernels.ir.tile_ir import (
     tile_stream2,
     tile_stream3,
     tile_stream4,
+    tile_tokens,
     tile_wide,
-    tiles_of,
 )
 from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
 
 _PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
-_IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads during one memory latency
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -56,11 +54,11 @@ def rows_ahead(weights):
 def _token_by_token(weights, x, out, first, last, column):
     """out[t, column + n] = weights[n] . x[t] for n in first..last-1, token by token.
 
-    Two tokens at a time where quantized rows have no tiles: a row is unpacked once for both. The
+    Two tokens at a time without AVX-512: a row is unpacked once for both. The
     first tokens stream the rows from memory, the others find them in the cache.
     """
     t = 0
-    while _IN_TWOS and t + 2 <= out.shape[0]:
+    while UNPACKS and t + 2 <= out.shape[0]:
         for row in range(first, last):
             two = dot_tokens2(weights, row, x, t, t + 1)
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]
@@ -113,16 +111,18 @@ def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
 
 @overload(_tiles)
 def _overload_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
-    if tiles_of(weights).fewest_tokens == NEVER:
-        return _no_tiles
     row_format = format_of(weights.dtype)
+    if row_format and UNPACKS:
+        return _unpacked_tiles
     if row_format:
         return _quantized_tiles(row_format.bits == 8 or is_slow_to_unpack(row_format))
     return _float_panels if FLOAT_THREES else _float_pairs
 
 
-def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
-    pass
+def _unpacked_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+    rows, _, _ = tile_shape(weights)
+    for first in range(0, count, rows):
+        tile_tokens(weights, row + first, x, out, column + first)
 
 
 def _quantized_tiles(reads_first: bool) -> Callable[..., None]:

@@ -9,9 +9,12 @@ from llvmlite import ir
 
 from hotcold.numba_kernels.formats import RowFormat
 from hotcold.numba_kernels.ir.codes import codes_of
-from hotcold.numba_kernels.ir.quantized_ir import INTS, signed_byte
-from hotcold.numba_kernels.ir.target import LANES, has_feature, has_vnni
+from hotcold.numba_kernels.ir.quantized_ir import signed_byte
+from hotcold.numba_kernels.ir.target import LANES, has_feature, vnni_lanes
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
+
+_VNNI = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}  # by lanes
+_AVX2_LANES = 8
 
 
 class ByteDot:
@@ -24,36 +27,50 @@ class ByteDot:
     bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
-    def __init__(self, row_format: RowFormat, num_chains: int) -> None:
+    def __init__(self, row_format: RowFormat, num_chains: int, of_parts: bool = False) -> None:
+        """of_parts: each part of a chunk's steps has sums of its own."""
         codes = codes_of(row_format)
         offset = codes.offset
         self.is_signed = codes.is_signed
-        self.vnni = has_vnni()
+        self.vnni = vnni_lanes()
         self.avx2 = has_feature("avx2") and not self.vnni
-        self.in_pairs = self.avx2 and codes.fits_pairs
-        self.high_in_place = self.vnni and codes.high_can_stay and num_chains == 2
+        num_pairs = 4 if of_parts or row_format.has_halves else 8
+        self.in_pairs = self.avx2 and codes.max_pairs >= num_pairs
+        # Whether the parts of a chunk's steps have sums of their own: those of both do not fit.
+        self.has_part_sums = of_parts and self.in_pairs and codes.max_pairs < 8
+        self.high_in_place = self.vnni > 0 and codes.high_can_stay and num_chains == 2
         of_groups = 0 if row_format.has_halves else offset
         self.offset = 128 if self.is_signed and self.vnni else of_groups
         # There are no sums of halves of a group.
         self.half_offset = offset if row_format.has_halves and self.vnni else 0
         self.subtracted = offset if row_format.has_halves and not self.vnni else 0
 
-    def empty(self, builder: ir.IRBuilder) -> Vec:
+    def empty(self, builder: ir.IRBuilder, lanes: int = LANES) -> Vec:
         """Sums of nothing."""
         if self.in_pairs:
-            return Vec.full(builder, 0, I16, 2 * LANES)
-        return Vec.full(builder, 0, I32, LANES)
+            return Vec.full(builder, 0, I16, 2 * lanes)
+        return Vec.full(builder, 0, I32, lanes)
+
+    def taken(self, weights: Vec) -> Vec:
+        """A step's codes as instructions take them."""
+        if self.subtracted:
+            return (weights.view(I8) - self.subtracted).view(I32)
+        return weights ^ 0x80808080 - (1 << 32) if self.vnni and self.is_signed else weights
 
     def add(self, total: Vec, weights: Vec, values: Vec) -> Vec:
         """The sums with one step's products added."""
-        if self.subtracted:
-            weights = (weights.view(I8) - self.subtracted).view(I32)
+        return self.add_taken(total, self.taken(weights), values)
+
+    def add_taken(self, total: Vec, weights: Vec, values: Vec) -> Vec:
+        """`add` of what `taken` gave."""
         if self.vnni:
-            return self._vnni(total, weights, values)
+            return self._dot(total, weights.view(I8), values.view(I8))
         if self.avx2:
             is_signed = self.is_signed or self.subtracted > 0
-            pairs = _by_halves(partial(avx2_pairs, is_signed), weights.view(I8), values.view(I8))
-            return total + (pairs if self.in_pairs else _by_halves(avx2_fours, pairs))
+            pairs = _by_registers(
+                4 * _AVX2_LANES, partial(avx2_pairs, is_signed), weights.view(I8), values.view(I8)
+            )
+            return total + (pairs if self.in_pairs else _fours(pairs))
         for byte in range(4):
             total = total + signed_byte(weights, byte) * signed_byte(values, byte)
         return total
@@ -69,15 +86,15 @@ class ByteDot:
         total = chains[0]
         for more in chains[1:]:
             total = total + (more.shifted_right(4) if self.high_in_place else more)
-        return _by_halves(avx2_fours, total) if self.in_pairs else total
-
-    def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        if self.is_signed:
-            weights = weights ^ 0x80808080 - (1 << 32)
-        return self._dot(total, weights.view(I8), values.view(I8))
+        return _fours(total) if self.in_pairs else total
 
     def _dot(self, total: Vec, unsigned: Vec, signed: Vec) -> Vec:
-        return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, unsigned, signed)
+        return _by_registers(self.vnni, _vnni_dot, total, unsigned.view(I32), signed.view(I32))
+
+
+def _vnni_dot(total: Vec, unsigned: Vec, signed: Vec) -> Vec:
+    name = _VNNI[total.lanes]
+    return total.call(name, total.value.type, total, unsigned.view(I8), signed.view(I8))
 
 
 def avx2_pairs(is_signed: bool, weights: Vec, values: Vec) -> Vec:
@@ -99,9 +116,15 @@ def avx2_fours(pairs: Vec) -> Vec:
     return pairs.call("llvm.x86.avx2.pmadd.wd", kind, pairs, pairs.like(1))
 
 
-def _by_halves(of_register: Callable[..., Vec], *vectors: Vec) -> Vec:
-    """What AVX2 makes of vectors of two registers."""
-    width = vectors[0].lanes // 2
+def _fours(pairs: Vec) -> Vec:
+    """`avx2_fours` of one register or two."""
+    return _by_registers(2 * _AVX2_LANES, avx2_fours, pairs)
+
+
+def _by_registers(width: int, of_register: Callable[..., Vec], *vectors: Vec) -> Vec:
+    """What a function of registers of `width` items makes of vectors of one register or two."""
+    if vectors[0].lanes == width:
+        return of_register(*vectors)
     low, high = (
         of_register(*(vector.take(range(first, first + width)) for vector in vectors))
         for first in (0, width)

@@ -27,7 +27,7 @@ class Codes:
     # Codes from a step to the next, and to those of its high nibbles.
     each, high = 8, 4
     is_signed = False
-    fits_pairs = False  # whether 8 pairs of products fit 16 bits
+    max_pairs = 0  # of products, whose sum fits 16 bits
     high_can_stay = False  # whether high nibbles may stay in place, as 16 times their value
 
     def __init__(self, row_format: RowFormat) -> None:
@@ -88,7 +88,7 @@ class Bytes(Codes):
 class Nibbles(Codes):
     """4 bits."""
 
-    fits_pairs = True
+    max_pairs = 8
     high_can_stay = True
     unit = 1.0
 
@@ -137,6 +137,8 @@ class E2m1(Nibbles):
 class Fifths(Codes):
     """5 bits: nibbles, and a fifth step of the bits above them."""
 
+    max_pairs = 4
+
     def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
         """Load and unpack step `number`, with the bits of the fifth."""
         loaded, fifths = (self._load(chunk, row, step) for step in (number, self.steps))
@@ -164,7 +166,6 @@ class Pairs(Fifths):
     """6 bits: nibbles, and two steps of two bits above them. Rows have whole blocks of 8 groups."""
 
     each, high = 4, 16
-    fits_pairs = True
 
     def packed_step(self, chunk: Chunk, row: Row, number: int, in_place: bool = False) -> list[Vec]:
         """Load and unpack step `number`, with bits of one of the last two."""

@@ -8,11 +8,11 @@ follows the groups: after a whole chunk that is still in the row, or in a vector
 from __future__ import annotations
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
-from hotcold.numba_kernels.ir.byte_dot import avx2_fours, avx2_pairs
+from hotcold.numba_kernels.ir.byte_dot import ByteDot
 from hotcold.numba_kernels.ir.codes import codes_of
 from hotcold.numba_kernels.ir.quantized_ir import Row, Vector
 from hotcold.numba_kernels.ir.target import LANES, has_feature
-from hotcold.numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
+from hotcold.numba_kernels.ir.vec import F32, HALF, I32, I64, Ptr, Var, Vec, shaped
 
 _LANES = LANES // 2
 _INTS = shaped(I32, _LANES)
@@ -47,17 +47,16 @@ class Halves:
             self.halvings = self.halvings + fits.astype(I64, signed=False)
         self.num_turns = groups.like(self.steps) >> self.halvings
         self.num_lanes = self.groups << self.halvings
-        self.in_pairs = self.codes.fits_pairs
+        self.multiply = ByteDot(row_format, 1)
         ints = Vec.full(self.builder, 0, I32, _LANES)
         self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
 
     def count(self) -> None:
         """Read the values: integer sums of all groups."""
-        kind, lanes = (I16, LANES) if self.in_pairs else (I32, _LANES)
-        zeros = Vec.full(self.builder, 0, kind, lanes)
+        zeros = self.multiply.empty(self.builder, _LANES)
         sums = [Var(zeros) for _ in self.vectors]
         self._first_half(sums)
-        ends = [Var(self._end(total.get())) for total in sums]
+        ends = [Var(self.multiply.end([total.get()])) for total in sums]
         self._fold(ends)
         for cell, end in zip(self.counts[0], ends, strict=True):
             cell.set(end.get())
@@ -66,7 +65,7 @@ class Halves:
             for turn in range(self.steps):
                 self._add(more, self.groups.like(turn), 4 * _LANES)
             for cell, total in zip(self.counts[1], more, strict=True):
-                cell.set(self._end(total.get()))
+                cell.set(self.multiply.end([total.get()]))
 
     def add_scaled(self, totals: list[Var]) -> None:
         """Add the integer sums to the totals (16 lanes), with scales and minima."""
@@ -92,11 +91,7 @@ class Halves:
             place = self.index * CHUNK + self.groups * (part * CHUNK // 2 // CHUNK_GROUPS) + at
             for total, vector in zip(sums, self.vectors, strict=True):
                 values = _load(vector.values + place, I32)
-                pairs = avx2_pairs(self.codes.is_signed, weights.view(I8), values.view(I8))
-                total.set(total.get() + (pairs if self.in_pairs else avx2_fours(pairs)))
-
-    def _end(self, total: Vec) -> Vec:
-        return avx2_fours(total) if self.in_pairs else total
+                total.set(self.multiply.add(total.get(), weights, values))
 
     def _fold(self, sums: list[Var]) -> None:
         """Add up the steps that stand side by side, in the lanes of the first."""
@@ -118,7 +113,7 @@ class Halves:
         factors, minima = self._halves(self.row.first, first), None
         if self.format.has_min:
             minima = self._halves(self.row.second, first)
-        offset = self.format.offset
+        offset = self.multiply.offset
         for total, vector, cell in zip(totals, self.vectors, self.counts[half], strict=True):
             scales, count = (vector.scales + first * 4).load_masked(F32, mask), cell.get()
             sums = None

@@ -17,9 +17,24 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in features.split(",")
 
 
+# Lanes of a register.
+REGISTER_LANES = LANES if has_feature("avx512f") else LANES // 2
+# Unsigned bytes times signed ones, four products a lane added up: by how many lanes of 32 bits.
+_VNNI = (
+    (LANES, ("avx512vnni", "avx512f")),
+    (LANES // 2, ("avxvnni",)),  # the VEX form of CPUs without AVX-512
+    (LANES // 2, ("avx512vnni", "avx512vl")),
+)
+
+
+def vnni_lanes() -> int:
+    """Lanes of the widest VNNI instruction that the CPU has; 0 without VNNI."""
+    return next((lanes for lanes, needed in _VNNI if all(map(has_feature, needed))), 0)
+
+
 def has_vnni() -> bool:
-    """Whether there are products of 64 unsigned with 64 signed bytes, four added up at once."""
-    return has_feature("avx512vnni") and has_feature("avx512f")
+    """Whether there are products of unsigned with signed bytes, four added up at once."""
+    return vnni_lanes() > 0
 
 
 # An Intel server's own prefetcher keeps too few lines under way for a core that computes meanwhile.

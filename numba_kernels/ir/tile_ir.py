@@ -14,11 +14,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.formats import RowFormat
+from hotcold.numba_kernels.formats import CHUNK_GROUPS, RowFormat
 from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
 from hotcold.numba_kernels.ir.operands import Vectors, Weights
 from hotcold.numba_kernels.ir.quantized_ir import format_of
-from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.ir.target import has_feature, vnni_lanes
+from hotcold.numba_kernels.ir.unpacked_ir import UnpackedRows
 from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
@@ -40,14 +41,17 @@ class Tiles:
     fewest_tokens: int
 
 
+# Whether quantized rows are unpacked once for all tokens. AVX-512 unpacks them in each tile: 32
+# registers make those large enough.
+UNPACKS = not has_feature("avx512f")
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
     True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
-    False: (Tiles(3, 2, 8, 2), Tiles(1, 1, 48, NEVER)),
+    False: (Tiles(3, 2, 8, 2), Tiles(6 if vnni_lanes() else 4, 2, 1, 4)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of quantized rows that take long to unpack, so that more tokens share it.
-UNPACKED_TILES = Tiles(4, 4, 6, 2) if has_feature("avx512f") else QUANTIZED_TILES
+UNPACKED_TILES = QUANTIZED_TILES if UNPACKS else Tiles(4, 4, 6, 2)
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
 FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
 # Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
@@ -88,11 +92,19 @@ def tile_shape(typingctx, weights):
 
 @intrinsic
 def fewest_tokens(typingctx, weights):
-    """Fewer tokens than these are multiplied one after the other, not in tiles."""
-    tiles = tiles_of(weights)
+    """Fewer tokens than these are multiplied one after the other, not in tiles.
+
+    With AVX2's byte products plain rows of whole chunks are multiplied as fast as they come.
+    """
+    tiles, row_format = tiles_of(weights), format_of(weights.dtype)
+    is_plain = row_format is not None and row_format.is_plain
 
     def emit(given: Arguments) -> Vec:
-        return Vec.full(given.builder, tiles.fewest_tokens, I64)
+        fewest = Vec.full(given.builder, tiles.fewest_tokens, I64)
+        if not (is_plain and UNPACKS and not vnni_lanes()):
+            return fewest
+        rest = Weights(given.array(0)).groups & CHUNK_GROUPS - 1
+        return rest.equals(0).where(fewest.like(NEVER), fewest)
 
     return _INDEX(weights), codegen_of(emit)
 
@@ -138,6 +150,25 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
     """`tile_wide` for one token."""
     signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
     return signature, codegen_of(lambda given: _emit_tile(given, 1))
+
+
+@intrinsic
+def tile_tokens(typingctx, weights, row, x, out, column):
+    """out[t, column + r] = weights[row + r] . x[t] for a tile of quantized rows and all tokens."""
+
+    def emit(given: Arguments) -> None:
+        matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(3)
+        first, column = given.numbers(1, 4)
+        assert matrix.format
+        tiles = tiles_of(matrix)
+        rows = [matrix.row(first + r) for r in range(tiles.num_rows)]
+        UnpackedRows(matrix.format, rows, matrix.groups, tiles.num_tokens).emit(
+            vectors.vector,
+            out.shape[0],
+            lambda token, r, product: out.at(token, column + r).store(product),
+        )
+
+    return types.void(weights, _INDEX, x, out, _INDEX), codegen_of(emit)
 
 
 def _emit_panel(

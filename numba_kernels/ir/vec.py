@@ -299,9 +299,14 @@ class Var:
 
 
 def stack_space(builder: Any, kind: Any) -> Ptr:
-    """Memory on the stack for a value of LLVM's type `kind`; unlike Numba's it is not zeroed."""
+    """Memory on the stack for a value of LLVM's type `kind`; unlike Numba's it is not zeroed.
+
+    It begins with a cache line: a vector that lies in two takes twice as long.
+    """
     with builder.goto_entry_block():
-        return Ptr(builder, builder.alloca(kind))
+        space = builder.alloca(kind)
+        space.align = 64
+        return Ptr(builder, space)
 
 
 def for_range(start: Vec | int, stop: Vec, step: int, body: Callable[[Vec], None]) -> None:

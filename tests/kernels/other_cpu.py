@@ -2,6 +2,7 @@
 
 python -m tests.kernels.other_cpu results FOLDER KIND...    results of each; prints features
 python -m tests.kernels.other_cpu aarch64 FOLDER KIND...    rows_kernel in aarch64's assembly
+python -m tests.kernels.other_cpu x86_64 FOLDER KIND...     the same in x86's
 
 A kind is one of KINDS. Of the FFN only what is written for each CPU is compiled: products of
 listed rows, and sums of rows. The loops around it are the same everywhere.
@@ -18,7 +19,7 @@ import numba
 import numpy as np
 from llvmlite import binding
 from numba import njit
-from numba.core import caching, codegen
+from numba.core import caching, codegen, config
 from safetensors.numpy import save_file
 
 from hotcold.actors.cpu.kernel_matmul import Float32Matmul
@@ -45,17 +46,17 @@ from tests.kernels.quantized_rows import (
 )
 
 KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6", "mxfp4")
-FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
+FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 WIDTH_IN_BLOCKS = 2304  # eight groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
-LAST_ROWS, LAST_TOKENS = 3, (1, 2)
+LAST_ROWS, LAST_TOKENS = 7, (1, 2, 5)
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
 ATTENTION: tuple[dict[str, Any], ...] = ({}, {"window": 70, "softcap": 2.5})
 PROMPT_TOKENS, PROMPT_PART = 71, range(40, 63)
 LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
-_TRIPLE = "aarch64-unknown-linux-gnu"
+ASSEMBLIES = ("aarch64", "x86_64")
 
 
 def width_of(kind: str) -> int:
@@ -138,8 +139,10 @@ def _last_chunks(kind: str) -> dict[str, np.ndarray]:
     return found
 
 
-def aarch64_assembly(kind: str) -> str:
-    """What LLVM makes of rows_kernel for an ARM CPU with NEON.
+def assembly(architecture: str, kind: str) -> str:
+    """What LLVM makes of rows_kernel for an ARM CPU with NEON, or for an x86 CPU.
+
+    The x86 CPU is the one that NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name.
 
     The kernel is compiled without what calls it from Python: that needs Numba's reference counts,
     which x86 instructions are in.
@@ -157,9 +160,13 @@ def aarch64_assembly(kind: str) -> str:
     (text,) = kernel.inspect_llvm().values()
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple(_TRIPLE).create_target_machine()
+    triple = f"{architecture}-unknown-linux-gnu"
+    own = architecture == "x86_64"
+    cpu, features = (config.CPU_NAME, config.CPU_FEATURES) if own else ("", "")
+    target = binding.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features=features)
     module = binding.parse_assembly(text)
-    module.triple, module.data_layout = _TRIPLE, str(machine.target_data)
+    module.triple, module.data_layout = triple, str(machine.target_data)
     return str(machine.emit_assembly(module))
 
 
@@ -185,11 +192,11 @@ def main() -> None:
     """See the top of this file."""
     what, folder, *kinds = sys.argv[1:]
     gc.disable()  # compiling makes many objects that last as long as this process
-    if what == "aarch64":
+    if what in ASSEMBLIES:
         _leave_out_own_machine_code()
     for kind in kinds:
-        if what == "aarch64":
-            (Path(folder) / kind).write_text(aarch64_assembly(kind))
+        if what in ASSEMBLIES:
+            (Path(folder) / kind).write_text(assembly(what, kind))
         else:
             save_file(results(kind), Path(folder) / kind)
     print(*(name for name in FEATURES if has_feature(name)))

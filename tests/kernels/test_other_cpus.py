@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite import binding
 from safetensors.numpy import load_file
 
 from tests.kernels import reference
@@ -50,8 +51,15 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 # Without AVX2 all formats' last chunks go one way.
 OLDER = {
     "avx2": (HASWELL, ["avx2", "f16c", "fma"], KINDS),
+    # The numbers of AVX-VNNI: the same instruction as AVX-512 encodes it.
+    "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], KINDS[1:]),
+    "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], KINDS[1:]),
     "plain": ("", [], ("f16", "q8", "q5", "q6", "mxfp4")),
 }
+
+NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avxvnni": ("avxvnni",)}
+
+IN_ASSEMBLY = ("q8", "q4", "q6", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,9 @@ def check_last_chunks(kind: str, found: dict[str, np.ndarray]) -> None:
 )
 def test_older_x86(run_for: Callable[..., Run], cpu: str, kind: str) -> None:
     features, expected, kinds = OLDER[cpu]
+    lacking = [f for f in NEEDED.get(cpu, ()) if not binding.get_host_cpu_features().get(f)]
+    if lacking:
+        pytest.skip(f"runs on a CPU with {lacking}")
     run = run_for("haswell", features, "results", *kinds)
     assert run.printed == expected
     found = load_file(run.folder / kind)
@@ -146,6 +157,14 @@ def test_older_x86(run_for: Callable[..., Run], cpu: str, kind: str) -> None:
     assert found.keys() == own.keys()
     for name in own:
         assert found[name].tobytes() == own[name].tobytes(), name
+
+
+@pytest.mark.parametrize("kind", IN_ASSEMBLY)
+def test_avx_vnni_without_avx512(run_for: Callable[..., Run], kind: str) -> None:
+    run = run_for("haswell", f"{HASWELL},+avxvnni", "x86_64", *IN_ASSEMBLY)
+    assembly = (run.folder / kind).read_text()
+    assert re.search(r"\t\{vex\}\s+vpdpbusd\t.*%ymm", assembly)
+    assert not re.search(r"vpmaddubsw|%zmm|%[xy]mm(1[6-9]|2\d)|%k[1-7]", assembly)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8", "mxfp4"])

@@ -92,7 +92,8 @@ def processor(fake_root: Path | None = None) -> Finding:
     [
         ({"avx512f", "avx512vnni", "avx2"}, "x86_64", "ok", "kernels use AVX-512 with VNNI"),
         ({"avx512f", "avx2"}, "x86_64", "ok", "kernels use AVX-512"),
-        ({"avx2", "avxvnni"}, "x86_64", "note", "kernels use AVX2"),
+        ({"avx2", "avxvnni"}, "x86_64", "note", "kernels use AVX2 with AVX-VNNI"),
+        ({"avx2"}, "x86_64", "note", "kernels use AVX2"),
         ({"neon"}, "aarch64", "ok", "kernels use plain vectors (aarch64)"),
     ],
 )
@@ -142,6 +143,7 @@ def test_doctor_measures_nothing_where_that_would_end_it(
     ("features", "kernels"),
     [
         ("+avx2,+fma,+f16c", "AVX2"),
+        ("+avx2,+fma,+f16c,+avxvnni", "AVX2 with AVX-VNNI"),
         ("+avx512f,+avx512vnni,+avx2", "AVX-512 with VNNI"),
         ("", "plain vectors (x86_64)"),
     ],
@@ -165,6 +167,7 @@ def test_kernels_of_a_named_cpu(
 
 def test_this_cpu() -> None:
     known = {"AVX-512 with VNNI": "avx512_vnni", "AVX-512": "avx512f", "AVX2": "avx2"}
+    known["AVX2 with AVX-VNNI"] = "avx_vnni"
     kernels = kernel_instructions()
     if platform.machine() == "x86_64":
         assert known[kernels] in read_cpu().features
