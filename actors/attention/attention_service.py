@@ -60,6 +60,8 @@ class AttentionService(Service):
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
+        has_experts = arrays.routers.rows.size > 0
+        self._compiled = arrays if has_experts else arrays._replace(routers=None)  # type: ignore[arg-type]
         self._hot = hot
         self._outer: AttentionService | None = None
         self._scratch: AttentionScratch
@@ -168,7 +170,7 @@ class AttentionService(Service):
                 np.int32(seen),
                 self.weights,
                 self.buffers,
-                self.arrays,
+                self._compiled,
                 self._scratch,
             )
         )

@@ -136,6 +136,11 @@ class Engine:
             self._count_reads()
             return self.logits(num_tokens, num_logits, mode.weights)
 
+    def compile(self) -> None:
+        """Compile what steps need here, by a step of no layers: nothing is asked of services."""
+        self._run_layers(range(0), 1, self.mode)
+        finite_rows(self.exchange.buffers.hidden, 0)
+
     def _count_reads(self) -> None:
         """Count what services have read from storage since the last step."""
         cpus = self.topology.cpu_services

@@ -62,7 +62,8 @@ class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
     numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, row);
-    rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none
+    rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none.
+    Compiled code has no routers where there are no experts: that is less to compile.
     """
 
     numbers: np.ndarray
@@ -308,9 +309,14 @@ def _ffn_input(t, layer, buffers, arrays, residual, normed):
 
 
 @njit(nogil=True, cache=True)
-def _score_experts(counters, thread, num_threads, layer, arrays, x, scratch):
-    """This thread's share of the router's logits of x (T, d): some of the experts."""
-    rows, bias = router_rows(arrays.routers, layer)
+def _score_experts(counters, thread, num_threads, layer, routers, x, scratch):
+    """This thread's share of the router's logits of x (T, d): some of the experts.
+
+    In a model without experts `routers` is None, here and below: nothing is compiled then.
+    """
+    if routers is None:
+        return
+    rows, bias = router_rows(routers, layer)
     work_stealing_rows(
         counters, thread, num_threads, rows, bias, x, x[:0],
         scratch.router_logits[: x.shape[0]], 0,
@@ -318,35 +324,51 @@ def _score_experts(counters, thread, num_threads, layer, arrays, x, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _choose_experts(first, step, layer, arrays, scratch, num_tokens, weights):
-    """Write the experts' weights (T, B) of every step-th token from `first` on."""
+def _choose_experts(first, step, layer, numbers, routers, logits, num_tokens, weights):
+    """Write the experts' weights (T, B) of every step-th token from `first` on.
+
+    `numbers` of the layer; logits (T, experts)
+    """
+    if routers is None:
+        return
     for t in range(first, num_tokens, step):
-        choose_experts(
-            arrays.numbers[layer], arrays.routers, layer,
-            scratch.router_logits[t, : arrays.numbers[layer].num_experts], weights[t],
-        )  # fmt: skip
+        choose_experts(numbers, routers, layer, logits[t, : numbers.num_experts], weights[t])
 
 
 @njit(nogil=True, cache=True)
-def _guess_next(thread, num_threads, service, layer, buffers, arrays, scratch, num_tokens):
+def _weigh_shared(numbers, routers, layer, ffn_input, t, weights):
+    """`weigh_shared` of a mixture."""
+    if routers is None:
+        return
+    weigh_shared(numbers, routers, layer, ffn_input, t, weights)
+
+
+@njit(nogil=True, cache=True)
+def _guess_next(
+    thread, num_threads, service, layer, buffers, all_numbers, routers, scratch, num_tokens
+):  # fmt: skip
     """Write `guessed_weights`, if somebody reads them: the next layer's router on this one's state.
 
     That is a guess, as hidden states change little from one layer to the next.
     """
+    if routers is None:
+        return
     if buffers.requests[service, WEIGHTS] != TARGET:  # a draft's experts are in memory
         return
     guessed, following = buffers.guessed_weights, layer + 1
-    if num_tokens > guessed.shape[0] or following == arrays.numbers.shape[0]:
+    if num_tokens > guessed.shape[0] or following == all_numbers.shape[0]:
         return
-    numbers = arrays.numbers[following]
+    numbers = all_numbers[following]
     if numbers.num_experts == 0:
         return
     barrier_wait(buffers.cells, service, num_threads)
     x = (buffers.mixed if numbers.routes_layer_input else buffers.ffn_input)[:num_tokens]
     counters = scratch.counters[_NEXT_ROUTER]
-    _score_experts(counters, thread, num_threads, following, arrays, x, scratch)
+    _score_experts(counters, thread, num_threads, following, routers, x, scratch)
     barrier_wait(buffers.cells, service, num_threads)
-    _choose_experts(thread, num_threads, following, arrays, scratch, num_tokens, guessed)
+    _choose_experts(
+        thread, num_threads, following, numbers, routers, scratch.router_logits, num_tokens, guessed
+    )
 
 
 @njit(nogil=True, cache=True)
@@ -358,11 +380,11 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
     _layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
     _layer_norm_before(residual, layer, arrays, normed)
-    numbers = arrays.numbers[layer]
+    numbers, routers = arrays.numbers[layer], arrays.routers
     routes_early = numbers.num_experts > 0 and numbers.routes_layer_input
     if routes_early:
         _score_experts(
-            scratch.counters[_ROUTER], thread, num_threads, layer, arrays, residual, scratch
+            scratch.counters[_ROUTER], thread, num_threads, layer, routers, residual, scratch
         )
     work_stealing_layer(
         scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
@@ -370,7 +392,9 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     if routes_early and thread == num_threads - 1:
-        _choose_experts(0, 1, layer, arrays, scratch, num_tokens, buffers.block_weights)
+        _choose_experts(
+            0, 1, layer, numbers, routers, scratch.router_logits, num_tokens, buffers.block_weights
+        )
         if buffers.requests[service, WEIGHTS] == TARGET:
             number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
             ring(buffers.cells, cell(service, ROUTED), number)
@@ -394,18 +418,19 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, buffers, arrays, residual, normed)
         if numbers.num_experts > 0:
-            weigh_shared(
-                numbers, arrays.routers, layer, buffers.ffn_input, t, buffers.block_weights[t]
-            )
+            _weigh_shared(numbers, routers, layer, buffers.ffn_input, t, buffers.block_weights[t])
     if numbers.num_experts > 0 and not routes_early:
         barrier_wait(buffers.cells, service, num_threads)
         x = buffers.ffn_input[:num_tokens]
-        _score_experts(scratch.counters[_ROUTER], thread, num_threads, layer, arrays, x, scratch)
+        _score_experts(scratch.counters[_ROUTER], thread, num_threads, layer, routers, x, scratch)
         barrier_wait(buffers.cells, service, num_threads)
         _choose_experts(
-            thread, num_threads, layer, arrays, scratch, num_tokens, buffers.block_weights
-        )
-    _guess_next(thread, num_threads, service, layer, buffers, arrays, scratch, num_tokens)
+            thread, num_threads, layer, numbers, routers, scratch.router_logits, num_tokens,
+            buffers.block_weights,
+        )  # fmt: skip
+    _guess_next(
+        thread, num_threads, service, layer, buffers, arrays.numbers, routers, scratch, num_tokens
+    )
 
 
 @njit(nogil=True, cache=True)
