@@ -1,8 +1,10 @@
 """Schemas of /v1/responses, and the same request as a chat completion."""
 
+import uuid
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
@@ -14,6 +16,7 @@ from hotcold.ui.api.tools.schemas import NamedFunction
 
 _MAX_ITEMS = 10_000
 _MAX_TOOLS = 128
+_MAX_METADATA = 16
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -60,6 +63,9 @@ class InputResult(StrictModel):
 
 
 _Item = InputCall | InputResult | InputMessage | ForeignItem
+_Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
+_ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(_Items)
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
 class FunctionTool(StrictModel):
@@ -116,12 +122,23 @@ class TextOptions(StrictModel):
     """Options of an answer's text."""
 
     format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Reasoning):
+    """Also whether thoughts are told as a summary; they are told whole."""
+
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # its older name
+
+
+_MetadataText = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesRequest(Drawn, Cached):
-    """POST /v1/responses. Nothing is stored: each request has its whole conversation."""
+    """POST /v1/responses."""
 
-    input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
+    input: str | _Items
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: _Positive | None = None
@@ -131,18 +148,47 @@ class ResponsesRequest(Drawn, Cached):
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, _MetadataText], Field(max_length=_MAX_METADATA)] | None = None
+    store: bool | None = None
     previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
 
-    @field_validator("previous_response_id")
+    @field_validator("include")
     @classmethod
-    def _nothing_is_kept(cls, given: str | None) -> str | None:
-        if given is not None:
-            raise ValueError("answers are not kept here; send the whole conversation as input")
+    def _has_no_logprobs(cls, given: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (given or ()):
+            raise ValueError("message.output_text.logprobs is not supported here; leave it out")
         return given
+
+    @property
+    def references(self) -> set[str]:
+        """The ids of kept items that the input refers to."""
+        items = [] if isinstance(self.input, str) else self.input
+        return {
+            item.refers_to for item in items if isinstance(item, ForeignItem) and item.refers_to
+        }
+
+    def own_items(self, kept: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """The input as JSON's items with ids, those of `kept` in place of references."""
+        if isinstance(self.input, str):
+            return [_as_json(InputMessage(role="user", content=self.input))]
+        return [
+            kept[item.refers_to]
+            if isinstance(item, ForeignItem) and item.refers_to
+            else _as_json(item)
+            for item in self.input
+        ]
+
+    def of_items(self, items: list[dict[str, Any]]) -> "ResponsesRequest":
+        """The same request of a conversation. Errors: ApiError 400 for too many items."""
+        if len(items) > _MAX_ITEMS:
+            text = f"the conversation has {len(items)} items; send at most {_MAX_ITEMS}"
+            raise ApiError(400, text, param="input")
+        return self.model_copy(update={"input": _ITEMS.validate_python(items)})
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -228,6 +274,23 @@ class ResponsesRequest(Drawn, Cached):
             return {"type": wanted.type}
         schema = {"schema": wanted.content, "strict": wanted.strict}
         return {"type": wanted.type, "json_schema": schema}
+
+
+def _as_json(item: _Item) -> dict[str, Any]:
+    """An item as the API tells it."""
+    prefix = _PREFIXES.get(item.type, "item")
+    found = {"id": f"{prefix}_{uuid.uuid4().hex}"}
+    found["status"] = "completed"
+    found |= item.model_dump(by_alias=True, exclude_none=not isinstance(item, ForeignItem))
+    if isinstance(item, InputMessage):
+        is_answer = item.role == "assistant"
+        kind = "output_text" if is_answer else "input_text"
+        if isinstance(item.content, str):
+            found["content"] = [{"type": kind, "text": item.content}]
+        for part in found["content"]:
+            if part["type"] != "refusal":
+                part |= {"type": kind} | ({"annotations": []} if is_answer else {})
+    return found
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
