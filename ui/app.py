@@ -115,6 +115,13 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
         return await answer(request, ResponsesRequest, lambda found: ResponsesRoute(found, kept))
 
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
+    async def count(request: Request) -> Response:
+        """How many tokens the input of such a request has; nothing is answered."""
+        body = parse(ResponsesRequest, await request.body())
+        route = ResponsesRoute(models.choose(request, body.model), kept)
+        return JsonAnswer(await answered(request, route.count(body)))
+
     add_kept(app, kept)
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))

@@ -294,6 +294,21 @@ def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str)
     assert answer.json()["error"]["message"].startswith(param)
 
 
+def test_tokens_of_an_input_are_counted() -> None:
+    async def work(api: Any) -> None:
+        first = await api.responses.create(model="demo", input="One", instructions="Be brief.")
+        asked: dict[str, Any] = {"model": "demo", "input": "Two", "tools": [CALL]}
+        asked["previous_response_id"] = first.id
+        counted = await api.responses.input_tokens.count(**asked)
+        answered = await api.responses.create(**asked)
+        assert counted.input_tokens == answered.usage.input_tokens > first.usage.input_tokens
+        assert counted.object == "response.input_tokens"
+
+    client = Recording()
+    with_openai(client, work)
+    assert len(client.requests) == 2
+
+
 def test_a_stream_is_not_told_again() -> None:
     made = create(Recording(), input="a")
     answer, _ = send(Recording(), "GET", f"/v1/responses/{made.id}?stream=true")

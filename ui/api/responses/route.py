@@ -46,17 +46,25 @@ class ResponsesRoute:
             answers.close()
         return response.content
 
+    async def count(self, body: ResponsesRequest) -> dict[str, Any]:
+        """How many tokens the input has. Errors: ApiError, HotcoldError."""
+        response = await self._response(body)
+        (request,) = await response.requests()
+        return {"object": "response.input_tokens", "input_tokens": len(request.prompt_ids or ())}
+
     async def _start(self, body: ResponsesRequest) -> tuple[_Response, Answers]:
         """The response, and its answer, which is queued. Errors: ApiError, HotcoldError."""
+        response = await self._response(body)
+        return response, await response.start()
+
+    async def _response(self, body: ResponsesRequest) -> _Response:
+        """The response, which has not begun. Errors: ApiError."""
         previous = None
         if body.previous_response_id is not None:
             previous = self._kept.continued(body.previous_response_id)
         found = {item_id: self._kept.item(item_id) for item_id in body.references}
         # A conversation may be long, and a turn is short.
-        response = await asyncio.to_thread(
-            _Response, self._backend, body, self._kept, previous, found
-        )
-        return response, await response.start()
+        return await asyncio.to_thread(_Response, self._backend, body, self._kept, previous, found)
 
     async def stream(self, body: ResponsesRequest) -> sse.EventStream:
         """The response as events; it has begun. Errors: ApiError, HotcoldError."""
@@ -147,14 +155,15 @@ class _Response:
 
     async def start(self) -> Answers:
         """Queue the request. Errors: ApiError, HotcoldError."""
-        answers = await self._backend.start(1, self._requests)
+        answers = await self._backend.start(1, self.requests)
         prompt_ids = answers.requests[0].prompt_ids or ()
         self._num_prompt_tokens = len(prompt_ids)
         self._thoughts = Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
         self._reader = AnswerReader(self._thoughts, self._syntax)
         return answers
 
-    async def _requests(self) -> list[GenerateRequest]:
+    async def requests(self) -> list[GenerateRequest]:
+        """The request of its answer. Errors: PromptError, UsageError."""
         try:
             return await chat_requests(self._backend, self._chat)
         except PromptTooLongError:

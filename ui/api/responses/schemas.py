@@ -279,17 +279,16 @@ class ResponsesRequest(Drawn, Cached):
 def _as_json(item: _Item) -> dict[str, Any]:
     """An item as the API tells it."""
     prefix = _PREFIXES.get(item.type, "item")
-    found = {"id": f"{prefix}_{uuid.uuid4().hex}"}
-    found["status"] = "completed"
-    found |= item.model_dump(by_alias=True, exclude_none=not isinstance(item, ForeignItem))
+    told = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "completed"}
+    found = told | item.model_dump(by_alias=True, exclude_none=not isinstance(item, ForeignItem))
     if isinstance(item, InputMessage):
         is_answer = item.role == "assistant"
-        kind = "output_text" if is_answer else "input_text"
+        more = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
         if isinstance(item.content, str):
-            found["content"] = [{"type": kind, "text": item.content}]
-        for part in found["content"]:
-            if part["type"] != "refusal":
-                part |= {"type": kind} | ({"annotations": []} if is_answer else {})
+            found["content"] = [{"type": "text", "text": item.content}]
+        found["content"] = [
+            part if part["type"] == "refusal" else part | more for part in found["content"]
+        ]
     return found
 
 
