@@ -23,6 +23,8 @@ from hotcold.model.errors import ServiceError
 from hotcold.ui.api.cached import client as client_of_context
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.kept import KeptResponses, Turn
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
@@ -292,6 +294,19 @@ def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str)
     answer, _ = send(Recording(), "POST", "/v1/responses", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"].startswith(param)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("where", ["tools", "text"])
+def test_numbers_that_json_lacks_are_refused(number: str, where: str) -> None:
+    schema = '{"type": "object", "properties": {"a": {"maximum": ' + number + "}}}"
+    field = {
+        "tools": '[{"type": "function", "name": "f", "parameters": ' + schema + "}]",
+        "text": '{"format": {"type": "json_schema", "name": "f", "schema": ' + schema + "}}",
+    }[where]
+    with pytest.raises(ApiError, match="must hold finite numbers alone") as error:
+        parse(ResponsesRequest, f'{{"input": "a", "{where}": {field}}}'.encode())
+    assert error.value.status == 400 and str(error.value.param).startswith(where)
 
 
 def test_tokens_of_an_input_are_counted() -> None:

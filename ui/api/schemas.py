@@ -8,7 +8,7 @@ from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
-from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.fields import AnyJson, Request, StrictModel
 from hotcold.ui.api.structured_output import (
     ConstrainedRequest,
     Constraint,
@@ -59,7 +59,7 @@ class StreamOptions(StrictModel):
 class JsonSchema(StrictModel):
     """The schema in a `response_format`."""
 
-    content: dict[str, Any] | bool = Field(alias="schema")
+    content: dict[str, AnyJson] | bool = Field(alias="schema")
     strict: bool | None = None
 
 

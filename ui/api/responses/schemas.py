@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.fields import AnyJson, StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
 from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
@@ -74,7 +74,7 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: Any = None
+    parameters: AnyJson = None
     strict: bool | None = None
 
 
@@ -114,7 +114,7 @@ class TextFormat(StrictModel):
     """The form of an answer's text; its schema is beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    content: dict[str, AnyJson] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.fields import AnyJson, StrictModel
 from hotcold.ui.api.tools.grammar import Callable
 from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
@@ -23,7 +23,7 @@ class Function(StrictModel):
 
     name: _Name
     description: str | None = None
-    parameters: Any = None
+    parameters: AnyJson = None
     strict: bool | None = None
 
 
