@@ -296,6 +296,33 @@ def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str)
     assert answer.json()["error"]["message"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [CALL], "tool_choice": "required", "metadata": {"a": "b"}},
+        {"tools": [CALL], "tool_choice": {"type": "function", "name": "look_up"}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}},
+        {"reasoning": {"effort": "low", "summary": "auto"}, "temperature": 0.5, "top_p": 0.9},
+    ],
+)
+def test_responses_and_their_events_are_of_openais_types(fields: dict[str, Any]) -> None:
+    """Its client takes anything; its types are strict."""
+    said = '<tool_call>\n{"name": "look_up", "arguments": {"a": 1}}\n</tool_call>'
+
+    async def work(api: Any) -> list[Any]:
+        asked = {"model": "demo", "input": "a", "instructions": "Be brief.", **fields}
+        whole = await api.responses.create(**asked)
+        kept = await api.responses.retrieve(whole.id)
+        events = await api.responses.create(**asked, stream=True)
+        return [whole, kept, *[one async for one in events]]
+
+    found = with_openai(answering(said if "tools" in fields else "Yes."), work)
+    assert len({type(one) for one in found}) >= 8
+    for one in found:
+        type(one).model_validate_json(one.to_json(), strict=True)
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 @pytest.mark.parametrize("where", ["tools", "text"])
 def test_numbers_that_json_lacks_are_refused(number: str, where: str) -> None:

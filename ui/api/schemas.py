@@ -128,11 +128,18 @@ class ContentPart(StrictModel):
     text: str
 
 
+class Declined(StrictModel):
+    """A part of an answer in which the model declined to answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart | Declined], Field(fail_fast=True)] | None = None
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None

@@ -11,7 +11,7 @@ from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import AnyJson, StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
-from hotcold.ui.api.schemas import ChatRequest, Reasoning
+from hotcold.ui.api.schemas import ChatRequest, Declined, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
 
 _MAX_ITEMS = 10_000
@@ -25,13 +25,6 @@ class InputText(StrictModel):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class Declined(StrictModel):
-    """A part of an answer in which the model declined to answer."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
 
 
 _Text = str | Annotated[list[InputText | Declined], Field(fail_fast=True)]
@@ -114,6 +107,8 @@ class TextFormat(StrictModel):
     """The form of an answer's text; its schema is beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
     content: dict[str, AnyJson] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -193,16 +188,13 @@ class ResponsesRequest(Drawn, Cached):
     @property
     def functions(self) -> list[FunctionTool]:
         """The tools that an answer may call."""
-        functions = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
-        if isinstance(self.tool_choice, AllowedTools):
-            names = {tool.name for tool in self.tool_choice.tools if tool.type == "function"}
-            functions = [function for function in functions if function.name in names]
-        return functions
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion. Errors: ValidationError, ApiError 400."""
         functions, choice = self.functions, self._choice()
-        if choice == "required" and self.tools and not functions:
+        none_allowed = isinstance(self.tool_choice, AllowedTools) or not functions
+        if choice == "required" and self.tools and none_allowed:
             text = "tool_choice asks for a call, but there is no function among the tools to call"
             raise ApiError(400, text, param="tool_choice")
         asked: dict[str, Any] = {
@@ -260,7 +252,12 @@ class ResponsesRequest(Drawn, Cached):
         if isinstance(choice, NamedTool):
             return {"type": "function", "function": {"name": choice.name}}
         if isinstance(choice, AllowedTools):
-            return choice.mode if self.functions or choice.mode == "required" else None
+            allowed = {tool.name for tool in choice.tools if tool.type == "function"}
+            names = [one.name for one in self.functions if one.name in allowed]
+            if not names:
+                return "required" if choice.mode == "required" else "none"
+            tools = [{"type": "function", "function": {"name": name}} for name in names]
+            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
         if isinstance(choice, ForeignChoice):
             text = f"tool_choice asks for {choice.wanted}, a tool that is not run here"
             raise ApiError(400, text, param="tool_choice")
