@@ -182,7 +182,9 @@ def test_of_the_allowed_tools_those_that_nobody_runs_here_are_none() -> None:
 
 
 def test_a_chat_may_allow_some_of_its_tools() -> None:
-    functions = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    functions: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": name}} for name in ("a", "b")
+    ]
 
     def chat(mode: str, *names: str) -> ChatRequest:
         allowed = [one for one in functions if one["function"]["name"] in names]
