@@ -273,6 +273,13 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted() -> None:
         create(client, input=one, truncation="auto")
 
 
+def test_a_refused_item_is_told_by_its_place_in_the_request() -> None:
+    made = create(Recording(), input="One")
+    items = [{"role": "user", "content": "Two"}, {"type": "compaction", "encrypted_content": ""}]
+    with pytest.raises(openai.BadRequestError, match=r"input\.1: items of type compaction"):
+        create(Recording(), input=items, previous_response_id=made.id)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -369,9 +376,9 @@ def test_the_oldest_used_are_forgotten_first() -> None:
     assert kept.get("a") is not None
     kept.add("c", turn(name="c"))
     assert [kept.get(name) is not None for name in "abc"] == [True, False, True]
-    assert kept.item("msg_a")["id"] == "msg_a"
+    assert kept.holder("msg_a") is kept.get("a")
     with pytest.raises(ApiError):
-        kept.item("msg_b")
+        kept.holder("msg_b")
 
 
 def test_all_are_forgotten_in_time() -> None:
@@ -385,7 +392,7 @@ def test_all_are_forgotten_in_time() -> None:
     assert kept.get("b") is None and kept.get("a") is not None
     now[0] = 22
     with pytest.raises(ApiError):
-        kept.item("msg_a")
+        kept.holder("msg_a")
     assert len(kept) == 0 and kept.num_bytes == 0
 
 

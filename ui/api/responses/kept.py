@@ -71,16 +71,24 @@ class KeptResponses:
         self._clock = clock
         self._turns: OrderedDict[tuple[str, str], tuple[Turn, float]] = OrderedDict()
         self._by_item: dict[tuple[str, str], Turn] = {}
-        self.num_bytes = 0
+        self._held = 0  # bytes
+        self._released: list[int] = []  # bytes of turns that ended, in any thread
 
     def __len__(self) -> int:
         """How many are found."""
         return len(self._turns)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all that is held, found or not."""
+        while self._released:
+            self._held -= self._released.pop()
+        return self._held
+
     def add(self, response_id: str, turn: Turn) -> None:
         """Keep a new turn of this context's client."""
-        self.num_bytes += turn.num_bytes
-        weakref.finalize(turn, self._release, turn.num_bytes).atexit = False
+        self._held += turn.num_bytes
+        weakref.finalize(turn, self._released.append, turn.num_bytes).atexit = False
         self._turns[client.get(), response_id] = (turn, self._clock())
         self._by_item |= {(client.get(), item_id): turn for item_id in turn.item_ids}
         del turn  # so that it can be forgotten here
@@ -114,14 +122,14 @@ class KeptResponses:
             )  # fmt: skip
         return turn
 
-    def item(self, item_id: str) -> Item:
-        """An item of an answer that this client can find. Errors: ApiError 404."""
+    def holder(self, item_id: str) -> Turn:
+        """The turn whose answer has that item, of those found. Errors: ApiError 404."""
         self._forget_old()
         turn = self._by_item.get((client.get(), item_id))
         if turn is None:
             text = f"Item with id {item_id[:100]!a} not found; send the item itself."
             raise ApiError(404, text, param="input")
-        return next(item for item in turn.output if item["id"] == item_id)
+        return turn
 
     def remove(self, response_id: str) -> None:
         """Forget this client's response of that id. Errors: ApiError 404."""
@@ -142,6 +150,3 @@ class KeptResponses:
         turn, _ = self._turns.pop(key)
         for item_id in turn.item_ids:
             del self._by_item[key[0], item_id]
-
-    def _release(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes

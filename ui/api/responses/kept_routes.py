@@ -1,5 +1,6 @@
 """GET and DELETE of kept responses, and the items of their input."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,7 +35,8 @@ def add_kept(app: FastAPI, kept: KeptResponses) -> None:
     async def input_items(request: Request, response_id: str) -> Response:
         """The items that a kept response answers, the last first unless `order` is asc."""
         given = request.query_params
-        items = kept.found(response_id).input
+        turn = kept.found(response_id)
+        items = await asyncio.to_thread(lambda: turn.input)
         order = given.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, "order must be asc or desc", param="order")

@@ -62,9 +62,11 @@ class ResponsesRoute:
         previous = None
         if body.previous_response_id is not None:
             previous = self._kept.continued(body.previous_response_id)
-        found = {item_id: self._kept.item(item_id) for item_id in body.references}
+        holders = {self._kept.holder(item_id) for item_id in body.references}
         # A conversation may be long, and a turn is short.
-        return await asyncio.to_thread(_Response, self._backend, body, self._kept, previous, found)
+        return await asyncio.to_thread(
+            _Response, self._backend, body, self._kept, previous, holders
+        )
 
     async def stream(self, body: ResponsesRequest) -> sse.EventStream:
         """The response as events; it has begun. Errors: ApiError, HotcoldError."""
@@ -101,22 +103,23 @@ class _Response:
         body: ResponsesRequest,
         kept: KeptResponses,
         previous: Turn | None,
-        found: dict[str, dict[str, Any]],
+        holders: set[Turn],
     ) -> None:
-        """It continues `previous`; `found`: the items that the input refers to.
+        """It continues `previous`; `holders`: of the items that the input refers to.
 
         Errors:  ApiError 400
         """
         self._backend = backend
         self._kept = kept
         self._previous = previous
+        found = {item["id"]: item for turn in holders for item in turn.output}
         items = body.own_items(found)
         self._given = to_json(items) if body.store is not False else None
+        earlier = [] if previous is None else [*previous.input, *previous.output]
         try:
-            if previous is not None or found:
-                earlier = [] if previous is None else [*previous.input, *previous.output]
+            if earlier or found:
                 body = body.of_items([*earlier, *items])
-            self._chat: ChatRequest = body.as_chat()
+            self._chat: ChatRequest = body.as_chat(len(earlier))
         except ValidationError as error:
             raise refusal(error) from None
         self._forgets = body.truncation == "auto"

@@ -190,8 +190,11 @@ class ResponsesRequest(Drawn, Cached):
         """The tools that an answer may call."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
-    def as_chat(self) -> ChatRequest:
-        """The same request as a chat completion. Errors: ValidationError, ApiError 400."""
+    def as_chat(self, num_earlier: int = 0) -> ChatRequest:
+        """The same request as a chat completion; `num_earlier` of its items were kept.
+
+        Errors:  ValidationError, ApiError 400
+        """
         functions, choice = self.functions, self._choice()
         none_allowed = isinstance(self.tool_choice, AllowedTools) or not functions
         if choice == "required" and self.tools and none_allowed:
@@ -199,7 +202,7 @@ class ResponsesRequest(Drawn, Cached):
             raise ApiError(400, text, param="tool_choice")
         asked: dict[str, Any] = {
             **self.drawn(),
-            "messages": self._messages(),
+            "messages": self._messages(num_earlier),
             "max_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": choice,
@@ -216,7 +219,7 @@ class ResponsesRequest(Drawn, Cached):
             ]
         return ChatRequest.model_validate(asked)
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, num_earlier: int) -> list[dict[str, Any]]:
         """Instructions, then the conversation; calls are part of the message before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
@@ -224,7 +227,7 @@ class ResponsesRequest(Drawn, Cached):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         thought = ""
-        for place, item in enumerate(self.input):
+        for place, item in enumerate(self.input, -num_earlier):
             match item:
                 case InputMessage():
                     messages.append({"role": item.role, "content": _text(item.content)})
