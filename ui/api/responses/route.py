@@ -142,7 +142,7 @@ class _Response:
             "tools": [
                 tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
             ],
-            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
             "previous_response_id": body.previous_response_id,
