@@ -41,7 +41,8 @@ _RESPONSE = {
     "temperature": 0.5, "top_p": 0.9, "stream": False, "metadata": {"a": "b"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
-    "parallel_tool_calls": False, "previous_response_id": None, "reasoning": {"effort": "low"},
+    "parallel_tool_calls": False, "previous_response_id": None, "store": True, "include": ["a"],
+    "reasoning": {"effort": "low", "summary": "auto"}, "truncation": "auto",
 }  # fmt: skip
 _EMBEDDING = {
     "input": ["a list", "b"], "model": "demo", "encoding_format": "base64", "dimensions": None,
@@ -71,6 +72,7 @@ _ROUTES = {
     "/api/show": ({"model": "demo", "name": "demo", "verbose": False}, ["model"]),
     "/v1/chat/completions": (_CHAT, ["messages", "max_tokens"]),
     "/v1/responses": (_RESPONSE, ["input", "max_output_tokens"]),
+    "/v1/responses/input_tokens": (_RESPONSE, ["input"]),
     "/v1/completions": (_COMPLETION, ["prompt", "max_tokens"]),
     "/v1/embeddings": (_EMBEDDING, ["input"]),
     "/tokenize": ({"prompt": "a b", "messages": _MESSAGES, "add_special_tokens": True}, ["prompt"]),
@@ -117,6 +119,8 @@ _likely = st.sampled_from(
         [{"type": "function_call_output", "call_id": "a", "output": "1"}], "required", "auto",
         [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a",
           "arguments": "[[["}}]}, {"role": "tool", "content": "b"}],
+        [{"type": "item_reference", "id": "msg_a"}], [{"type": "item_reference"}], "resp_a",
+        [{"type": "reasoning", "summary": [1]}], [{"type": "reasoning", "content": {"a": 1}}],
         'start: "a', 'start: start', 'start: /(/', 'start: nowhere', '%llguidance {', "{" * 900,
     ]
 )  # fmt: skip
@@ -154,6 +158,9 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
         "/v1/%00",
         "/v1/%ff/..",
         "/metrics",
+        "/v1/responses/resp_x",
+        "/v1/responses/%ff/input_items?limit=-1",
+        "/v1/responses/resp_x/cancel",
         "/api/pull",
         "/api/%00",
         "/api/ps",

@@ -70,8 +70,8 @@ class SamplingParams:
         None, Whole(1, _MANY, or_none=True), "Longest answer; to the end of the context without "
         "it.", http=False, ollama="num_predict")
     temperature: float = _parameter(
-        0.8, Number(0.0, 100.0), "0 takes the likeliest token every time.", ollama="temperature",
-        is_models=True)
+        0.8, Number(0.0, 100.0), "0 takes the likeliest token every time.",
+        http=Number(0.0, 2.0), ollama="temperature", is_models=True)
     top_k: int = _parameter(
         40, Whole(0, _MANY), "Choose among so many likeliest tokens; 0: all.",
         http=Whole(-1, _MANY), ollama="top_k", is_models=True)

@@ -18,6 +18,8 @@ from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.ollama import routes as ollama
+from hotcold.ui.api.responses.kept import KeptResponses
+from hotcold.ui.api.responses.kept_routes import add_kept
 from hotcold.ui.api.responses.route import ResponsesRoute
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.route import JsonAnswer, answered
@@ -87,6 +89,8 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_completions(app: FastAPI, models: ServedModels) -> None:
+    kept = KeptResponses()
+
     async def answer(
         request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
     ) -> Any:
@@ -108,8 +112,17 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
-        """Answer a conversation of items, as OpenAI's responses do; nothing is kept."""
-        return await answer(request, ResponsesRequest, ResponsesRoute)
+        """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
+        return await answer(request, ResponsesRequest, lambda found: ResponsesRoute(found, kept))
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
+    async def count(request: Request) -> Response:
+        """How many tokens the input of such a request has; nothing is answered."""
+        body = parse(ResponsesRequest, await request.body())
+        route = ResponsesRoute(models.choose(request, body.model), kept)
+        return JsonAnswer(await answered(request, route.count(body)))
+
+    add_kept(app, kept)
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:

@@ -5,10 +5,12 @@ It knows nothing of tools, so that whatever is right about its calls is the gram
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 from typing import Annotated, Any
 
+import httpx
 import jsonschema
 import pytest
 from pydantic import Field
@@ -185,12 +187,13 @@ def test_a_response_of_a_schema(client: Any) -> None:
     ("line", "text"),
     [
         ({"input": []}, "input"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "answers are not kept here"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "id 'resp_1' not found"),
         (
             {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"},
             "no function among the tools",
         ),
         ({"input": "a", "tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"input": "a", "temperature": 3}, "temperature must be at most 2"),
         ({"input": "a", "model": "other"}, "'other' is not served"),
     ],
 )
@@ -200,6 +203,83 @@ def test_wrong_responses_are_refused(
     with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refusal:
         client.responses.create(**({"model": "demo"} | line))
     assert text in str(refusal.value)
+
+
+def test_a_follow_up_reads_only_what_is_new(client: Any) -> None:
+    """It is the whole conversation's answer, and most of its prompt was there before."""
+    line: dict[str, Any] = {"model": "demo", "temperature": 0, "max_output_tokens": 20}
+    question = "What does textwrap.dedent do? " * 20
+    first = client.responses.create(input=question, **line)
+    with client.responses.stream(input="And indent?", previous_response_id=first.id, **line) as one:
+        second = one.until_done().get_final_response()
+    asked, found = second.usage.input_tokens, second.usage.input_tokens_details.cached_tokens
+    assert second.previous_response_id == first.id
+    assert found >= first.usage.input_tokens - 64 > 0 and asked > first.usage.input_tokens
+    talk = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And indent?"},
+    ]
+    whole = client.responses.create(input=talk, store=False, **line)
+    assert whole.output_text == second.output_text and whole.usage.input_tokens == asked
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(first.id)
+    third = client.responses.create(input="Why?", previous_response_id=second.id, **line)
+    assert third.usage.input_tokens > asked
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_agent_continues_by_the_last_response(
+    openai: Any, server: Server, is_streamed: bool
+) -> None:
+    """openai-agents sends what is new alone, within a run and in the next one."""
+    agents = importlib.import_module("agents")
+    agents.set_tracing_disabled(True)
+    bodies: list[dict[str, Any]] = []
+
+    @agents.function_tool
+    def look_up(module: Annotated[str, Field(max_length=12)]) -> str:
+        """Look a module up."""
+        return f"{module[:3]} is a module"
+
+    async def keep(request: httpx.Request) -> None:
+        bodies.append(json.loads(request.content))
+
+    async def talk() -> tuple[Any, Any]:
+        http = httpx.AsyncClient(event_hooks={"request": [keep]}, timeout=WAIT_S)
+        api = openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, http_client=http
+        )
+        agent = agents.Agent(
+            name="librarian", instructions="Look things up.", tools=[look_up],
+            model=agents.OpenAIResponsesModel("demo", api),
+            model_settings=agents.ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=200
+            ),
+        )  # fmt: skip
+
+        async def run(text: str, **more: Any) -> Any:
+            if not is_streamed:
+                return await agents.Runner.run(agent, text, **more)
+            outcome = agents.Runner.run_streamed(agent, text, **more)
+            async for _ in outcome.stream_events():
+                pass
+            return outcome
+
+        async with http:
+            first = await run("What is textwrap?", auto_previous_response_id=True)
+            return first, await run("And zlib?", previous_response_id=first.last_response_id)
+
+    first, second = asyncio.run(talk())
+    for outcome in (first, second):
+        kinds = [item.type for item in outcome.new_items]
+        assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    assert len(bodies) == 4 and "previous_response_id" not in bodies[0]
+    assert [one["type"] for one in bodies[1]["input"]] == ["function_call_output"]
+    assert bodies[2]["previous_response_id"] == first.last_response_id
+    assert [len(body["input"]) for body in bodies[1:]] == [1, 1, 1]
+    sizes = [one.usage.input_tokens for one in (*first.raw_responses, *second.raw_responses)]
+    assert sizes == sorted(set(sizes))
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])

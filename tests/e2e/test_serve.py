@@ -74,13 +74,13 @@ def test_the_docs_curl_is_answered(server: Server) -> None:
 
 
 def test_the_docs_python_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each in the same words: one by OpenAI's client, one by Ollama's."""
+    """Two by OpenAI's client, one by Ollama's."""
     said = []
     for program in page("docs/api.md").blocks("python"):
         assert DOCUMENTED_URL in program
         exec(compile(program.replace(DOCUMENTED_URL, server.url), "docs/api.md", "exec"), {})
         said.append(capsys.readouterr().out.strip())
-    assert len(said) == 2 and all(said)
+    assert len(said) == 3 and all(said)
 
 
 def test_a_stream_is_the_same_answer(client: Any) -> None:

@@ -98,6 +98,20 @@ def lines(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
+def with_client(
+    client: Client, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]
+) -> Any:
+    """What a client of HTTP makes of the routes."""
+    backend_of(client)
+
+    async def ask() -> Any:
+        transport = httpx.ASGITransport(server()[1])
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await work(http)
+
+    return asyncio.run(ask())
+
+
 def with_ollama(
     client: Client, work: Callable[[ollama.AsyncClient], Coroutine[Any, Any, Any]]
 ) -> Any:

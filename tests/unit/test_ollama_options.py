@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.ollama.options import sampling_fields
+from hotcold.ui.api.ollama.options import other_fields, sampling_fields
 from tests.unit.ollama_routes import HELLO, Recording, post
 
 
@@ -26,6 +26,24 @@ def test_options_reach_the_system() -> None:
     assert (sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta) == (2, 4.0, 0.2)
     assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.25, 9)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
+
+
+def test_temperatures_are_ollamas_own() -> None:
+    """Its range is larger than that of OpenAI's routes."""
+    asked = Recording()
+    assert post(asked, "/api/chat", messages=HELLO, options={"temperature": 3}).status_code == 200
+    assert asked.requests[0].sampling.temperature == 3
+    told = post(asked, "/api/chat", messages=HELLO, options={"temperature": 101})
+    assert told.status_code == 400 and "temperature" in told.json()["error"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        assert post(asked, path, temperature=2, **body).status_code == 200
+        refused = post(asked, path, temperature=3, **body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "temperature must be at most 2"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +70,7 @@ def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
 def test_options_that_cannot_be_had_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=f"option {next(iter(options))} ") as refusal:
         sampling_fields(options)
+        other_fields(options)
     assert refusal.value.status == 400
 
 

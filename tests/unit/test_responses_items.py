@@ -111,7 +111,7 @@ TAKEN: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", sorted(ITEM_KINDS))
+@pytest.mark.parametrize("kind", sorted(ITEM_KINDS - {"item_reference"}))
 def test_items_of_every_kind_are_told_or_refused_by_name(kind: str) -> None:
     if kind in TAKEN:
         fields, expected = TAKEN[kind]
@@ -172,3 +172,37 @@ def test_a_function_says_whether_it_is_strict() -> None:
     assert [tool.function.strict for tool in chat.tools or ()] == [True, None]
     shape = {"type": "json_schema", "name": "x", "schema": {}, "strict": True}
     assert as_chat(text={"format": shape}).is_schema_strict is True
+
+
+def test_of_the_allowed_tools_those_that_nobody_runs_here_are_none() -> None:
+    only: dict[str, Any] = {"type": "allowed_tools", "tools": [{"type": "web_search"}]}
+    assert as_chat(tools=[LOOK_UP], tool_choice={**only, "mode": "auto"}).callable is None
+    told = refused(tools=[LOOK_UP], tool_choice={**only, "mode": "required"})
+    assert "no function among the tools" in told
+
+
+def test_a_chat_may_allow_some_of_its_tools() -> None:
+    functions: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": name}} for name in ("a", "b")
+    ]
+
+    def chat(mode: str, *names: str) -> ChatRequest:
+        allowed = [one for one in functions if one["function"]["name"] in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        body = {"messages": [HELLO], "tools": functions, "tool_choice": choice}
+        return parse(ChatRequest, json.dumps(body).encode())
+
+    for mode, is_required in (("auto", False), ("required", True)):
+        wanted = chat(mode, "b")
+        assert wanted.callable is not None and wanted.callable.is_required is is_required
+        assert [function.name for function in wanted.callable.functions] == ["b"]
+        assert [tool.function.name for tool in wanted.all_tools] == ["a", "b"]
+    with pytest.raises(ApiError, match="allows none of the tools"):
+        chat("auto")
+
+
+def test_a_part_that_declines_is_text_in_chats() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    body = {"messages": [HELLO, {"role": "assistant", "content": parts}]}
+    message = parse(ChatRequest, json.dumps(body).encode()).messages[1]
+    assert message.for_template == {"role": "assistant", "content": "ab"}

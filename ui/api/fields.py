@@ -4,9 +4,10 @@ A field of `CHANGING` that a route's schema lacks is refused unless its value ch
 other unknown fields are ignored.
 """
 
-from typing import Any, ClassVar
+import json
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
@@ -17,6 +18,17 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
+
+def _finite(given: Any) -> Any:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        raise ValueError("must hold finite numbers alone") from None
+    return given
+
+
+# Any value of JSON, which has no NaN and no infinity.
+AnyJson = Annotated[Any, AfterValidator(_finite)]
 
 # Fields that change answers with any value but null and empty texts, lists and objects.
 _ALWAYS_CHANGING = (

@@ -8,7 +8,7 @@ from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
-from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.fields import AnyJson, Request, StrictModel
 from hotcold.ui.api.structured_output import (
     ConstrainedRequest,
     Constraint,
@@ -59,7 +59,7 @@ class StreamOptions(StrictModel):
 class JsonSchema(StrictModel):
     """The schema in a `response_format`."""
 
-    content: dict[str, Any] | bool = Field(alias="schema")
+    content: dict[str, AnyJson] | bool = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -128,11 +128,18 @@ class ContentPart(StrictModel):
     text: str
 
 
+class Declined(StrictModel):
+    """A part of an answer in which the model declined to answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart | Declined], Field(fail_fast=True)] | None = None
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None

@@ -20,7 +20,7 @@ from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error, refusal, timed_out
 from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
-from hotcold.ui.api.ollama.options import penalty_fields
+from hotcold.ui.api.ollama.options import other_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
@@ -41,7 +41,7 @@ class OllamaAnswer:
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
         self._request = _request(backend, body)
-        self._penalties = penalty_fields(body.options)
+        self._sampling = other_fields(body.options)
         self._syntax: CallSyntax | None = None
         if isinstance(self._request, ChatRequest) and self._request.callable is not None:
             self._syntax = backend.call_syntax
@@ -92,8 +92,8 @@ class OllamaAnswer:
                 made = await chat_requests(backend, request)
             else:
                 made = await completion_requests(backend, request)
-            penalties = self._penalties
-            return [replace(one, sampling=replace(one.sampling, **penalties)) for one in made]
+            given = self._sampling
+            return [replace(one, sampling=replace(one.sampling, **given)) for one in made]
 
         answers = await backend.start(1, make, self._body.stays)
         self._load_ns = time.monotonic_ns() - self._started_ns

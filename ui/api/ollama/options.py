@@ -7,8 +7,9 @@ from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
 
 _MAX_TOKENS = (1 << 31) - 1
-# Over the last tokens, the prompt's too; OpenAI's fields of these names count otherwise.
-_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
+# OpenAI's fields of these names have other bounds, or count otherwise: here penalties are over the
+# last tokens, the prompt's too.
+_OTHER = ("temperature", "repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 # By Ollama's key: the parameter's name and kind.
 _KNOWN = {one.ollama: (name, one.kind) for name, one in PARAMETERS.items() if one.ollama}
 # Unsupported options that would change tokens, each with the value that has no effect.
@@ -23,7 +24,7 @@ _OWN = frozenset(
 
 
 def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields of a `SamplingRequest`, and `max_tokens`, that `options` set.
+    """The fields of a `SamplingRequest`, and `max_tokens`, that `options` set as OpenAI's do.
 
     Errors:  ApiError 400 for an unknown name, which Ollama ignores; for a value of a wrong type;
              for an unsupported option that would change tokens
@@ -32,7 +33,7 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
     for key, value in _given(options):
         if key in _KNOWN:
             name, kind = _KNOWN[key]
-            if name not in _PENALTIES:
+            if name not in _OTHER:
                 found[name] = _typed(key, kind, value)
         elif key in _UNCHANGING:
             if _number(key, value) != _UNCHANGING[key]:
@@ -42,9 +43,9 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
     return _as_fields(found)
 
 
-def penalty_fields(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The penalties, as fields of `SamplingParams`. Errors: ApiError 400 for a wrong type."""
-    known = {key: found for key, found in _KNOWN.items() if found[0] in _PENALTIES}
+def other_fields(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The others, as fields of `SamplingParams`. Errors: ApiError 400 for a wrong type."""
+    known = {key: found for key, found in _KNOWN.items() if found[0] in _OTHER}
     given = [(key, value) for key, value in _given(options) if key in known]
     return {known[key][0]: _typed(key, known[key][1], value) for key, value in given}
 

@@ -34,6 +34,7 @@ _RESULTS = {
 }
 # Reasoning goes with the item that follows.
 _SKIPPED = ("mcp_list_tools", "reasoning", "web_search_call")
+_REFERENCE = "item_reference"
 _REFUSED = {
     "additional_tools": "give them as tools",
     "compaction": "its content can be read by OpenAI alone; send the conversation",
@@ -42,7 +43,6 @@ _REFUSED = {
     "computer_call_output": "images are not understood here",
     "configuration_update": "say it in the request",
     "image_generation_call": "images are not understood here",
-    "item_reference": "answers are not kept here; send the item itself",
     "mcp_approval_request": "no MCP server is asked from here",
     "mcp_approval_response": "no MCP server is asked from here",
     "program": "no programs are run here",
@@ -50,7 +50,7 @@ _REFUSED = {
     "tool_search_call": "give all tools with the request",
     "tool_search_output": "give all tools with the request",
 }
-KINDS = (*_CALLS, *_RESULTS, *_SKIPPED, *_REFUSED)
+KINDS = (*_CALLS, *_RESULTS, *_SKIPPED, _REFERENCE, *_REFUSED)
 
 
 class ForeignItem(StrictModel):
@@ -62,11 +62,17 @@ class ForeignItem(StrictModel):
 
     @property
     def thought(self) -> str:
-        """The reasoning before the next item."""
-        content = (self.model_extra or {}).get("content")
-        if self.type != "reasoning" or not isinstance(content, list):
+        """The reasoning before the next item, or its summary."""
+        fields = self.model_extra or {}
+        parts = fields.get("content") or fields.get("summary")
+        if self.type != "reasoning" or not isinstance(parts, list):
             return ""
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+    @property
+    def refers_to(self) -> str | None:
+        """The id of the item that stands here, where this is a reference."""
+        return str((self.model_extra or {}).get("id")) if self.type == _REFERENCE else None
 
     def messages(self, place: int) -> list[Message]:
         """Its messages for a `ChatRequest`. Errors: ApiError 400 for a refused kind."""

@@ -14,8 +14,10 @@ Event = dict[str, Any]
 class Output:
     """Reasoning, messages and calls, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_summary: bool = False) -> None:
+        """`is_summary`: reasoning is told as its summary."""
         self.items: list[dict[str, Any]] = []
+        self._is_summary = is_summary
         self._is_open = False  # the last item
 
     def of(self, parts: Iterable[Part]) -> Iterator[Event]:
@@ -25,12 +27,12 @@ class Output:
                 case ReasoningPart(text):
                     if not self._is_open or self._last["type"] != "reasoning":
                         yield from self._begin_thoughts()
-                    self._last["content"][0]["text"] += text
-                    yield self._event("response.reasoning_text.delta", delta=text)
+                    self._part["text"] += text
+                    yield self._event(f"{self._thoughts}_text.delta", delta=text)
                 case TextPart(text):
                     if not self._is_open or self._last["type"] != "message":
                         yield from self._begin_message()
-                    self._last["content"][0]["text"] += text
+                    self._part["text"] += text
                     yield self._event("response.output_text.delta", delta=text, logprobs=[])
                 case CallPart(_, call_id, name):
                     call = {"call_id": call_id, "name": name, "arguments": ""}
@@ -49,9 +51,24 @@ class Output:
     def _last(self) -> dict[str, Any]:
         return self.items[-1]
 
+    @property
+    def _part(self) -> dict[str, Any]:
+        """The one part of the last item."""
+        part: dict[str, Any] = (self._last.get("content") or self._last["summary"])[0]
+        return part
+
+    @property
+    def _thoughts(self) -> str:
+        return "response.reasoning_summary" if self._is_summary else "response.reasoning"
+
     def _begin_thoughts(self) -> Iterator[Event]:
-        yield from self._begin("reasoning", "rs", {"summary": [], "content": []})
-        self._last["content"].append({"type": "reasoning_text", "text": ""})
+        if not self._is_summary:
+            yield from self._begin("reasoning", "rs", {"summary": [], "content": []})
+            self._last["content"].append({"type": "reasoning_text", "text": ""})
+            return
+        yield from self._begin("reasoning", "rs", {"summary": []})
+        self._last["summary"].append({"type": "summary_text", "text": ""})
+        yield self._event("response.reasoning_summary_part.added", part=dict(self._part))
 
     def _begin_message(self) -> Iterator[Event]:
         yield from self._begin("message", "msg", {"role": "assistant", "content": []})
@@ -73,11 +90,12 @@ class Output:
         last = self._last
         last["status"] = status
         if last["type"] == "message":
-            (part,) = last["content"]
-            yield self._event("response.output_text.done", text=part["text"], logprobs=[])
-            yield self._event("response.content_part.done", part=dict(part))
+            yield self._event("response.output_text.done", text=self._part["text"], logprobs=[])
+            yield self._event("response.content_part.done", part=dict(self._part))
         elif last["type"] == "reasoning":
-            yield self._event("response.reasoning_text.done", text=last["content"][0]["text"])
+            yield self._event(f"{self._thoughts}_text.done", text=self._part["text"])
+            if self._is_summary:
+                yield self._event("response.reasoning_summary_part.done", part=dict(self._part))
         else:
             done = {"arguments": last["arguments"], "name": last["name"]}
             yield self._event("response.function_call_arguments.done", **done)
@@ -87,11 +105,11 @@ class Output:
         """An event about the last item, or about the one part of a message."""
         about: Event = {"output_index": len(self.items) - 1, "item_id": self._last["id"]}
         if "function_call" not in kind:
-            about["content_index"] = 0
+            about["summary_index" if "summary" in kind else "content_index"] = 0
         return {"type": kind, **about, **fields}
 
     def _item_event(self, kind: str) -> Event:
         item = dict(self._last)
-        if "content" in item:
-            item["content"] = [dict(part) for part in item["content"]]
+        for parts in item.keys() & {"content", "summary"}:
+            item[parts] = [dict(part) for part in item[parts]]
         return {"type": kind, "output_index": len(self.items) - 1, "item": item}

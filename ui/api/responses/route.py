@@ -1,7 +1,8 @@
-"""POST /v1/responses."""
+"""/v1/responses: answers, kept so that later ones continue them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -9,15 +10,19 @@ from contextlib import aclosing
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
-from hotcold.actors.protocol.messages import Generation, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import as_api_error, refusal
+from hotcold.ui.api.errors import ApiError, as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.responses.kept import KeptResponses, Turn
 from hotcold.ui.api.responses.output import Event, Output
-from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
+from hotcold.ui.api.responses.truncation import shortened
 from hotcold.ui.api.schemas import ChatRequest
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
@@ -25,13 +30,13 @@ from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 class ResponsesRoute:
     """The answers of /v1/responses."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, kept: KeptResponses) -> None:
         self._backend = backend
+        self._kept = kept
 
     async def whole(self, body: ResponsesRequest) -> dict[str, Any]:
         """The whole response. Errors: ApiError, HotcoldError."""
-        response = _Response(self._backend, body)
-        answers = await response.start()
+        response, answers = await self._start(body)
         try:
             async with aclosing(answers.events()) as events:
                 async for _, event in events:
@@ -41,10 +46,31 @@ class ResponsesRoute:
             answers.close()
         return response.content
 
+    async def count(self, body: ResponsesRequest) -> dict[str, Any]:
+        """How many tokens the input has. Errors: ApiError, HotcoldError."""
+        response = await self._response(body)
+        (request,) = await response.requests()
+        return {"object": "response.input_tokens", "input_tokens": len(request.prompt_ids or ())}
+
+    async def _start(self, body: ResponsesRequest) -> tuple[_Response, Answers]:
+        """The response, and its answer, which is queued. Errors: ApiError, HotcoldError."""
+        response = await self._response(body)
+        return response, await response.start()
+
+    async def _response(self, body: ResponsesRequest) -> _Response:
+        """The response, which has not begun. Errors: ApiError."""
+        previous = None
+        if body.previous_response_id is not None:
+            previous = self._kept.continued(body.previous_response_id)
+        holders = {self._kept.holder(item_id) for item_id in body.references}
+        # A conversation may be long, and a turn is short.
+        return await asyncio.to_thread(
+            _Response, self._backend, body, self._kept, previous, holders
+        )
+
     async def stream(self, body: ResponsesRequest) -> sse.EventStream:
         """The response as events; it has begun. Errors: ApiError, HotcoldError."""
-        response = _Response(self._backend, body)
-        answers = await response.start()
+        response, answers = await self._start(body)
         events = await first_then_rest(answers)
         number = 0
 
@@ -62,9 +88,7 @@ class ResponsesRoute:
                     for piece in sent(response.take(event)):
                         yield piece
             except Exception as error:
-                problem = as_api_error(error)
-                failed = {"type": "error", "message": problem.message, "code": problem.code}
-                for piece in sent([{**failed, "param": problem.param}]):
+                for piece in sent(response.failing(as_api_error(error))):
                     yield piece
 
         return sse.EventStream(pieces(), answers.deadline, answers.close)
@@ -73,14 +97,35 @@ class ResponsesRoute:
 class _Response:
     """One response; `content` is its object so far."""
 
-    def __init__(self, backend: Backend, body: ResponsesRequest) -> None:
-        """Errors:  ApiError 400"""
+    def __init__(
+        self,
+        backend: Backend,
+        body: ResponsesRequest,
+        kept: KeptResponses,
+        previous: Turn | None,
+        holders: set[Turn],
+    ) -> None:
+        """It continues `previous`; `holders`: of the items that the input refers to.
+
+        Errors:  ApiError 400
+        """
         self._backend = backend
+        self._kept = kept
+        self._previous = previous
+        found = {item["id"]: item for turn in holders for item in turn.output}
+        items = body.own_items(found)
+        self._given = to_json(items) if body.store is not False else None
+        earlier = [] if previous is None else [*previous.input, *previous.output]
         try:
-            self._chat: ChatRequest = body.as_chat()
+            if earlier or found:
+                body = body.of_items([*earlier, *items])
+            self._chat: ChatRequest = body.as_chat(len(earlier))
         except ValidationError as error:
             raise refusal(error) from None
-        self._output = Output()
+        self._forgets = body.truncation == "auto"
+        reasoning = body.reasoning or ReasoningOptions()
+        summary = reasoning.summary or reasoning.generate_summary
+        self._output = Output(is_summary=summary is not None)
         self._syntax = None if self._chat.callable is None else backend.call_syntax
         drawn = body.drawn()
         self.content: dict[str, Any] = {
@@ -97,11 +142,15 @@ class _Response:
             "tools": [
                 tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
             ],
-            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "store": self._given is not None,
+            "truncation": body.truncation or "disabled",
+            "text": {"format": _format(body)},
+            "reasoning": {"effort": reasoning.effort, "summary": summary},
+            "background": False,
             "error": None,
             "incomplete_details": None,
             "usage": None,
@@ -109,12 +158,21 @@ class _Response:
 
     async def start(self) -> Answers:
         """Queue the request. Errors: ApiError, HotcoldError."""
-        answers = await self._backend.start(1, lambda: chat_requests(self._backend, self._chat))
+        answers = await self._backend.start(1, self.requests)
         prompt_ids = answers.requests[0].prompt_ids or ()
         self._num_prompt_tokens = len(prompt_ids)
         self._thoughts = Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
         self._reader = AnswerReader(self._thoughts, self._syntax)
         return answers
+
+    async def requests(self) -> list[GenerateRequest]:
+        """The request of its answer. Errors: PromptError, UsageError."""
+        try:
+            return await chat_requests(self._backend, self._chat)
+        except PromptTooLongError:
+            if not self._forgets:
+                raise
+        return await shortened(self._backend, self._chat)
 
     def opening(self) -> Iterator[Event]:
         """The events before the answer's own."""
@@ -130,6 +188,12 @@ class _Response:
             yield from self._output.end(status)
             self._finish(status, event.result)
             yield {"type": f"response.{status}", "response": self.content}
+
+    def failing(self, error: ApiError) -> Iterator[Event]:
+        """The events of an answer that ends by an error."""
+        self.content["status"] = "failed"
+        self.content["error"] = {"code": "server_error", "message": error.message}
+        yield {"type": "response.failed", "response": self.content}
 
     def _finish(self, status: str, result: Generation) -> None:
         asked, new = self._num_prompt_tokens, len(result.ids)
@@ -147,3 +211,13 @@ class _Response:
             "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": asked + new,
         }
+        if self._given is not None:
+            turn = Turn(self._previous, self._given, self.content)
+            self._kept.add(self.content["id"], turn)
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return {"type": "text"}
+    return wanted.model_dump(by_alias=True, exclude_none=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.fields import AnyJson, StrictModel
 from hotcold.ui.api.tools.grammar import Callable
 from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
@@ -23,7 +23,7 @@ class Function(StrictModel):
 
     name: _Name
     description: str | None = None
-    parameters: Any = None
+    parameters: AnyJson = None
     strict: bool | None = None
 
 
@@ -60,6 +60,20 @@ class NamedTool(StrictModel):
     function: NamedFunction
 
 
+class AllowedNames(StrictModel):
+    """Some of the tools, and whether one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(StrictModel):
+    """A `tool_choice` of some of the tools; the prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class CalledFunction(StrictModel):
     """A called function, with its arguments as JSON, which may be cut off."""
 
@@ -87,7 +101,7 @@ class ToolCall(StrictModel):
 Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 def callable_functions(
@@ -104,6 +118,12 @@ def callable_functions(
     if choice == "none":
         return None
     functions = [tool.function for tool in tools]
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        functions = [one for one in functions if one.name in allowed]
+        if not functions:
+            raise ValueError("tool_choice allows none of the tools")
+        choice = choice.allowed_tools.mode
     if isinstance(choice, NamedTool):
         functions = [one for one in functions if one.name == choice.function.name]
         if not functions:
