@@ -174,7 +174,7 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     _, err = chat.communicate("/exit\n", timeout=WAIT_S)
     assert chat.returncode == 0 and err.startswith("using the system 'words' that is kept\n")
     await_that(machine.has_nothing)
-    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  UNTIL\n", "")
+    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  STAYS\n", "")
 
 
 def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
