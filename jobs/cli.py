@@ -2,8 +2,8 @@
 
 Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
 the program; 130 interrupted; 141 the reader of standard output has closed it; 143 ended by SIGTERM.
-Every failure but the last three is one line on standard error; `--debug`, anywhere on the line, adds
-the traceback.
+Every failure but the last three is one line on standard error; `--debug`, anywhere on the line,
+adds the traceback.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ EXIT_UNREAD = 141
 _GC_THRESHOLD = 50_000
 
 COMMANDS = {
+    "run": LazyCommand(
+        "hotcold.jobs.commands.run:run",
+        "Talk with a model, or answer a prompt.",
+        starts_system=True,
+        uses_running=True,
+    ),
     "generate": LazyCommand(
         "hotcold.jobs.commands.generate:generate",
         "Continue a prompt.",
@@ -169,7 +175,7 @@ def ensure_home() -> None:
 def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     """Run this process's command line and end the process with its exit status.
 
-    `atexit` functions run and output is flushed, both with signals ignored. Then the process ends at
+    `atexit` functions run and output is flushed, with signals ignored. Then the process ends at
     once: C's `exit` would destroy what threads still use. After an interrupted start of Ray, its
     `CoreWorkerProcess::HandleAtExit` does, and ends in a segmentation fault.
     """

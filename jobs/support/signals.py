@@ -117,7 +117,7 @@ def interrupts_after() -> Iterator[None]:
 
 
 def interrupt_again(lost: Any) -> None:
-    """For `sys.unraisablehook`: repeats a signal whose exception could not be raised where it came."""
+    """For `sys.unraisablehook`: repeats a signal whose exception was lost."""
     if not issubclass(lost.exc_type, (KeyboardInterrupt, SystemExit)):
         sys.__unraisablehook__(lost)
     elif os.getpid() == _PID:  # else a fork that is about to run another program
