@@ -124,7 +124,7 @@ class ServiceReplacer:
                     break
                 except ServiceLost as error:
                     cause = cause_of(error)
-            self.last_replaced = f"the {name} service was replaced: {cause}"
+            self.last_replaced = f"{cause}, and was replaced"
             self.num_replaced += 1
             self._policy.recovered()
         finally:

@@ -33,8 +33,9 @@ def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
         name, found = listed.record.name, listed.scale(cpu_actors)
     else:
         name, found = _scale_in_cluster(name, cpu_actors)
+    count = found["num_cpu_actors"]
     click.echo(
-        f"the system {name!r} has {found['num_cpu_actors']} CPU services of "
+        f"the system {name!r} has {count} CPU service{'' if count == 1 else 's'} of "
         f"{found['num_threads']} threads together; it had {found['num_cpu_actors_before']}"
     )
     if as_json:
@@ -78,7 +79,7 @@ def _scale_in_cluster(name: str | None, num_cpu_actors: int) -> tuple[str, dict[
     system = System.attach(name)
     if system is None:
         raise UsageError(
-            f"no system named {name!r} is running; see `hotcold ps`, `ray list actors`"
+            f"no system named {name!r} is running; see `hotcold ps` and `ray list actors`"
         )
     before: Any = system.call("describe")
     after: Any = system.call("scale", num_cpu_actors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import threading
@@ -92,6 +93,22 @@ def test_it_ends_when_the_system_has_ended() -> None:
         status, err = server.end()
         assert status == 1
         assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
+
+
+def test_a_service_that_was_replaced_is_in_the_log() -> None:
+    with serving("--log", "json") as server:
+        (cpu,) = (one for one in actors_of(server, "ServiceActor") if "cpu" in one.name())
+        cpu.kill()
+        asked = {"prompt": "Return the", "max_tokens": 4, "temperature": 0}
+        assert server.post("/v1/completions", {"model": "demo", **asked}).status_code == 200
+        assert server.process.stderr is not None
+        lines = [json.loads(server.process.stderr.readline()) for _ in range(2)]
+        (event,) = (one for one in lines if "event" in one)
+        assert (event["model"], event["event"]) == (
+            "demo", "the cpu0 service died, and was replaced",
+        )  # fmt: skip
+        server.press_ctrl_c()
+        assert server.end() == (0, "")
 
 
 def actors_of(server: Server, kind: str) -> set[psutil.Process]:
