@@ -132,8 +132,8 @@ def cli() -> None:
     """Large language models on one ordinary computer.
 
     Hot neurons on the GPU, cold ones on the CPU, computed only when they fire. MODEL is a Hugging
-    Face directory, an org/repo id, a GGUF file, ollama:NAME, or left out for the embedded demo
-    model.
+    Face directory, an org/repo id, a GGUF file, a known name such as qwen3:8b, ollama:NAME, or left
+    out for the embedded model, whose name is demo.
     """
 
 

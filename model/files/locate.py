@@ -11,11 +11,13 @@ from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
 from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
+_DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 
 
 def locate_model(text: str | None) -> Path:
-    """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, or None for the demo.
+    """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, None or "demo" for the
+    embedded one.
 
     A directory without config.json but with one GGUF model stands for that model, a safetensors
     file for its directory, a later part of a GGUF model for the first. NAME is a part of a file's
@@ -47,6 +49,13 @@ def locate_model(text: str | None) -> Path:
         raise UsageError(f"{shown(text)}: there is no such file")
     if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
+    if text == _DEMO:
+        return locate_model(None)
+    if len(text.split()) > 2:
+        raise UsageError(
+            f"{shown(text)} is no model; a prompt stands behind MODEL, as in `hotcold run demo "
+            '"Hello"`, or in --prompt'
+        )
     raise UsageError(
         f"{shown(text)} is neither a directory nor a .gguf file nor an org/repo id of Hugging Face"
         f"{did_you_mean(text)}"

@@ -10,7 +10,7 @@ from hotcold.jobs.kept.identity import model_text
 from hotcold.model.errors import UsageError
 from hotcold.model.files import hub
 from hotcold.model.files.known_models import known_models, own_file, repository_of
-from hotcold.model.files.locate import locate_model
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,13 @@ def test_a_wrong_file_is_refused_in_one_line(content: str, told: str) -> None:
     with pytest.raises(UsageError, match=told) as found:
         repository_of("qwen3")
     assert str(own_file()) in str(found.value) and "\n" not in str(found.value)
+
+
+def test_the_embedded_model_has_a_name_and_a_prompt_is_no_model(home: Path) -> None:
+    assert locate_model("demo") == locate_model(None) == DEMO_DIRECTORY
+    assert model_text("demo") == str(DEMO_DIRECTORY)
+    with pytest.raises(UsageError, match="is no model; a prompt stands behind MODEL"):
+        locate_model("Why is the sky blue?")
 
 
 @pytest.mark.parametrize(
