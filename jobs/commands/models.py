@@ -36,7 +36,8 @@ def pull(model: str, as_json: bool) -> None:
     download = hub.size_of(found)
     hub.require_space(download)
     gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9
-    what = f"{gb:.2f} GB in {download.num_files} files"
+    count = download.num_files
+    what = f"{gb:.2f} GB in {count} file{'' if count == 1 else 's'}"
     told = model if repository == model else f"{model} is {repository}"
     click.echo(f"{told}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
     path = hub.fetch(found)
