@@ -102,7 +102,7 @@ def test_services_that_were_replaced_are_in_the_log() -> None:
         for service in actors_of(server, "ServiceActor"):
             service.kill()
         assert server.post("/v1/completions", asked).status_code == 200
-        events = []
+        events: list[str] = []
         while not events:  # the line of the answer may come before
             line = json.loads(server.process.stderr.readline())
             events += [line["event"]] if "event" in line else []

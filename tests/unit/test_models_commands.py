@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -
     names = tmp_path / "settings" / "hotcold" / "models.toml"
     names.parent.mkdir(parents=True)
     names.write_text('"house:8b" = "org/many:Q8_0"')
-    settings = {"XDG_CONFIG_HOME": str(tmp_path / "settings")}
+    settings: Any = {"XDG_CONFIG_HOME": str(tmp_path / "settings")}
     status, out, err = run("pull", "house:8b", **settings)
     assert status == 0 and err.startswith("house:8b is org/many:Q8_0: 0.00 GB in 1 file,")
     assert out.rstrip().endswith("model-Q8_0.gguf")
