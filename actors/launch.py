@@ -16,7 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
 from hotcold.actors.private_ray.start import init_private
 from hotcold.actors.private_ray.temp_folder import MAX_CHOSEN_BYTES, TempFolder, base_folder
-from hotcold.actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
+from hotcold.actors.processes.cluster import (
+    NAMESPACE,
+    OwnFolders,
+    keep_stdout_clean,
+    numa_slots,
+    own_sigterm,
+)
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
@@ -80,7 +86,7 @@ def start_local_ray(
     }
     others = _children()
     # Ray's processes keep this one's current folder, and workers would import modules from it.
-    with elsewhere(), _environment(environment_of_python()):
+    with elsewhere(), own_sigterm(), _environment(environment_of_python()):
         try:
             init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
         except Exception as error:  # any, with an unknown version of Ray

@@ -35,7 +35,8 @@ from hotcold.jobs.bench.decode import decode_request
 from hotcold.jobs.support.options import Bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_folders, artifact_path
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
 
@@ -181,7 +182,7 @@ def _profile(path: Path, budget: int) -> Json:
             running.call("profile_window", window, [])
         counts = running.call("fired_counts")
     profile = ActivationProfile(counts, len(ids), "random tokens", "")
-    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    write_profile(artifact_folders(path)[0] / PROFILE_FILE, ModelIdentity.of(path), profile)
     return {"tokens": len(ids), "density": float(counts.mean() / len(ids))}
 
 

@@ -1,8 +1,9 @@
 """The `hotcold` command: its table of commands, and how every failure is reported.
 
 Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
-the program; 130 interrupted; 141 the reader of standard output has closed it. Every failure but the
-last two is one line on standard error; `--debug`, anywhere on the line, adds the traceback.
+the program; 130 interrupted; 141 the reader of standard output has closed it; 143 ended by SIGTERM.
+Every failure but the last three is one line on standard error; `--debug`, anywhere on the line,
+adds the traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
-from hotcold.jobs.support.signals import interrupt_again
+from hotcold.jobs.support.signals import end_at_sigterm, interrupt_again
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
 
@@ -41,6 +42,12 @@ EXIT_UNREAD = 141
 _GC_THRESHOLD = 50_000
 
 COMMANDS = {
+    "run": LazyCommand(
+        "hotcold.jobs.commands.run:run",
+        "Talk with a model, or answer a prompt.",
+        starts_system=True,
+        uses_running=True,
+    ),
     "generate": LazyCommand(
         "hotcold.jobs.commands.generate:generate",
         "Continue a prompt.",
@@ -118,15 +125,15 @@ COMMANDS = {
 @click.group(
     cls=LazyGroup,
     lazy_commands=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(hotcold.__version__)
 def cli() -> None:
     """Large language models on one ordinary computer.
 
     Hot neurons on the GPU, cold ones on the CPU, computed only when they fire. MODEL is a Hugging
-    Face directory, an org/repo id, a GGUF file, ollama:NAME, or left out for the embedded demo
-    model.
+    Face directory, an org/repo id, a GGUF file, a known name such as qwen3:8b, ollama:NAME, or left
+    out for the embedded model, whose name is demo.
     """
 
 
@@ -168,13 +175,14 @@ def ensure_home() -> None:
 def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     """Run this process's command line and end the process with its exit status.
 
-    `atexit` functions run and output is flushed, both with Ctrl-C ignored. Then the process ends at
+    `atexit` functions run and output is flushed, with signals ignored. Then the process ends at
     once: C's `exit` would destroy what threads still use. After an interrupted start of Ray, its
     `CoreWorkerProcess::HandleAtExit` does, and ends in a segmentation fault.
     """
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
     use_own_streams()
     sys.unraisablehook = interrupt_again
+    end_at_sigterm()
     gc.set_threshold(_GC_THRESHOLD)
     ensure_home()
     try:
@@ -185,7 +193,8 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
         status = end.code if isinstance(end.code, int) else EXIT_FAILURE
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

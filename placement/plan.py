@@ -13,13 +13,8 @@ import numpy as np
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
-from hotcold.model.files.artifact import (
-    Artifact,
-    ModelIdentity,
-    artifact_path,
-    read_artifact,
-    write_artifact,
-)
+from hotcold.model.files.artifact import Artifact, ModelIdentity, read_artifact, write_artifact
+from hotcold.model.files.artifact_places import artifact_path
 
 _KIND = "plan"
 _REMEDY = "make it again with `hotcold plan`"

@@ -10,7 +10,8 @@ import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path, read_artifact, write_artifact
+from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.numba_kernels.decode.activations import Thresholds
 
 THRESHOLDS_FILE = "thresholds.safetensors"

@@ -14,11 +14,11 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import (
     Artifact,
     ModelIdentity,
-    artifact_path,
     check_artifact,
     read_artifact,
     write_artifact,
 )
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.mapped_file import forget_pages
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput

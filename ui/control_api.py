@@ -1,6 +1,7 @@
 """The local control API, which commands of the same user use at a system's Unix socket.
 
-POST /own/generate, GET /own/state, /own/attend and /own/telemetry. Answers are lines of JSON.
+POST /own/generate and /own/scale, GET /own/state, /own/attend and /own/telemetry. Answers are lines
+of JSON.
 Other versions' commands use these paths too.
 """
 
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, SystemConfig, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import first_then_rest
@@ -81,6 +82,12 @@ class ControlRequest(StrictModel):
     keep_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
 
+class ControlScale(StrictModel):
+    """POST /own/scale."""
+
+    num_cpu_actors: Annotated[int, Field(ge=1)]
+
+
 class IdleTimer:
     """How long an idle system stays: one of `hotcold serve` for ever, a kept one `keep_s`."""
 
@@ -141,8 +148,16 @@ class ControlRouter:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
 
-def create_control_app(backend: Backend, timer: IdleTimer, facts: dict[str, Any]) -> Starlette:
-    """The routes of a system that has loaded; `facts` are the first keys of its state."""
+def create_control_app(
+    backend: Backend,
+    timer: IdleTimer,
+    facts: dict[str, Any],
+    on_change: Callable[[SystemConfig], object] = lambda system: None,
+) -> Starlette:
+    """The routes of a system that has loaded; `facts` are the first keys of its state.
+
+    `on_change` is called in another thread with the system as it then runs.
+    """
 
     async def generate(request: Request) -> Response:
         body = parse(ControlRequest, await request.body())
@@ -181,6 +196,23 @@ def create_control_app(backend: Backend, timer: IdleTimer, facts: dict[str, Any]
             raise as_api_error(error) from error
         return _Line(telemetry_json(found))
 
+    def changed(num_cpu_actors: int) -> dict[str, int]:
+        before = backend.described.num_cpu_actors
+        system: SystemConfig = backend.call("scale", num_cpu_actors)
+        on_change(system)
+        return {
+            "num_cpu_actors": system.num_cpu_actors,
+            "num_cpu_actors_before": before,
+            "num_threads": system.num_threads,
+        }
+
+    async def scale(request: Request) -> Response:
+        body = parse(ControlScale, await request.body())
+        try:
+            return _Line(await asyncio.to_thread(changed, body.num_cpu_actors))
+        except Exception as error:
+            raise as_api_error(error) from error
+
     async def as_answer(request: Request, error: Exception) -> Response:
         answer = as_api_error(error)
         return JSONResponse(answer.body, answer.status, answer.headers)
@@ -194,6 +226,7 @@ def create_control_app(backend: Backend, timer: IdleTimer, facts: dict[str, Any]
             Route("/own/state", state),
             Route("/own/attend", attend),
             Route("/own/telemetry", telemetry),
+            Route("/own/scale", scale, methods=["POST"]),
         ],
         exception_handlers={sse.ClientGoneError: gone, ApiError: as_answer, Exception: as_answer},
     )

@@ -24,10 +24,9 @@ from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
-from hotcold.model.files.artifact import artifact_path
+from hotcold.model.files.artifact_places import artifact_base, artifact_folders
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
-from hotcold.model.gguf.file_names import is_gguf
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
@@ -279,11 +278,11 @@ def _removed(name: str, folder: int) -> bool:
 
 def _open_folder(model_path: Path) -> tuple[Path, int]:
     """The folder of a model's files, of this user alone, and its descriptor. Errors: OSError."""
-    beside = artifact_path(model_path, FOLDER)
+    written = artifact_folders(model_path)[0] / FOLDER
+    base = artifact_base(model_path)
     with suppress(OSError):
-        return beside, _open_beside(
-            beside, model_path.parent if is_gguf(model_path) else model_path
-        )
+        base.mkdir(parents=True, exist_ok=True)
+        return written, _open_beside(written, base)
     digest = hashlib.sha256(os.fsencode(resolved_model(model_path))).hexdigest()[:16]
     own = own_folder(FOLDER, digest)
     return own, os.open(own, _FOLDER_FLAGS)

@@ -83,6 +83,7 @@ class ServiceReplacer:
         self._closing = threading.Event()
         self.stage = ""  # what is being done, for progress bars
         self.num_replaced = 0
+        self.last_replaced = ""  # the service and why, for logs
         self.prepares_prompts = False  # fresh processes prepare for long prompts at once
 
     def find(self, services: Sequence[int]) -> None:
@@ -123,6 +124,7 @@ class ServiceReplacer:
                     break
                 except ServiceLost as error:
                     cause = cause_of(error)
+            self.last_replaced = f"{cause}, and was replaced"
             self.num_replaced += 1
             self._policy.recovered()
         finally:

@@ -2,10 +2,12 @@
 
 import math
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +86,14 @@ def connect(address: str | None = None) -> None:
             address = own_cluster()
             _use_own_token()
         _require_listener(address)
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            logging_level="error",
-            log_to_driver=False,
-            job_config=OwnFolders(),
-        )
+        with own_sigterm():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                logging_level="error",
+                log_to_driver=False,
+                job_config=OwnFolders(),
+            )
         keep_stdout_clean()
     except HotcoldError:
         raise
@@ -156,6 +159,21 @@ def listeners(port: int) -> set[int]:
         if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
             users.add(int(user))
     return users
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """At its end this program's handler of SIGTERM, if it has one, is in place again.
+
+    Ray takes the signal for itself when it starts: it prints a stack, and ends with a status of its
+    own.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def keep_stdout_clean() -> None:

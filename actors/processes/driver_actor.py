@@ -152,7 +152,13 @@ class DriverActor:
     def driver_load(self, with_experts: bool = False) -> DriverLoad:
         """As `Driver.load`. Errors: ServiceError where the system has ended."""
         load = self.services.driver.load(with_experts)
-        return replace(load, device=self.services.device_name)
+        replacer = self.services.connection.replacer
+        return replace(
+            load,
+            device=self.services.device_name,
+            num_replaced=replacer.num_replaced,
+            last_replaced=replacer.last_replaced,
+        )
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
         """What the system does now; see `Driver.telemetry`. Cheap enough for twice a second."""

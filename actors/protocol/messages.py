@@ -396,6 +396,8 @@ class DriverLoad:
     kv_cache_usage: float  # the share of the KV cache's pages that is allocated
     device: str = "cpu"  # of services with attention
     experts: ExpertCounts | None = None  # of a mixture, since the system began, if asked for
+    num_replaced: int = 0  # services, since they were started or their number was changed
+    last_replaced: str = ""  # which, and why
 
 
 # Stages that count bytes: of weights, and of files that other hosts lack.

@@ -10,7 +10,8 @@ import numpy as np
 from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path, artifacts_like
 from hotcold.placement.machine.this_machine import measured_before
 from hotcold.placement.plan import PlanRequest, plan_path, read_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_profile
@@ -92,7 +93,7 @@ def find_plan(
         if file is not None:
             raise UsageError("--plan places neurons on one machine; leave it or --hosts out")
         return ""
-    if file is None and not any(artifact_path(path, "").glob("plan-*")):
+    if file is None and not artifacts_like(path, "plan-*"):
         return ""
     machine = measured_before()
     if machine is None and file is None:

@@ -40,6 +40,10 @@ class Ask(NamedTuple):
     again: bool  # in place of the last one
 
 
+class GoOn(NamedTuple):
+    """The last answer goes on."""
+
+
 class Edit(NamedTuple):
     """The user types the last question anew, beginning with this text."""
 
@@ -50,7 +54,7 @@ class End(NamedTuple):
     """The conversation is over."""
 
 
-Outcome = str | Ask | Edit | End  # a text is printed
+Outcome = str | Ask | GoOn | Edit | End  # a text is printed
 
 
 class Command(NamedTuple):
@@ -89,6 +93,13 @@ class Commands:
     def again(self, rest: str) -> Outcome:
         """/regen."""
         return Ask(self._last_question(), again=True)
+
+    def go_on(self, rest: str) -> Outcome:
+        """/continue."""
+        self._last_question()
+        if not self.conversation.messages[-1]["content"].strip():
+            raise UsageError("the last answer is empty; /regen asks once more")
+        return GoOn()
 
     def edit(self, rest: str) -> Outcome:
         """/edit."""
@@ -220,6 +231,7 @@ class Commands:
 COMMANDS = (
     Command(("/help", "/?"), "", "this list", Commands.help),
     Command(("/clear", "/reset"), "", "forget the conversation", Commands.clear),
+    Command(("/continue",), "", "let the last answer go on, where it was cut", Commands.go_on),
     Command(("/regen",), "", "answer the last question anew", Commands.again),
     Command(("/edit",), "[TEXT]", "ask something else in its place", Commands.edit),
     Command(

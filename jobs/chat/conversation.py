@@ -13,6 +13,7 @@ from hotcold.model.sampling import REPEATS, SamplingParams
 
 Message = dict[str, str]
 _JOINT = "\n\n"  # between a question and what is attached to it
+_GO_ON = {"continue_final_message": True, "add_generation_prompt": False}  # of chat templates
 
 
 class Running(Protocol):
@@ -130,15 +131,42 @@ class Conversation:
         `named`: more texts, which go with this one alone
         Errors:  PromptError, and nothing has changed; ServiceError
         """
-        answering = self.answering or Answering()
         before, attached = self.messages, self.attached
         if again:
             before, attached = before[:-2], [*self._last()[1], *attached]
         content = _JOINT.join([question, *attached, *named])
         messages = [*before, {"role": "user", "content": content}]
+        answer = self._answer(messages, show, None)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._typed, self._typed_with, self._told = question, attached, content
+        self.attached = []
+        self.counts.num_answers += 1
+
+    def go_on(self, show: Callable[[TokenEvent], None]) -> None:
+        """Continue the last answer after `begin`, event by event.
+
+        Errors:  PromptError, and nothing has changed, also where the chat template does not write
+                 the answer as it is; ServiceError
+        """
+        *before, last = self.messages
+        begun = last["content"].rstrip()  # as templates have it
+        messages = [*before, {**last, "content": begun}]
+        self.messages = [*before, {**last, "content": begun + self._answer(messages, show, _GO_ON)}]
+
+    def _answer(
+        self,
+        messages: list[Message],
+        show: Callable[[TokenEvent], None],
+        template_variables: dict[str, Any] | None,
+    ) -> str:
+        """What the system answers to these messages. Errors: PromptError, ServiceError."""
+        answering = self.answering or Answering()
         opening = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         request = GenerateRequest(
-            self.sampling, messages=[*opening, *messages], request_id=self.request_id
+            self.sampling,
+            messages=[*opening, *messages],
+            template_variables=template_variables,
+            request_id=self.request_id,
         )
         began, answer, result = time.monotonic(), "", None
         try:
@@ -149,10 +177,8 @@ class Conversation:
                 show(event)
         finally:
             self.answering = None
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self._typed, self._typed_with, self._told = question, attached, content
-        self.attached = []
         self._count(answering, result, time.monotonic() - began)
+        return answer
 
     def _last(self) -> tuple[str, list[str]]:
         """The last question as it was typed, and what was attached to it."""
@@ -165,7 +191,6 @@ class Conversation:
     def _count(self, answering: Answering, result: Generation | None, seconds: float) -> None:
         """Take up what an answer took; one that was cancelled may have no result."""
         self.result = result
-        self.counts.num_answers += 1
         self.counts.seconds += seconds
         self.counts.num_new_tokens += answering.num_tokens
         if result is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from hotcold.jobs.chat.commands import Ask, Commands, Edit, End, Settings, last_answer
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.jobs.chat.commands import Ask, Commands, Edit, End, GoOn, Settings, last_answer
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import mentioned, read_attachment
 from hotcold.jobs.chat.screen import Screen
@@ -17,7 +19,7 @@ HELP = (
     "/help lists commands, /clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops "
     "an answer"
 )
-_LONGER = "/set max_tokens none and /regen let it be longer"
+_LONGER = "/continue lets it go on, /set max_tokens none lets answers be longer"
 _ANEW = "/clear starts anew, a larger --context has more room"
 
 
@@ -63,6 +65,8 @@ class Session:
         match self._commands.run(typed):
             case Ask(question, in_place):
                 self._ask(question, in_place)
+            case GoOn():
+                self._show(self._conversation.go_on)
             case Edit(question) if self._screen.can_edit:
                 self._beginning = question
             case Edit():
@@ -81,10 +85,15 @@ class Session:
             for path in mentioned(question):
                 named.append(read_attachment(path))
                 self._screen.say(f"{path} goes with it")
+        self._show(lambda show: conversation.ask(question, show, again, named))
+
+    def _show(self, answer: Callable[[Callable[[TokenEvent], None]], None]) -> None:
+        """Show what `answer` tells, event by event, and then how it ended."""
+        conversation = self._conversation
         request_id = conversation.begin()
         try:
             with self._screen.answer() as show, self._stopped_by_interrupt(request_id):
-                conversation.ask(question, show, again, named)
+                answer(show)
         except PromptError as error:  # the conversation has outgrown the context
             self._screen.say(f"{error}{'; /clear starts anew' if conversation.messages else ''}")
             return

@@ -23,6 +23,7 @@ from hotcold.jobs.kept.find import find_system
 from hotcold.jobs.support.options import (
     given_sampling,
     kept_options,
+    options_adder,
     sampling_options,
     split_system_options,
     system_options,
@@ -38,11 +39,22 @@ if TYPE_CHECKING:
 _TERMINAL = "hotcold.jobs.chat.terminal"
 
 
+chat_options = options_adder(
+    [
+        click.option(
+            "--system", "system_prompt", help="What the model is told before the conversation."
+        ),
+        click.option("--no-history", is_flag=True, help="Keep nothing of what is typed."),
+        click.option(
+            "--plain", is_flag=True, help="Text as it comes, as where there is no terminal."
+        ),
+    ]
+)
+
+
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@click.option("--system", "system_prompt", help="What the model is told before the conversation.")
-@click.option("--no-history", is_flag=True, help="Keep nothing of what is typed.")
-@click.option("--plain", is_flag=True, help="Text as it comes, as where there is no terminal.")
+@chat_options
 @sampling_options
 @system_options
 @kept_options
@@ -56,6 +68,19 @@ def chat(
     **values: Any,
 ) -> None:
     """Talk with MODEL (the embedded demo model without it)."""
+    talk(model, system_prompt, no_history, plain, keep_s, is_own, values)
+
+
+def talk(
+    model: str | None,
+    system_prompt: str | None,
+    no_history: bool,
+    plain: bool,
+    keep_s: float,
+    is_own: bool,
+    values: dict[str, Any],
+) -> None:
+    """Hold a conversation. `values` are of system and sampling options. Errors: HotcoldError."""
     is_rich = not plain and _has_cursor()
     if is_rich:  # what a prompt needs is imported while a system is found or starts
         threading.Thread(target=import_module, args=(_TERMINAL,), daemon=True).start()

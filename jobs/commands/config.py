@@ -13,6 +13,7 @@ import click
 from hotcold.jobs.support.settings import (
     SHARED_OPTIONS,
     Setting,
+    SharedOption,
     let_settings_decide,
     read_settings,
     settings_of,
@@ -20,6 +21,11 @@ from hotcold.jobs.support.settings import (
 )
 
 _SECRET = {"api-key"}
+# Of options without a default, for the example.
+_VALUES: dict[str, int | str] = {
+    "max-tokens": 512, "max-tokens-limit": 4096, "threads": 4, "context": 8192, "parallel": 4,
+    "kv-tokens": 32768, "prefix-cache": "20GiB", "cpu-memory": "8GiB", "gpu-memory": "8GiB",
+}  # fmt: skip
 _TOP = {"model"}.union(*SHARED_OPTIONS.values())
 
 
@@ -91,7 +97,10 @@ def _shown(key: str, value: object) -> str:
 
 def _example(commands: dict[tuple[str, ...], click.Command]) -> str:
     """A file in which every setting is commented out; shared ones once, at its top."""
-    parts = ["# Settings of hotcold: every option of the command line, with a value of its kind.\n"]
+    parts = [
+        "# Settings of hotcold: every option of the command line, with its default. A model's own\n"
+        "# generation_config.json comes before the defaults of sampling.\n"
+    ]
     shared: dict[str, Setting] = {}
     tables: list[str] = []
     names_of_tables = {names[0] for names in commands}
@@ -116,17 +125,24 @@ def _commented(setting: Setting) -> str:
 
 
 def _example_value(param: click.Parameter) -> str:
-    """A default where there is one, else a value of the right kind."""
+    """The default as TOML; where there is none, a value of the right kind, and that it is none."""
+    default = param.unset if isinstance(param, SharedOption) else None
+    if default is None:
+        default = param.default if not isinstance(param, click.Argument) else None
     if isinstance(param, click.Option) and param.is_flag:
-        return "true"
-    default = param.default
+        return json.dumps(default is True)
     if param.multiple:
-        return json.dumps(default if isinstance(default, tuple) else [])
-    if isinstance(default, (int, float)) and not isinstance(default, bool):
-        return str(default)
-    if isinstance(default, str) and default:
-        return f'"{default}"'
+        return json.dumps(list(default) if isinstance(default, tuple) else [])
+    if isinstance(default, (int, float, str)) and default != "":
+        return json.dumps(default)
+    return f"{json.dumps(_some_value(param))}  # unset by default"
+
+
+def _some_value(param: click.Parameter) -> int | str:
+    key = max(param.opts, key=len).lstrip("-")
+    if key in _VALUES:
+        return _VALUES[key]
     if isinstance(param.type, click.Choice):
-        return f'"{param.type.choices[0]}"'
-    number = isinstance(param.type, (click.types.IntParamType, click.types.FloatParamType))
-    return "1" if number else '""'
+        return str(param.type.choices[0])
+    is_number = isinstance(param.type, (click.types.IntParamType, click.types.FloatParamType))
+    return 1 if is_number else ""

@@ -30,6 +30,7 @@ from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.llm import LLM
 from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model
+from hotcold.model.sampling import SamplingParams
 
 _LONGER = "a larger --max-tokens lets it be longer"
 _ROOM = "a larger --context has more room"
@@ -55,12 +56,31 @@ def generate(
     **values: Any,
 ) -> None:
     """Continue a prompt with MODEL (the embedded demo model without it)."""
+
+    def request(sampling: SamplingParams) -> GenerateRequest:
+        return _request(prompt, prompt_ids, chat, sampling)
+
+    answer(model, request, keep_s, is_own, as_json, values)
+
+
+def answer(
+    model: str | None,
+    request_of: Callable[[SamplingParams], GenerateRequest],
+    keep_s: float,
+    is_own: bool,
+    as_json: bool,
+    values: dict[str, Any],
+) -> None:
+    """Show an answer, and then what it took. `values` are of system and sampling options.
+
+    Errors:  HotcoldError
+    """
     options = split_system_options(values)
     kept = find(model, options, keep_s, is_own, attends=False)
     path = locate_model(model) if kept is None else kept.system.model_path
 
     def request() -> GenerateRequest:
-        return _request(prompt, prompt_ids, chat, split_sampling(path, values))
+        return request_of(split_sampling(path, values))
 
     if kept is not None:
         asked = request()
@@ -116,14 +136,15 @@ def _request(
     if prompt_ids is not None:
         return GenerateRequest(sampling, prompt_ids=prompt_ids)
     if prompt is None:
-        prompt = _read_prompt()
+        prompt = read_prompt()
     require_nonempty(prompt)
     if chat:
         return GenerateRequest(sampling, messages=[{"role": "user", "content": prompt}])
     return GenerateRequest(sampling, prompt=prompt)
 
 
-def _read_prompt() -> str:
+def read_prompt() -> str:
+    """All of standard input. Errors: PromptError."""
     if sys.stdin is None or sys.stdin.isatty():
         raise PromptError("there is no prompt; give --prompt TEXT or --prompt-ids 1,2,3")
     try:

@@ -16,23 +16,30 @@ from hotcold.model.errors import UsageError, shown
 @click.argument("model")
 @json_option
 def pull(model: str, as_json: bool) -> None:
-    """Fetch MODEL, org/repo or org/repo:FILE, from Hugging Face.
+    """Fetch MODEL, org/repo or org/repo:FILE, from Hugging Face, or a known name such as qwen3:8b.
 
     FILE is a GGUF file, or what only its name holds, such as Q4_K_M. Only what is needed is
     fetched, and a download that was stopped goes on. HF_TOKEN opens what is not public, HF_ENDPOINT
     names a mirror, and HF_HOME where models are kept.
     """
     from hotcold.model.files import hub
+    from hotcold.model.files.known_models import did_you_mean, repository_of
 
-    match = hub.REPOSITORY.fullmatch(model)
+    repository = repository_of(model)
+    match = hub.REPOSITORY.fullmatch(repository)
     if match is None:
-        raise UsageError(f"{shown(model)} is no model of Hugging Face; give org/repo[:FILE]")
+        nearest = did_you_mean(model)
+        raise UsageError(
+            f"{shown(model)} is no model of Hugging Face; give org/repo[:FILE]{nearest}"
+        )
     found = hub.find(match["repo"], match["name"])
     download = hub.size_of(found)
     hub.require_space(download)
     gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9
-    what = f"{gb:.2f} GB in {download.num_files} files"
-    click.echo(f"{model}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
+    count = download.num_files
+    what = f"{gb:.2f} GB in {count} file{'' if count == 1 else 's'}"
+    told = model if repository == model else f"{model} is {repository}"
+    click.echo(f"{told}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
     path = hub.fetch(found)
     click.echo(f"{model}: {what}, in {path}")
     if as_json:
@@ -97,8 +104,9 @@ def rm(model: str, yes: bool) -> None:
     org/repo:FILE for that file in all revisions that are there.
     """
     from hotcold.model.files import hub
+    from hotcold.model.files.known_models import repository_of
 
-    removal = hub.removal_of(model)
+    removal = hub.removal_of(repository_of(model))
     gb, number = removal.num_bytes / 1e9, removal.num_revisions
     revisions = f" in {number} revisions" if number > 1 else ""
     if not yes:

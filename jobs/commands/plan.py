@@ -87,6 +87,7 @@ def plan(
     """
     from hotcold.jobs.support.plan_tables import plan_json, print_plan
     from hotcold.jobs.support.planned_model import planned_model, planned_profile
+    from hotcold.model.files.artifact_places import place_to_write
     from hotcold.placement.plan import plan_path, write_plan
 
     require_extra("plan", "plan")
@@ -121,7 +122,7 @@ def plan(
     if system.down_transposed:
         why_not = _LOADS_WITHOUT
     elif out is None and machine_file is None and found.path is not None:
-        out = plan_path(found.path, made.request)
+        out = place_to_write(found.path, plan_path(found.path, made.request))
     if out is not None:
         write_plan(out, found.identity, made)
     print_plan(made, out, why_not)

@@ -107,6 +107,7 @@ def profile(
     from hotcold.jobs.profile.state import ProfileState
     from hotcold.jobs.support.text_file import read_text
     from hotcold.model.files.artifact import ModelIdentity
+    from hotcold.model.files.artifact_places import place_to_write
     from hotcold.predictors.magnitude_thresholds import thresholds_path
 
     reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
@@ -116,7 +117,7 @@ def profile(
     is_asked = target_kld is not None or thresholds_out is not None
     if has_thresholds(config) and (config.experts is None or is_asked):
         _refuse_counting_options()
-        own = thresholds_out or thresholds_path(path)
+        own = thresholds_out or place_to_write(path, thresholds_path(path))
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
         options = SystemOptions(mode="dense", **values)
         kld = target_kld or _DEFAULT_KLD

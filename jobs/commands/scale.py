@@ -1,15 +1,26 @@
 """`hotcold scale`: another number of CPU services for a running system."""
 
+from __future__ import annotations
+
+import os
 from typing import Any
 
 import click
 
+from hotcold.jobs.kept.client import KeptSystem
+from hotcold.jobs.kept.commands import running_systems, system_named
 from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.errors import ServiceError, UsageError
 
 
 @click.command()
 @click.option("--cpu-actors", type=click.IntRange(min=1), required=True, help="CPU services.")
-@click.option("--system", "name", help="The system's name; the only running one without it.")
+@click.option(
+    "--system",
+    "name",
+    help="The system's name, as `hotcold ps` lists it, or in the Ray cluster of this machine or of "
+    "RAY_ADDRESS; the only one that runs without it.",
+)
 @json_option
 def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     """Change how many CPU services a running system has; its requests go on.
@@ -17,39 +28,77 @@ def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     The system's threads are assigned again, and neurons move. Where the new services cannot be
     loaded the old ones go on.
     """
+    listed = _listed(name)
+    if listed is not None:
+        name, found = listed.record.name, listed.scale(cpu_actors)
+    else:
+        name, found = _scale_in_cluster(name, cpu_actors)
+    count = found["num_cpu_actors"]
+    click.echo(
+        f"the system {name!r} has {count} CPU service{'' if count == 1 else 's'} of "
+        f"{found['num_threads']} threads together; it had {found['num_cpu_actors_before']}"
+    )
+    if as_json:
+        print_json({"system": name, **found})
+
+
+def _listed(name: str | None) -> KeptSystem | None:
+    """The system of that name, or the only one, of `hotcold ps`; None: a cluster's is meant.
+
+    Errors:  UsageError where several are listed and none is named
+    """
+    running = running_systems()
+    if name is not None:
+        chosen = [one for one in running if one[1].name == name]
+        return KeptSystem(*chosen[0]) if chosen else None
+    if not running or os.environ.get("RAY_ADDRESS"):
+        return None
+    if len(running) > 1:
+        raise UsageError(_which(sorted(record.name for _, record in running)))
+    return KeptSystem(*running[0])
+
+
+def _scale_in_cluster(name: str | None, num_cpu_actors: int) -> tuple[str, dict[str, int]]:
+    """Change a system of a Ray cluster; its name, and what `KeptSystem.scale` returns.
+
+    Errors:  HotcoldError
+    """
     from hotcold.actors.processes.cluster import connect
     from hotcold.actors.system import System
-    from hotcold.model.errors import UsageError
 
-    connect("auto")
+    try:
+        connect("auto")
+    except ServiceError:
+        if os.environ.get("RAY_ADDRESS"):
+            raise
+        if name is None:
+            raise UsageError("no system is running; `hotcold serve` or --keep starts one") from None
+        system_named(name, running_systems())  # raises: it is not listed
+        raise
     name = name or _only_system()
     system = System.attach(name)
     if system is None:
-        raise UsageError(f"no system named {name!r} is running; see `ray list actors`")
-    before = system.call("describe")
-    after: Any = system.call("scale", cpu_actors)
-    click.echo(
-        f"the system {name!r} has {after.num_cpu_actors} CPU services of {after.num_threads} "
-        f"threads together; it had {before.num_cpu_actors}"
-    )
-    if as_json:
-        print_json(
-            {
-                "system": name,
-                "num_cpu_actors": after.num_cpu_actors,
-                "num_cpu_actors_before": before.num_cpu_actors,
-                "num_threads": after.num_threads,
-            }
+        raise UsageError(
+            f"no system named {name!r} is running; see `hotcold ps` and `ray list actors`"
         )
+    before: Any = system.call("describe")
+    after: Any = system.call("scale", num_cpu_actors)
+    return name, {
+        "num_cpu_actors": after.num_cpu_actors,
+        "num_cpu_actors_before": before.num_cpu_actors,
+        "num_threads": after.num_threads,
+    }
 
 
 def _only_system() -> str:
     import ray
 
-    from hotcold.model.errors import UsageError
-
     names = sorted(ray.util.list_named_actors())
     if len(names) == 1:
         return str(names[0])
+    raise UsageError(_which(names))
+
+
+def _which(names: list[str]) -> str:
     found = ", ".join(names) or "none"
-    raise UsageError(f"which system is meant? name it with --system; running: {found}")
+    return f"which system is meant? Name it with --system; running: {found}"

@@ -135,7 +135,7 @@ def serve(
         )  # fmt: skip
         stack.callback(server.stop)
         click.echo(f"loading {name}; {url} says how far it is", err=True)
-        starter = SystemStarter(server, url, plans, options)
+        starter = SystemStarter(server, url, plans, options, tell)
         loader = ModelLoader(starter, allowed, free_bytes, tell)
         backends = []
         for plan in plans:

@@ -77,6 +77,7 @@ def train_predictors(
     from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.files import require_writable
     from hotcold.model.files.artifact import ModelIdentity
+    from hotcold.model.files.artifact_places import place_to_write
     from hotcold.model.files.locate import locate_model
     from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
@@ -85,9 +86,8 @@ def train_predictors(
     require_no_experts(config, "`hotcold train-predictors`")
     identity = ModelIdentity.of(path)
     started = time.monotonic()
-    target = out or predictors_path(
-        path, "lowrank" if folder is not None else kind, weight_dtype or ""
-    )
+    made = "lowrank" if folder is not None else kind
+    target = out or place_to_write(path, predictors_path(path, made, weight_dtype or ""))
     require_writable("--out", target)
     if folder is not None:
         _refuse_fitting_options()
@@ -136,7 +136,7 @@ def _train(
     """The predictors, and what they and the gates that they let through take, of all gates."""
     import torch
 
-    from hotcold.model.files.artifact import artifact_path
+    from hotcold.model.files.artifact_places import artifact_path
     from hotcold.placement.machine.survey import usable_cores
     from hotcold.predictors.fitting.inputs import read_inputs
     from hotcold.predictors.fitting.read_prices import measure_prices

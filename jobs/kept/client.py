@@ -146,6 +146,19 @@ class KeptSystem:
         except TimeoutError:
             raise self._silent() from None
 
+    def scale(self, num_cpu_actors: int) -> dict[str, int]:
+        """Change the number of CPU services, which may take minutes.
+
+        Returns num_cpu_actors, num_cpu_actors_before and num_threads.
+        Errors:  GoneError, LoadingError; HotcoldError, and the system goes on
+        """
+        body = {"num_cpu_actors": num_cpu_actors}
+        with closing(_Connection(self._path, None)) as connection:
+            try:
+                return next(_lines(connection, "POST", "/own/scale", body))
+            except (OSError, http.client.HTTPException, StopIteration):
+                raise GoneError(f"the system {self.record.name!r} has ended") from None
+
     def _get(self, path: str) -> dict[str, Any]:
         """The object that a route answers. Errors: GoneError, TimeoutError; those of `_lines`."""
         with closing(_Connection(self._path, _ASK_S)) as connection:

@@ -21,7 +21,7 @@ from hotcold.model.errors import ServiceError, UsageError
 _POLL_S = 0.05
 _TIMEOUT_S = 60.0  # for running requests
 _ENDING_S = 15.0
-_HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "UNTIL")
+_HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "STAYS")
 
 
 @click.command()
@@ -30,7 +30,7 @@ def ps(as_json: bool) -> None:
     """List the running systems of this user: those that are kept, and those of `hotcold serve`.
 
     MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is the time since the
-    last request, UNTIL when a system ends if no other comes.
+    last request, STAYS how long a system goes on if no other comes.
     """
     found = [_state(folder, record) for folder, record in running_systems()]
     if not as_json or found:
@@ -107,7 +107,7 @@ def _row(state: dict[str, Any]) -> tuple[str, ...]:
     if state["status"] != "ready":
         return (name, model, state["status"], "", "", "", "")
     left_s = state["left_s"]
-    until = "stopped" if left_s is None else f"{_time(left_s)} from now"
+    until = "until stopped" if left_s is None else f"{_time(left_s)} more"
     busy = "busy" if state["num_active"] else _time(state["idle_s"])
     memory = f"{state['memory_bytes'] / (1 << 30):.2f} GiB"
     speed = f"{state['tokens_per_s']:.1f}" if state["tokens_per_s"] else "-"

@@ -62,11 +62,15 @@ class ControlEndpoint:
         """Answer all requests from now on; `system` is as it runs. Errors: OSError."""
         record, timer = self._registration.record, IdleTimer(backend, keep_s)
         facts = {"model": record.model, "mode": system.mode, "device": system.device}
-        self._router.use(create_control_app(backend, timer, facts))
-        # Loading may have written files beside the model.
+        self._router.use(create_control_app(backend, timer, facts, self._publish))
+        self._publish(system)
+        return timer
+
+    def _publish(self, system: SystemConfig) -> None:
+        """Say what runs now. Errors: OSError."""
+        # Loading may have written files of the model.
         identity = identity_of(self._model, self._options)
         self._registration.publish(identity=identity, resolved=resolved_options(system))
-        return timer
 
     def close(self) -> None:
         """Remove it from the registry; may be repeated."""

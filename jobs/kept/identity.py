@@ -16,19 +16,20 @@ from typing import Any
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.model.files import hub
+from hotcold.model.files.artifact_places import ARTIFACTS, artifact_folders
 from hotcold.model.files.hub import REPOSITORY
+from hotcold.model.files.known_models import repository_of
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 from hotcold.model.gguf.file_names import are_parts
 from hotcold.model.mapped_file import file_state
 
 _CODE = Path(__file__).resolve().parents[2]
-_BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans
 _PACKAGES = (
     "actors", "cuda_kernels", "demo", "jobs", "model", "numba_kernels", "placement", "predictors",
     "ui",
 )  # fmt: skip
 _EMBEDDED = "the embedded model"
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT", ARTIFACTS)
 
 Identity = dict[str, Any]
 
@@ -38,6 +39,7 @@ def model_text(model: str | None) -> str:
 
     Errors:  UsageError where there is no such model
     """
+    model = model and repository_of(model)
     if model and not _exists(model) and REPOSITORY.fullmatch(model):
         return model
     return str(resolved_model(locate_model(model)))
@@ -117,10 +119,11 @@ def _files(model: Path) -> list[list[Any]]:
     """Names and states of a model's files and of what lies beside it, in order."""
     if not model.is_absolute():
         return [file for folder in hub.snapshots(str(model)) for file in _files(folder)]
-    folders, found = [model, model / _BESIDE, *sorted(model.glob(f"{_BESIDE}/*/"))], []
+    beside = artifact_folders(model)
+    folders, found = [model, *beside, *sorted(beside[-1].glob("*/"))], []
     if model.is_file():
         parts = {model, *(part for part in model.parent.glob("*") if are_parts(part, model))}
-        folders = [model.parent / _BESIDE / model.stem]
+        folders = beside
         found = [[part.name, *_state(part)] for part in sorted(parts)]
     for folder in folders:
         try:

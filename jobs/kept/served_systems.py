@@ -12,7 +12,7 @@ import click
 import psutil
 
 from hotcold.actors.exchange.watch import Pulse
-from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.protocol.messages import DriverLoad, LoadProgress, SystemConfig
 from hotcold.actors.protocol.options import OPTIONS, PATHS, SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
@@ -85,8 +85,14 @@ class SystemStarter:
     """
 
     def __init__(
-        self, server: ServerThread, url: str, plans: Sequence[ModelPlan], options: SystemOptions
+        self,
+        server: ServerThread,
+        url: str,
+        plans: Sequence[ModelPlan],
+        options: SystemOptions,
+        tell: Callable[[str, str], object] = lambda event, model: None,
     ) -> None:
+        """`tell` is called with what happens to a model's services."""
         self._server = server
         self._url = url
         self._plans = {plan.name: plan for plan in plans}
@@ -95,6 +101,8 @@ class SystemStarter:
             str, tuple[ControlEndpoint, SocketServer]
         ] = {}  # by name, of what is found
         self._pulses: dict[Backend, Pulse] = {}
+        self._tell = tell
+        self._num_replaced: dict[Backend, int] = {}
         self._is_closed = False
         self._working = threading.Lock()  # one starts or ends at a time
         self._ray: list[psutil.Process] = []
@@ -145,6 +153,7 @@ class SystemStarter:
         """End a system, and wait until its processes have ended."""
         with self._working:
             self._pulses.pop(backend, None)
+            self._num_replaced.pop(backend, None)
             self._unregister(backend.name)
             processes = []
             with suppress(HotcoldError):
@@ -159,12 +168,19 @@ class SystemStarter:
         found = []
         for backend, pulse in list(self._pulses.items()):
             try:
-                pulse.poll(_TIMEOUT_POLLS)
+                if (load := pulse.poll(_TIMEOUT_POLLS)) is not None:
+                    self._tell_replaced(backend, load)
             except ServiceError as problem:
                 if backend.is_loaded:  # else it was just unloaded
                     found.append((backend, problem))
                     self._pulses.pop(backend, None)
         return found
+
+    def _tell_replaced(self, backend: Backend, load: DriverLoad) -> None:
+        before = self._num_replaced.get(backend, 0)
+        self._num_replaced[backend] = load.num_replaced  # a new driver counts anew
+        if load.num_replaced > before:
+            self._tell(load.last_replaced, backend.name)
 
     def require_ray(self) -> None:
         """Raise ServiceError where no system can run or be started any more."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotcold.jobs.support.extras import require_extra
 from hotcold.model.errors import UsageError
-from hotcold.model.files.artifact import artifact_path
+from hotcold.model.files.artifact_places import ARTIFACTS, artifact_folders
 from hotcold.placement.profile import PROFILE_FILE
 from hotcold.predictors.fitting.inputs import INPUTS_FILE
 
@@ -35,7 +35,7 @@ class ProfileFiles:
         with_inputs: bool,
         thresholds: Path | None = None,
     ) -> ProfileFiles:
-        """The files that were named, else those in the model's directory.
+        """The files that were named, else those in the model's folder of artifacts.
 
         Errors:  UsageError where one cannot be written, or two are the same
         """
@@ -43,8 +43,9 @@ class ProfileFiles:
             raise UsageError("--inputs-out was given, but --inputs 0 records none; leave one out")
         if plot is not None:
             require_plot(plot)
-        inputs = (inputs_out or artifact_path(model_path, INPUTS_FILE)) if with_inputs else None
-        files = cls(out or artifact_path(model_path, PROFILE_FILE), inputs, plot, thresholds)
+        written = artifact_folders(model_path)[0]
+        inputs = (inputs_out or written / INPUTS_FILE) if with_inputs else None
+        files = cls(out or written / PROFILE_FILE, inputs, plot, thresholds)
         options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot,
                    "--thresholds-out": thresholds}  # fmt: skip
         for option, path in options.items():
@@ -80,4 +81,7 @@ def require_writable(option: str, path: Path) -> None:
     if not reason and not os.access(path.parent, os.W_OK):
         reason = f"cannot be written: no permission in {path.parent}"
     if reason:
-        raise UsageError(f"{path}: {reason}; give another place with {option}")
+        raise UsageError(
+            f"{path}: {reason}; give another place with {option}, or for all of a model's files in "
+            f"{ARTIFACTS}"
+        )

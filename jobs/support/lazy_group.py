@@ -36,6 +36,15 @@ class LazyGroup(click.Group):
         self.lazy_commands = lazy_commands
         add_debug_option(self)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take `help [COMMAND]` and `version` for the options that people may not know."""
+        match args:
+            case ["help", *command]:
+                args = [*command, "--help"]
+            case ["version"]:
+                args = ["--version"]
+        return super().parse_args(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
         return list(self.lazy_commands)

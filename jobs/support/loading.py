@@ -18,6 +18,7 @@ from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact_places import place_to_write
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.own_cache import tell_if_full
 
@@ -58,7 +59,7 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
     `config` has the formats that matrices are loaded in. Errors: HotcoldError
     """
     geometry = BundleGeometry.of(config)
-    place = bundle_path(path, geometry)
+    place = place_to_write(path, bundle_path(path, geometry))
     stderr_console().print(
         f"writing the model's neurons to {place}, {geometry.file_bytes / 1e9:.2f} GB",
         markup=False,

@@ -13,7 +13,8 @@ from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import published_firing_share
 from hotcold.model.text.tokenizer import Tokenizer

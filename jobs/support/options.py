@@ -116,11 +116,14 @@ def _sampling_option(name: str, parameter: Parameter) -> Any:
         Texts: {"multiple": True},
         Biases: {"type": Bias(), "multiple": True},
     }
-    return _option(flag_of(name), name, help=parameter.about, **kinds[type(parameter.kind)])
+    kind = kinds[type(parameter.kind)]
+    has_default = not isinstance(parameter.kind, Switch) and parameter.default != ()
+    unset = parameter.default if has_default else None
+    return _option(flag_of(name), name, help=parameter.about, unset=unset, **kind)
 
 
 _KEPT = [
-    _option("--keep", "keep_s", type=Duration(), default=0.0,
+    _option("--keep", "keep_s", type=Duration(), default=0,
                  help="Keep the system for the next command, so long after its last answer: 10m, "
                  "300 (seconds), -1 (until `hotcold stop`); 0: it ends with this command."),
     _option("--own", "is_own", is_flag=True, help="Start a system of this command's own, also "

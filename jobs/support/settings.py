@@ -18,6 +18,7 @@ none where it is empty), else hotcold/config.toml in the folder that the system 
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -52,10 +53,20 @@ SHARED_OPTIONS = {
 class SharedOption(click.Option):
     """An option that HOTCOLD_NAME and the top of config.toml set for every command that has it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, unset: Any = None, **kwargs: Any) -> None:
+        """`unset`: what holds where it is not given, of an option that itself is None then."""
         super().__init__(*args, **kwargs)
+        self.unset = unset
         key = max(self.opts, key=len).lstrip("-")
         (self.section,) = (name for name, keys in SHARED_OPTIONS.items() if key in keys)
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """See click; with what holds where it is not given."""
+        extra = super().get_help_extra(ctx)
+        if self.unset is not None:
+            is_list = isinstance(self.unset, tuple)
+            extra["default"] = " ".join(map(json.dumps, self.unset)) if is_list else str(self.unset)
+        return extra
 
 
 class _OneName(click.types.StringParamType):

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM where they must not raise anywhere, and where they could get lost.
 
 A server ends in good order at the first, at once at the second. A command that waits for something
-long ends that.
+long ends that. SIGTERM ends any other command as an error does, by SystemExit.
 
 Handlers communicate by a SimpleQueue: a handler may interrupt another one, or the call that waits
 for it, and of all synchronisation objects only that is reentrant.
@@ -20,11 +20,21 @@ from typing import Any
 _POLL_S = 0.1
 _AGAIN_S = 0.02
 _PID = os.getpid()
-_MAIN_AND_SIGINT = (threading.main_thread().ident or 0, signal.SIGINT)
+_MAIN = threading.main_thread().ident or 0
+EXIT_TERMINATED = 128 + signal.SIGTERM  # as shells say it
+
+
+def end_at_sigterm() -> None:
+    """From now on SIGTERM raises SystemExit with EXIT_TERMINATED. For the main thread."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_TERMINATED)
 
 
 class Signals:
-    """Within it, signals are counted from `wait` on; before, they raise KeyboardInterrupt."""
+    """Within it, signals are counted from `wait` on; before, they raise as elsewhere."""
 
     def __init__(self) -> None:
         self._earlier: dict[int, Any] = {}
@@ -73,6 +83,8 @@ class Signals:
         self._count += 1
         self._changed.put(None)
         if not self._is_waiting:
+            if number == signal.SIGTERM:
+                _terminate(number, frame)
             raise KeyboardInterrupt
 
 
@@ -105,14 +117,13 @@ def interrupts_after() -> Iterator[None]:
 
 
 def interrupt_again(lost: Any) -> None:
-    """For `sys.unraisablehook`: repeats an interrupt that could not be raised where it came."""
-    if issubclass(lost.exc_type, KeyboardInterrupt):
-        if os.getpid() != _PID:  # a fork that is about to run another program
-            return
-        # Not here: an exception in the hook is lost as well.
-        threading.Timer(_AGAIN_S, signal.pthread_kill, _MAIN_AND_SIGINT).start()
-    else:
+    """For `sys.unraisablehook`: repeats a signal whose exception was lost."""
+    if not issubclass(lost.exc_type, (KeyboardInterrupt, SystemExit)):
         sys.__unraisablehook__(lost)
+    elif os.getpid() == _PID:  # else a fork that is about to run another program
+        number = signal.SIGINT if lost.exc_type is KeyboardInterrupt else signal.SIGTERM
+        # Not here: an exception in the hook is lost as well.
+        threading.Timer(_AGAIN_S, signal.pthread_kill, (_MAIN, number)).start()
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import numpy as np
 from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ArtifactError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.weights.down_outputs import column_lengths
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.storage.neuron_file import bundle_checksums

@@ -19,6 +19,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import ARTIFACTS, place_to_write
 from hotcold.model.files.atomic_write import sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
@@ -51,12 +52,16 @@ def write_bundles(
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
     path = bundle_path(model_path, geometry)
+    if not (accept_existing and path.exists()):
+        path = place_to_write(model_path, path)
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_part(part, path, waits=accept_existing)
     except OSError as problem:
-        raise ArtifactError(f"{path}: cannot be written ({problem.strerror})") from None
+        raise ArtifactError(
+            f"{path}: cannot be written ({problem.strerror}); name another folder in {ARTIFACTS}"
+        ) from None
     try:
         if accept_existing and path.exists():
             part.unlink()

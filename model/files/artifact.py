@@ -1,8 +1,7 @@
 """Artifacts: files made from one model and valid for it alone, as its profile, predictors, plans.
 
 Each is a safetensors file whose metadata has its kind, its version, and the model it was made from.
-By default they lie in the folder `hotcold` of the model's directory, those of a GGUF file in a
-folder of its name there.
+`artifact_places` says where they lie.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import numpy as np
 
 from hotcold.model.config.build import config_values
 from hotcold.model.errors import ArtifactError, first_line, shown
+from hotcold.model.files.artifact_places import ARTIFACTS
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.weights_digest import ModelFiles, weights_digest
-from hotcold.model.gguf.file_names import is_gguf
 
 VERSION = 1
 _KEY = "hotcold"
-_FOLDER = "hotcold"
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 1024
 # The command that makes each kind of file.
 COMMANDS = {
@@ -152,16 +150,6 @@ class Artifact:
         return found
 
 
-def artifact_path(model_path: str | Path, file_name: str) -> Path:
-    """Return the default path of a model's artifact.
-
-    A GGUF file has a folder of its own: there may be other models beside it.
-    """
-    path = Path(model_path)
-    folder = path.parent / _FOLDER / path.stem if is_gguf(path) else path / _FOLDER
-    return folder / file_name
-
-
 def write_artifact(
     path: Path,
     kind: str,
@@ -182,7 +170,8 @@ def write_artifact(
         write_atomic(path, content)
     except OSError as problem:
         raise ArtifactError(
-            f"{path}: cannot be written ({problem.strerror}); give another place with --out"
+            f"{path}: cannot be written ({problem.strerror}); give another place with --out, or "
+            f"for all of a model's files in {ARTIFACTS}"
         ) from None
 
 

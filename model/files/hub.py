@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -193,12 +194,21 @@ def removal_of(name: str) -> Removal:
     """Return what to remove for a model of the cache.
 
     `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models in all
-    revisions. Blobs that other files share stay.
+    revisions, FILE also what only its name holds. Blobs that other files share stay.
     Errors:  UsageError where the cache has no such model
     """
     parsed = REPOSITORY.fullmatch(name)
     repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
     models = [model for model in cached_models() if model.name == name]
+    if not models and parsed and parsed["name"]:
+        beginning, part = f"{parsed['repo']}:", parsed["name"].lower()
+        models = [
+            model
+            for model in cached_models()
+            if model.name.startswith(beginning) and part in model.name[len(beginning) :].lower()
+        ]
+        if len({model.name for model in models}) > 1:
+            models = []
     if not repos or (parsed and parsed["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
     repo = repos[0]
@@ -293,6 +303,8 @@ def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
         )
     if _status(problem) in (401, 403, 404):
         why = "has no such model, or needs HF_TOKEN for it"
+        if nearest := get_close_matches(repo_id, {repo.repo_id for repo in _scan()}, 1, 0.8):
+            why += f" (did you mean {nearest[0]}, which is here?)"
     else:
         lines = str(problem).strip().splitlines()
         why = f"cannot be reached: {shown(lines[0], 120) if lines else type(problem).__name__}"

@@ -6,20 +6,24 @@ from pathlib import Path
 
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub, ollama
+from hotcold.model.files.known_models import did_you_mean, repository_of
 from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
 from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
+_DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 
 
 def locate_model(text: str | None) -> Path:
-    """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, or None for the demo.
+    """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, None or "demo" for the
+    embedded one.
 
     A directory without config.json but with one GGUF model stands for that model, a safetensors
     file for its directory, a later part of a GGUF model for the first. NAME is a part of a file's
     name. A repository is downloaded once (`model/files/hub.py`); `ollama:NAME[:TAG]` is one of
-    Ollama's models (`model/files/ollama.py`).
+    Ollama's models (`model/files/ollama.py`), and a well-known name such as qwen3:8b stands for a
+    repository (`model/files/known_models.py`).
     Errors:  UsageError for no such model, several that match, or no network;
              CheckpointError for a damaged file; OSError for an unreadable one
     """
@@ -29,6 +33,7 @@ def locate_model(text: str | None) -> Path:
         return DEMO_DIRECTORY
     if text.startswith(ollama.PREFIX):
         return ollama.ollama_file(text.removeprefix(ollama.PREFIX))
+    text = repository_of(text)
     path = Path(text).expanduser()
     try:
         if text and path.is_dir():
@@ -44,8 +49,16 @@ def locate_model(text: str | None) -> Path:
         raise UsageError(f"{shown(text)}: there is no such file")
     if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
+    if text == _DEMO:
+        return locate_model(None)
+    if len(text.split()) > 2:
+        raise UsageError(
+            f"{shown(text)} is no model; a prompt stands behind MODEL, as in `hotcold run demo "
+            '"Hello"`, or in --prompt'
+        )
     raise UsageError(
         f"{shown(text)} is neither a directory nor a .gguf file nor an org/repo id of Hugging Face"
+        f"{did_you_mean(text)}"
     )
 
 

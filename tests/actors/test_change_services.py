@@ -25,7 +25,8 @@ from hotcold.actors.setup import connection
 from hotcold.actors.setup.connection import Connection
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
 from hotcold.predictors.sign import SignLayer

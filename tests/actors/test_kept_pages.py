@@ -512,6 +512,19 @@ def test_a_planted_link_is_not_followed(model: Path, tmp_path: Path, stores: Mak
     assert len(list(others.iterdir())) == 2
 
 
+def test_pages_lie_elsewhere_where_artifacts_do(
+    model: Path, tmp_path: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTCOLD_ARTIFACTS", str(tmp_path / "elsewhere"))
+    before = sorted(model.iterdir())
+    store = stores(Services(kept_pages(model, cache(24))))
+    store.reopen(ONE)
+    save_all(store, {1: 1})
+    (own,) = (tmp_path / "elsewhere").iterdir()
+    assert store.keys() == {key(1)} and any((own / FOLDER).iterdir())
+    assert sorted(model.iterdir()) == before
+
+
 @pytest.mark.parametrize("which", ["hotcold", "hotcold/prefix-cache"])
 def test_a_folder_that_others_may_write_to_is_not_used(
     model: Path, tmp_path: Path, stores: Make, which: str

@@ -26,7 +26,8 @@ from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
 from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.serve.mailbox import BYTES_READ
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile

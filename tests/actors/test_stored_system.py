@@ -33,7 +33,8 @@ from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import resolve_shape

@@ -17,7 +17,8 @@ from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
 from hotcold.predictors.sign import SignLayer

@@ -37,13 +37,13 @@ class Terminal:
     """A terminal to type at and to look at."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._screen = _Screen(self.type)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
 
     def type(self, text: str) -> None:
-        os.write(self._descriptor, text.encode())
+        os.write(self.descriptor, text.encode())
 
     @property
     def shown(self) -> str:
@@ -81,10 +81,10 @@ class Terminal:
 
     def _read(self, timeout_s: float) -> bool:
         """Take what comes; False where nothing does, or the other end is closed."""
-        if not select.select([self._descriptor], [], [], timeout_s)[0]:
+        if not select.select([self.descriptor], [], [], timeout_s)[0]:
             return False
         try:
-            data = os.read(self._descriptor, 65536)
+            data = os.read(self.descriptor, 65536)
         except OSError:
             return False
         self.raw += data

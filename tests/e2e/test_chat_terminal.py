@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import command_line, processes_left, ray_folder
 from tests.e2e.terminal import Terminal, terminal
 
 LINE = [sys.executable, "-m", "tests.stand_in_chat"]
@@ -100,6 +102,42 @@ def test_a_session(
         screen.drain()
         assert process.wait(timeout=120) == 0
     assert "secret" not in kept.read_text() and "/set top_k 7" in kept.read_text()
+
+
+def test_a_cut_answer_goes_on(talk: tuple[Terminal, subprocess.Popen[bytes]]) -> None:
+    screen, _ = talk
+    screen.type("cut\r")
+    screen.wait_for("echo of cut", "the answer was cut at 3 tokens; /continue lets it go on")
+    screen.wait_for_prompt()
+    screen.type("/co\t")
+    screen.wait_for("> /continue")
+    screen.type("\r")
+    screen.wait_for("> /continue\necho of echo of cut\n")
+    screen.type("/show messages\r")
+    screen.wait_for("echo of cutecho of echo of cut")
+
+
+def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path) -> None:
+    """With the embedded model. The terminal is afterwards as it was before."""
+    line = command_line(["run", "--temperature", "0", "--max-tokens", "4"])
+    with (
+        ray_folder() as folder,
+        terminal(line, {"XDG_STATE_HOME": str(state), "RAY_TMPDIR": str(folder)}) as (
+            screen, process,
+        ),
+    ):  # fmt: skip
+        before = termios.tcgetattr(screen.descriptor)
+        screen.wait_for_prompt(timeout_s=150)
+        assert termios.tcgetattr(screen.descriptor) != before
+        screen.type("What does textwrap.dedent do?\r")
+        screen.wait_for("the answer was cut at 4 tokens; /continue lets it go on")
+        screen.wait_for_prompt()
+        process.terminate()
+        assert process.wait(timeout=120) == 143
+        assert termios.tcgetattr(screen.descriptor) == before
+        screen.drain()
+        assert "SIGTERM" not in screen.all_text and "Traceback" not in screen.all_text
+        assert processes_left(folder) == []
 
 
 def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:

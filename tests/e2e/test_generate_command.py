@@ -106,8 +106,14 @@ def test_a_question_from_a_pipe_ends_at_a_stop_text(
     assert result["ids"] == expected[: stop + 1]
 
 
-def test_text_streams_by_its_seed_until_interrupted(command: Command, words: Path) -> None:
-    """A pipe sees text long before the end; Ctrl-C, which reaches Ray's processes too, ends it."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_text_streams_by_its_seed_until_a_signal(
+    command: Command, words: Path, number: signal.Signals, status: int
+) -> None:
+    """A pipe sees text long before the end; Ctrl-C, which reaches Ray's processes too, ends it.
+
+    So does SIGTERM, which the command alone gets. Nothing but the status tells of either.
+    """
     arguments: list[str | Path] = ["generate", words, "--prompt", "w1 w2", *SEEDED]
     _, result = command(*arguments, "--max-tokens", "20", "--context", "64")
     long = [*arguments, "--max-tokens", "50000", "--context", "50100"]
@@ -121,9 +127,9 @@ def test_text_streams_by_its_seed_until_interrupted(command: Command, words: Pat
             while text.count(b" ") < 25 and (chunk := process.stdout.read(64)):
                 text += chunk
             assert process.poll() is None, process.stderr.read().decode()
-            os.killpg(process.pid, signal.SIGINT)
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             rest, err = process.communicate(timeout=90)
-        assert process.returncode == 130
+        assert process.returncode == status
         assert err.decode().strip() == ""
         assert (text + rest).count(b" ") < 45000
         assert processes_left(folder) == []

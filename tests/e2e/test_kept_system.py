@@ -174,7 +174,40 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     _, err = chat.communicate("/exit\n", timeout=WAIT_S)
     assert chat.returncode == 0 and err.startswith("using the system 'words' that is kept\n")
     await_that(machine.has_nothing)
-    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  UNTIL\n", "")
+    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  STAYS\n", "")
+
+
+def test_services_are_scaled_and_run_answers(machine: Machine) -> None:
+    """What `ps` lists is found by `scale`; `run` answers what is given, piped in, or both."""
+    before, _ = machine.ask("--keep", "-1")
+    assert machine.run("ps")[0].splitlines()[1].endswith("  until stopped")
+    for count, had in ((2, 1), (1, 2)):
+        named = [] if count == 2 else ["--system", "words"]
+        out, err = machine.run("scale", "--cpu-actors", str(count), *named, "--json")
+        told, report = out.splitlines()
+        found = json.loads(report)
+        assert (found["num_cpu_actors"], found["num_cpu_actors_before"]) == (count, had)
+        assert told.startswith(f"the system 'words' has {count} CPU service") and not err
+        after, err = machine.ask("--cpu-actors", str(count))
+        assert err.startswith("using the system 'words'") and after["ids"] == before["ids"]
+    process = machine.begin("scale", "--cpu-actors", "9999")
+    assert process.communicate(timeout=WAIT_S)[1].startswith("hotcold: error: --cpu-actors 9999 ")
+
+    text = before["text"] + "\n"
+    model = ["run", str(machine.model)]
+    first, *rest = WORDS.split()
+    assert machine.run(*model, WORDS, *GREEDY, *LONG)[0] == text
+    assert machine.run(*model, first, *rest, *GREEDY, *LONG)[0] == text
+    assert machine.run(*model, *GREEDY, *LONG, stdin=f"{WORDS}\n")[0] == text
+    asked = machine.run(*model, first, *GREEDY, *LONG, "--json", stdin=" ".join(rest))[0]
+    both = f"{first}\n\n{' '.join(rest)}"
+    line = ["generate", str(machine.model), "--chat", "--prompt", both, *GREEDY, *LONG, "--json"]
+    ids = [json.loads(out.splitlines()[-1])["ids"] for out in (asked, machine.run(*line)[0])]
+    assert ids[0] == ids[1]
+    process = machine.begin(*model, *LONG)
+    assert process.communicate(timeout=WAIT_S)[1].endswith("error: the prompt is empty; give at "
+                                                           "least one token\n")  # fmt: skip
+    machine.run("stop")
 
 
 def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import threading
@@ -92,6 +93,25 @@ def test_it_ends_when_the_system_has_ended() -> None:
         status, err = server.end()
         assert status == 1
         assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
+
+
+def test_services_that_were_replaced_are_in_the_log() -> None:
+    asked = {"model": "demo", "prompt": "Return the", "max_tokens": 4, "temperature": 0}
+    with serving("--log", "json") as server:
+        assert server.process.stderr is not None
+        for service in actors_of(server, "ServiceActor"):
+            service.kill()
+        assert server.post("/v1/completions", asked).status_code == 200
+        events: list[str] = []
+        while not events:  # the line of the answer may come before
+            line = json.loads(server.process.stderr.readline())
+            events += [line["event"]] if "event" in line else []
+            assert line["model"] == "demo"
+        assert events[0] in [
+            f"the {name} service died, and was replaced" for name in ("gpu", "cpu0")
+        ]
+        server.press_ctrl_c()
+        assert server.end()[0] == 0
 
 
 def actors_of(server: Server, kind: str) -> set[psutil.Process]:

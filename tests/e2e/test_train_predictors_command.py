@@ -15,7 +15,8 @@ import pytest
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 from hotcold.predictors.fitting.read_prices import ReadPrices

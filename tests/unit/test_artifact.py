@@ -24,11 +24,11 @@ from hotcold.model.files.artifact import (
     COMMANDS,
     VERSION,
     ModelIdentity,
-    artifact_path,
     check_artifact,
     read_artifact,
     write_artifact,
 )
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.safetensors_file import SafetensorsFile
 from tests.full_disk import files_of_at_most
 from tests.tiny_models import make_tiny

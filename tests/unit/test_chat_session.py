@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
 from hotcold.jobs.chat import history
 from hotcold.jobs.chat.commands import COMMANDS, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import load_conversation, mentioned, read_attachment
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.chat.session import HELP, Session
-from hotcold.model.errors import UsageError
+from hotcold.model.errors import PromptError, UsageError
 from tests.documents import ROOT
 from tests.stand_in_chat import StandIn, conversation
 
@@ -168,10 +168,41 @@ def test_penalties_count_as_on_the_command_line() -> None:
 def test_an_answer_that_was_cut_says_so() -> None:
     screen, _, _ = typed("a", "cut", "full")
     assert screen.told == [
-        "the answer was cut at 3 tokens; /set max_tokens none and /regen let it be longer",
+        "the answer was cut at 3 tokens; /continue lets it go on, /set max_tokens none lets "
+        "answers be longer",
         "the answer was cut: the context of 1,000 tokens is full; /clear starts anew, a larger "
         "--context has more room",
     ]
+
+
+def test_a_cut_answer_goes_on() -> None:
+    """In its own message; what is asked anew is still the question."""
+    screen, talk, running = typed("a", "cut", "/continue", "/continue", "b", "/regen")
+    first = ["a", "echo of a", "cut"]
+    texts = [*first, "echo of cut"], [*first, "echo of cutecho of echo of cut"]
+    assert asked(running)[2:4] == list(texts)
+    variables = [request.template_variables for request in running.requests]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert variables == [None, None, going_on, going_on, None, None]
+    assert [one["role"] for one in running.requests[3].messages or []][-2:] == ["user", "assistant"]
+    assert screen.answers[2] == "echo of echo of cut"
+    assert asked(running)[4][-1] == asked(running)[5][-1] == "b"
+    assert talk.counts.num_answers == 4 and len(talk.messages) == 6
+    screen, _, running = typed("/continue")
+    assert screen.told == ["nothing has been asked yet"] and running.requests == []
+
+
+def test_an_answer_that_cannot_go_on_stays_as_it_is() -> None:
+    class Refuses(StandIn):
+        def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+            if request.template_variables:
+                raise PromptError("the chat template changes it")
+            yield from super().generate(request)
+
+    screen, talk = Script("a", "/continue"), conversation(Refuses())
+    Session(talk, screen, Settings()).run()
+    assert screen.told[1:] == ["the chat template changes it; /clear starts anew"]
+    assert talk.messages[-1]["content"] == "echo of a"
 
 
 def test_no_answer_is_cut_by_what_nobody_asked_for() -> None:

@@ -390,3 +390,16 @@ def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == [] and done.stdout.startswith("/.config/hotcold")
+
+
+def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, options in (["help"], ["--help"]), (["help", "ps"], ["ps", "--help"]), (
+        ["version"], ["--version"],
+    ):  # fmt: skip
+        told = []
+        for line in (words, options):
+            assert main(line) == 0
+            told.append(capsys.readouterr().out)
+        assert told[0] == told[1] != ""
+    assert main(["help", "pss"]) == 2
+    assert "Did you mean 'ps'?" in capsys.readouterr().err

@@ -10,7 +10,8 @@ import pytest
 
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, UsageError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.locate import locate_model, resolved_model
 from tests.reference import reference_logits
 from tests.unit.test_gguf_model import IDS, file_of, tiny

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,23 @@ def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
     assert "hotcold pull" in run("list")[1]
     status, _, err = run("rm", "org/small", "--yes")
     assert (status, err.count("\n")) == (1, 1) and "hotcold list" in err
+
+
+def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -> None:
+    names = tmp_path / "settings" / "hotcold" / "models.toml"
+    names.parent.mkdir(parents=True)
+    names.write_text('"house:8b" = "org/many:Q8_0"')
+    settings: Any = {"XDG_CONFIG_HOME": str(tmp_path / "settings")}
+    status, out, err = run("pull", "house:8b", **settings)
+    assert status == 0 and err.startswith("house:8b is org/many:Q8_0: 0.00 GB in 1 file,")
+    assert out.rstrip().endswith("model-Q8_0.gguf")
+    assert "did you mean house:8b?" in run("pull", "house:8", **settings)[2]
+    assert "org/many:model-Q8_0.gguf" in run("list", **settings)[1]
+    assert run("rm", "house:8b", "--yes", **settings)[0] == 0
+    assert "org/many" not in run("list", **settings)[1]
+    # Of a repository's name that is nearly one that is here.
+    assert run("pull", "org/small")[0] == 0
+    assert "(did you mean org/small, which is here?)" in run("generate", "org/smal")[2]
 
 
 def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:

@@ -14,7 +14,8 @@ import pytest
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.machine.description import Machine, write_machine
 from hotcold.placement.plan import PlanRequest, load_plan, read_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile

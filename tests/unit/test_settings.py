@@ -19,6 +19,7 @@ from hotcold.jobs.support.settings import (
     settings_of,
     shared_option,
 )
+from hotcold.model.sampling import PARAMETERS, SamplingParams
 
 
 def _command() -> click.Command:
@@ -214,6 +215,11 @@ def test_help_groups_options(capsys: pytest.CaptureFixture[str]) -> None:
         "Options", "Sampling options", "System options"))  # fmt: skip
     assert own < text.index("--prompt ") < sampling < text.index("--top-k") < system
     assert text.index("--cpu-memory") > system
+    words = " ".join(text.split())
+    for told in ("0: all. [default: 40]", "every time. [default: 0.8]", "[default: -1.0]"):
+        assert told in words
+    assert "0: it ends with this command. [default: 0]" in words
+    assert "[default" not in words[words.index("--seed") : words.index("--stop")]
 
 
 def test_config_says_what_holds(
@@ -251,6 +257,16 @@ def test_the_example_is_a_file_of_settings(
     assert content["serve"]["port"] == 8000 and content["bench"]["decode"]["tokens"] == 64
     assert {"model", "mode", "cpu-memory", "top-p"} <= set(content)
     assert content["generate"]["stop"] == content["logit-bias"] == []
+    # What has a default shows that one, as `SamplingParams` has it.
+    defaults = SamplingParams()
+    for name, one in PARAMETERS.items():
+        key = name.replace("_", "-")
+        if key in content and one.default not in (None, ()):
+            shown = tuple(content[key]) if isinstance(content[key], list) else content[key]
+            assert shown == getattr(defaults, name, 1.0), name
+    assert content["ignore-eos"] is content["generate"]["chat"] is False
+    unset = [line for line in lines if line.endswith("  # unset by default")]
+    assert [line.split()[1] for line in unset][:3] == ["model", "max-tokens", "seed"]
     assert content["bench"]["kernels"]["density"] == [0.1, 0.05]
     path = tmp_path / "config.toml"
     path.write_text(text)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.exchange.watch import Pulse
+from hotcold.actors.protocol.messages import DriverLoad, LoadProgress, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
 from hotcold.jobs.kept import registry
@@ -145,6 +146,29 @@ def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
     asked = identity_of(str(tmp_path), SystemOptions())
     assert record.identity == json.loads(json.dumps(asked))
     assert [name for name, *_ in record.identity["files"]] == ["written"]
+
+
+def test_a_service_that_was_replaced_is_told_of(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter, backend, _, _ = made
+    told: list[tuple[str, str]] = []
+    starter._tell = lambda event, model: told.append((event, model))
+    loads = [
+        DriverLoad(0, 0, 0.0),
+        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="one"),
+        None,  # no answer yet
+        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="one"),
+        DriverLoad(0, 0, 0.0, num_replaced=3, last_replaced="two"),
+        DriverLoad(0, 0, 0.0),  # after `hotcold scale`
+        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="three"),
+    ]
+    answers = iter(loads)
+    monkeypatch.setattr(Pulse, "poll", lambda pulse, max_polls: next(answers))
+    starter.start(backend)
+    for _ in loads:
+        assert starter.lost() == []
+    assert told == [("one", "demo"), ("two", "demo"), ("three", "demo")]
 
 
 def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

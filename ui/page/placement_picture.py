@@ -10,7 +10,8 @@ import numpy as np
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifacts_like
 from hotcold.placement.plan import PlacementPlan, load_plan
 
 _MAX_POINTS = 200
@@ -41,8 +42,8 @@ class Placement:
 
 
 def plans_beside(model_path: str | Path) -> list[Path]:
-    """The plan files in the model's own folder."""
-    return sorted(artifact_path(model_path, "").glob("plan-*.safetensors"))
+    """The plan files of the model."""
+    return artifacts_like(model_path, "plan-*.safetensors")
 
 
 def placement_of(

@@ -1,0 +1,68 @@
+"""Well-known names of models, such as qwen3:8b, each of which stands for a repository.
+
+`known_models.toml` has them; a file of the user's own adds to it, and comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files.hub import REPOSITORY, cached_models
+
+_FILE = Path(__file__).with_name("known_models.toml")
+_LATEST = ":latest"  # Ollama's tag where none is given
+
+
+def own_file() -> Path:
+    """The user's file of names, whether it exists or not."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(home).expanduser() / "hotcold" / "models.toml"
+
+
+def known_models() -> dict[str, str]:
+    """Repositories by name. Errors: UsageError of the user's file."""
+    return _names_in(_FILE) | _names_in(own_file())
+
+
+def repository_of(text: str) -> str:
+    """The repository that a name stands for; any other text as it is.
+
+    A file or a folder of that name comes before. Errors: UsageError of the user's file.
+    """
+    if not text or "/" in text:
+        return text
+    try:
+        if Path(text).exists():
+            return text
+    except (OSError, ValueError):  # a name that no file can have
+        return text
+    return known_models().get(text.removesuffix(_LATEST), text)
+
+
+def did_you_mean(text: str) -> str:
+    """The known name or fetched model that is most like `text`, for an error's end; "" for none."""
+    names = [*known_models(), *(model.name for model in cached_models())]
+    same = {name.lower(): name for name in names}
+    nearest = get_close_matches(text.lower(), same, 1, 0.7)
+    return f"; did you mean {same[nearest[0]]}?" if nearest else ""
+
+
+def _names_in(path: Path) -> dict[str, str]:
+    """The names of a file; none where it is missing. Errors: UsageError."""
+    try:
+        found = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise UsageError(f"{path} cannot be read: {problem}; mend or remove it") from None
+    for name, model in found.items():
+        if "/" in name or not isinstance(model, str) or not REPOSITORY.fullmatch(model):
+            raise UsageError(
+                f'{path}: {shown(name)} is {shown(model)}; write it like "qwen3:8b" = '
+                '"org/repo:Q4_K_M"'
+            )
+    return found

@@ -1,0 +1,97 @@
+"""Well-known names of models: what they stand for, a user's own, and what is suggested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotcold.jobs.kept.identity import model_text
+from hotcold.model.errors import UsageError
+from hotcold.model.files import hub
+from hotcold.model.files.known_models import known_models, own_file, repository_of
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setattr(hub, "_scan", list)
+    monkeypatch.chdir(tmp_path)
+    own_file().parent.mkdir(parents=True)
+    return tmp_path
+
+
+def test_each_name_stands_for_a_repository_and_says_its_quantization() -> None:
+    known = known_models()
+    assert {"qwen3:8b", "gpt-oss:20b", "llama3.2:3b"} <= known.keys()
+    for name, model in known.items():
+        parsed = hub.REPOSITORY.fullmatch(model)
+        assert parsed, name
+        assert parsed["name"] or name.startswith("gpt-oss"), f"{name} does not say which file"
+        assert name == name.lower() and "/" not in name
+
+
+def test_a_name_is_looked_up_before_the_hub_is_asked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def find(repo: str, part: str | None) -> None:
+        asked.append((repo, part))
+        raise UsageError("asked")
+
+    monkeypatch.setattr(hub, "find", find)
+    for name in ("qwen3:8b", "qwen3", "qwen3:latest", "gpt-oss:20b"):
+        with pytest.raises(UsageError, match="asked"):
+            locate_model(name)
+    qwen = ("bartowski/Qwen_Qwen3-8B-GGUF", "Q4_K_M")
+    assert asked == [qwen, qwen, qwen, ("openai/gpt-oss-20b", None)]
+    # A kept system of the name is one of the repository, and nothing is asked for it.
+    assert model_text("qwen3") == ":".join(qwen) and len(asked) == 4
+
+
+def test_a_users_own_names_come_first_and_files_before_all(home: Path) -> None:
+    own_file().write_text('"qwen3:8b" = "me/mine:Q8_0"\n"house" = "me/house"\n')
+    assert repository_of("qwen3:8b") == "me/mine:Q8_0"
+    assert repository_of("house") == "me/house"
+    assert repository_of("gpt-oss:20b") == "openai/gpt-oss-20b"
+    (home / "house").mkdir()
+    assert repository_of("house") == "house"
+    assert repository_of("org/house") == "org/house" and repository_of("") == ""
+    assert repository_of("x" * 5000) == "x" * 5000  # a name that no file can have
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('"a" = 1', "'a' is 1; write it like"),
+        ('"a" = "qwen3"', "'a' is 'qwen3'; write it like"),
+        ('"org/a" = "org/b"', "'org/a' is 'org/b'; write it like"),
+        ("a = ", "cannot be read: Invalid value"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(content: str, told: str) -> None:
+    own_file().write_text(content)
+    with pytest.raises(UsageError, match=told) as found:
+        repository_of("qwen3")
+    assert str(own_file()) in str(found.value) and "\n" not in str(found.value)
+
+
+def test_the_embedded_model_has_a_name_and_a_prompt_is_no_model(home: Path) -> None:
+    assert locate_model("demo") == locate_model(None) == DEMO_DIRECTORY
+    assert model_text("demo") == str(DEMO_DIRECTORY)
+    with pytest.raises(UsageError, match="is no model; a prompt stands behind MODEL"):
+        locate_model("Why is the sky blue?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("qwen3:8", "qwen3:8b"), ("Qwen3:8B", "qwen3:8b"), ("lama3.2", "llama3.2"), ("zzz", None)],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str | None) -> None:
+    with pytest.raises(UsageError) as found:
+        locate_model(typed)
+    assert str(found.value).endswith(
+        "an org/repo id of Hugging Face" + (f"; did you mean {meant}?" if meant else "")
+    )
