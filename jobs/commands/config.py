@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -19,12 +20,18 @@ from hotcold.jobs.support.settings import (
     settings_of,
     settings_path,
 )
+from hotcold.model.files.artifact_places import ARTIFACTS
 
 _SECRET = {"api-key"}
 # Of options without a default, for the example.
 _VALUES: dict[str, int | str] = {
     "max-tokens": 512, "max-tokens-limit": 4096, "threads": 4, "context": 8192, "parallel": 4,
     "kv-tokens": 32768, "prefix-cache": "20GiB", "cpu-memory": "8GiB", "gpu-memory": "8GiB",
+}  # fmt: skip
+# Variables that are not called after an option.
+OTHER_VARIABLES = {
+    "HOTCOLD_API_KEY", "HOTCOLD_ARTIFACTS", "HOTCOLD_CONFIG", "HOTCOLD_FORK_SERVER",
+    "HOTCOLD_NUMA_ROOT",
 }  # fmt: skip
 _TOP = {"model"}.union(*SHARED_OPTIONS.values())
 
@@ -47,11 +54,27 @@ def config(ctx: click.Context, example: bool) -> None:
     for names, command in commands.items():
         let_settings_decide(command, names, content)  # for its errors
     found = dict(_from_file(content)) | dict(_from_environment(commands))
+    if artifacts := os.environ.get(ARTIFACTS):
+        found["artifacts"] = artifacts, ARTIFACTS
     there = path is not None and path.exists()
     click.echo(f"{path or 'no file'}{'' if there or path is None else ' (not there)'}")
     width = max(map(len, found), default=0)
     for key, (value, origin) in sorted(found.items()):
         click.echo(f"  {key:{width}}  {value}  ({origin})")
+    for line in _unknown_variables(commands):
+        click.echo(line, err=True)
+
+
+def _unknown_variables(commands: dict[tuple[str, ...], click.Command]) -> Iterator[str]:
+    """A line for each variable HOTCOLD_... that nothing reads, with the nearest that is read."""
+    known = {*OTHER_VARIABLES}
+    for names, command in commands.items():
+        known.update(name for one in settings_of(command, names) for name in one.variables)
+    for name in sorted(os.environ):
+        if name.startswith("HOTCOLD_") and name not in known:
+            nearest = get_close_matches(name, known, 1)
+            maybe = f"; did you mean {nearest[0]}?" if nearest else ""
+            yield f"{name} is set, but no setting is called that{maybe}"
 
 
 def _commands(

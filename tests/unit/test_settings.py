@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import click
 import pytest
 
 from hotcold.jobs.cli import COMMANDS, cli, main
+from hotcold.jobs.commands.config import OTHER_VARIABLES
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import (
     SHARED_OPTIONS,
@@ -20,6 +22,7 @@ from hotcold.jobs.support.settings import (
     shared_option,
 )
 from hotcold.model.sampling import PARAMETERS, SamplingParams
+from tests.documents import ROOT
 
 
 def _command() -> click.Command:
@@ -239,6 +242,15 @@ def test_config_says_what_holds(
         ["serve.port", "9", "(HOTCOLD_SERVE_PORT)"],
         ["serve.queue", "3", f"({path})"],
     ]
+    monkeypatch.setenv("HOTCOLD_ARTIFACTS", "/a/folder")
+    monkeypatch.setenv("HOTCOLD_TEMPRATURE", "1")
+    assert main(["config"]) == 0
+    told = capsys.readouterr()
+    assert ["artifacts", "/a/folder", "(HOTCOLD_ARTIFACTS)"] in map(str.split, told.out.split("\n"))
+    assert told.err == (
+        "HOTCOLD_TEMPRATURE is set, but no setting is called that; did you mean "
+        "HOTCOLD_TEMPERATURE?\n"
+    )
     path.write_text("[serve]\nprot = 1")
     assert main(["config"]) == 1
     assert "did you mean port?" in capsys.readouterr().err
@@ -342,3 +354,14 @@ def test_several_models(given: Given) -> None:
     assert given("serves", '[serves]\nmodel = ["a b", "c"]') == "('a b', 'c')\n"
     assert given("serves d e") == "('d', 'e')\n"
     assert given("serves", HOTCOLD_MODEL="f g") == "('f g',)\n"
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    found = set()
+    packages = (one for one in ROOT.iterdir() if (one / "__init__.py").exists())
+    for package in packages:
+        if package.name == "tests":
+            continue
+        for file in package.rglob("*.py"):
+            found.update(re.findall(r'"(HOTCOLD_[A-Z_]+)"', file.read_text()))
+    assert found == OTHER_VARIABLES
