@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from hotcold.model.errors import ServiceError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.page_visit import OTHER, QUESTION, ask, until, wait_for_answer, wait_until_kept
 from tests.e2e.test_page_looks import PHONE, violations
 from tests.e2e.test_page_use import ids_of
@@ -239,5 +241,8 @@ def test_the_panel_of_a_dense_model_tells_bytes_and_times(open_page, book) -> No
     for name, time, read, rate in lines[:3]:
         megabytes, seconds = float(read.split()[0]), float(time.split()[0]) / 1000
         assert float(rate.split()[0]) == pytest.approx(megabytes / 1000 / seconds, abs=0.06), name
+    checkpoint = Checkpoint(DEMO_DIRECTORY)
+    stored = sum(checkpoint.num_bytes(name) for name in checkpoint.names() if "self_attn" in name)
+    assert float(lines[0][2].split()[0]) == pytest.approx(stored / 1e6, rel=0.02)  # norms, too
     assert "prompts, found again" in page.inner_text("#live [data-show=caches]")
     assert violations(page) == []

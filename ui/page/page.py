@@ -8,9 +8,9 @@ import gradio as gr
 from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import loaded_config
 from hotcold.model.errors import HotcoldError
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.placement.solver.cost import RowBytes
@@ -48,7 +48,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
                 chat.chat_column()
             with gr.Column(elem_id="panel"):
                 with gr.Tab("Live"):
-                    live_panel(backend, loaded_config(config, described.weight_dtype))
+                    live_panel(backend, read_model(path, described.weight_dtype))
                 with gr.Tab("Placement") as tab:
                     placement_tab(backend, described.model_path, config, tab)
             form = settings_form(path, longest, is_chat)

@@ -22,6 +22,7 @@ _OF_CHATS = (
     "What are good questions to ask before buying a used bicycle?",
 )
 _OF_TEXTS = ("Once upon a time", "The three most important inventions are", "def fibonacci(n):")
+_ALL = 0.9995  # shown as 100.0%: a dense model's neurons
 _DEMO_HEADING = "Ask about Python's standard library"
 _CHAT_HEADING = "What do you want to know?"
 _TEXT_HEADING = "Begin a text, and the model goes on"
@@ -124,8 +125,9 @@ def _figures(result: Generation) -> str:
     if reads:
         read = f", {reads['bytes_read'] / 1e6:.1f} MB a token read"
         read += f", {reads['hit_rate']:.1%} found in memory"
+    skips = result.neurons_computed < _ALL
+    computed = f", {result.neurons_computed:.1%} of neurons computed" if skips else ""
     return (
-        f"{len(result.ids)} tokens at {result.decode_tokens_per_s:.0f} tokens/s, "
-        f"{result.neurons_computed:.1%} of neurons computed{read}"
+        f"{len(result.ids)} tokens at {result.decode_tokens_per_s:.0f} tokens/s{computed}{read}"
         f"{ends.get(result.finish_reason, '')}."
     )
