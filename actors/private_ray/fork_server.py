@@ -41,8 +41,8 @@ _NEWEST_RAY = (2, 60)
 # Of the garbage collector, here and in workers: most objects of imports stay, and with Python's own
 # threshold of 700 it would run a thousand times in vain.
 _GC_THRESHOLD = 50_000
-# Of the C library, which makes eight a core: what one thread freed others cannot use, 15 to 35 MB
-# in each process.
+# Of the C library, which makes eight a core, and what one thread freed others cannot use: some
+# 20 MB in each process.
 _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
