@@ -8,7 +8,7 @@ from benchmarks.runs import Json
 
 def high_water_bytes(process_id: int) -> int:
     """The most bytes that a process had resident, mapped files too; 0 where it has ended."""
-    return _kilobytes(process_id, "status", "VmHWM") * 1024
+    return kilobytes(process_id, "status", "VmHWM") * 1024
 
 
 def memory_of(process_ids: Iterable[int]) -> Json:
@@ -19,19 +19,20 @@ def memory_of(process_ids: Iterable[int]) -> Json:
     """
     peak_kb = now_kb = 0
     for process_id in process_ids:
-        resident = _kilobytes(process_id, "smaps_rollup", "Rss")
-        fair_share = _kilobytes(process_id, "smaps_rollup", "Pss")
-        peak_kb += _kilobytes(process_id, "status", "VmHWM") - (resident - fair_share)
+        resident = kilobytes(process_id, "smaps_rollup", "Rss")
+        fair_share = kilobytes(process_id, "smaps_rollup", "Pss")
+        peak_kb += kilobytes(process_id, "status", "VmHWM") - (resident - fair_share)
         now_kb += fair_share
     return {"peak_bytes": peak_kb * 1024, "resident_bytes": now_kb * 1024}
 
 
 def shared_memory_bytes(process_ids: Iterable[int]) -> int:
     """Bytes of shared memory that processes have mapped, each counted once."""
-    return sum(_kilobytes(pid, "smaps_rollup", "Pss_Shmem") for pid in process_ids) * 1024
+    return sum(kilobytes(pid, "smaps_rollup", "Pss_Shmem") for pid in process_ids) * 1024
 
 
-def _kilobytes(process_id: int, file: str, key: str) -> int:
+def kilobytes(process_id: int, file: str, key: str) -> int:
+    """A number of /proc/PID/FILE; 0 where the process has ended."""
     try:
         text = Path(f"/proc/{process_id}/{file}").read_text()
     except OSError:

@@ -34,8 +34,8 @@ _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions 
 class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     """A function's code. Without an entry it becomes machine code when its address is wanted.
 
-    LLVM code takes thirty times the memory of machine code. What the disk cache has is read
-    without it, until somebody links it.
+    In memory LLVM code is ten to twenty times as large as machine code. What the disk cache has is
+    read without it, until somebody links it.
     """
 
     _is_called = False

@@ -41,6 +41,9 @@ _NEWEST_RAY = (2, 60)
 # Of the garbage collector, here and in workers: most objects of imports stay, and with Python's own
 # threshold of 700 it would run a thousand times in vain.
 _GC_THRESHOLD = 50_000
+# Of the C library, which makes eight a core, and what one thread freed others cannot use: some
+# 20 MB in each process.
+_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
@@ -78,7 +81,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(theirs.fileno())],
-                env=shown | environment_of_python(),
+                env=_ARENAS | shown | environment_of_python(),
                 cwd=os.sep,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

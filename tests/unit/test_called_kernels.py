@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_called_kernels_have_no_machine_code() -> None:
     assert whole.serialize_using_object_code()[1] == "whole"
 
 
-def variants(function) -> list[tuple[object, bool]]:
+def variants(function) -> list[tuple[Any, bool]]:
     """Libraries of what was compiled from float32, and whether it was for a caller."""
     found = function.variants.items()
     return [(each.library, key[1]) for key, each in found if str(key[0]) == "(float32,)"]

@@ -1,0 +1,230 @@
+"""What a system that waits for requests weighs: memory, processes, threads, processor.
+
+    python -m benchmarks.weight [MODEL] [--seconds 60] [--beside OTHER]
+
+Starts `hotcold serve` and a kept system (`hotcold generate --keep`) in turn, asks each for a few
+tokens, waits until it rests, and prints a row for each of its processes: the memory
+(proportional set size, so what processes share is counted once; and what each has alone), threads,
+and over so many seconds the share of one core and how often it woke. Then it asks once more: the
+time to the answer of a system that has rested. `--beside` measures another checkout in turn with
+this one. Run it once before, so that no kernel has to be compiled; compiling leaves memory behind.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import psutil
+
+from benchmarks.process_memory import kilobytes
+
+HERE = Path(__file__).resolve().parents[1]
+_ASK = ("--prompt", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
+_SETTLED_S = 12.0  # a system that is idle prepares for long prompts, and then rests
+_START_S = 300.0
+_KINDS = ("serve", "kept")
+_PRIVATE = ("Clean", "Dirty")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One process, or all of a system."""
+
+    name: str
+    pss_mb: float
+    alone_mb: float
+    threads: int
+    cpu_percent: float  # of one core
+    wakes_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pss_mb:8.1f} {self.alone_mb:8.1f} {self.threads:8} {self.cpu_percent:8.2f} "
+            f"{self.wakes_per_s:8.1f}  {self.name}"
+        )
+
+
+HEAD = "     PSS    alone  threads    CPU %  wakes/s  process (MB, of one core)"
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What one process has used so far."""
+
+    cpu_s: float
+    wakes: int
+
+
+class _User:
+    """Runs a checkout's commands, with a folder of its own for systems that stay."""
+
+    def __init__(self, checkout: Path, folder: Path) -> None:
+        self._checkout, self._folder = checkout, folder
+        changes = {"PYTHONPATH": str(checkout), "XDG_RUNTIME_DIR": str(folder)}
+        self._environment = os.environ | changes
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "hotcold.jobs.cli", *arguments]
+
+    def run(self, *arguments: str) -> str:
+        done = subprocess.run(
+            self.command(*arguments), cwd=self._checkout, env=self._environment,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def begin(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.command(*arguments), cwd=self._checkout, env=self._environment,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    @contextmanager
+    def serving(self, model: list[str]) -> Iterator[tuple[int, str]]:
+        """`hotcold serve`: its process and its address."""
+        with self.begin("serve", *model, "--port", "0", "--log", "none") as process:
+            try:
+                yield process.pid, _address(process)
+            finally:
+                process.terminate()
+
+    @contextmanager
+    def keeping(self, model: list[str]) -> Iterator[int]:
+        """A kept system's process."""
+        try:
+            self.run("generate", *model, *_ASK, "--keep", "1h")
+            (system,) = json.loads(self.run("ps", "--json").splitlines()[-1])["systems"]
+            yield int(system["pid"])
+        finally:
+            self.run("stop")
+
+
+def _address(process: "subprocess.Popen[str]") -> str:
+    """Wait for the line in which a server says where it is."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("hotcold serves "):
+            return line.split(" at ")[1].split(" ")[0]
+    raise click.ClickException("`hotcold serve` has ended")
+
+
+def _ask_server(address: str) -> None:
+    body = {"model": "any", "prompt": _ASK[1], "max_tokens": 8, "temperature": 0}
+    with urllib.request.urlopen(f"{address}/v1/models") as found:
+        body["model"] = json.load(found)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_START_S) as answer:
+        answer.read()
+
+
+def weigh(root: int, seconds: float) -> list[Weight]:
+    """Each process from `root` down, and all together, over `seconds`; ended ones are left out."""
+    parent = psutil.Process(root)
+    processes = [parent, *parent.children(recursive=True)]
+    before = {process.pid: _counts(process.pid) for process in processes}
+    began = time.perf_counter()
+    time.sleep(seconds)
+    passed = time.perf_counter() - began
+    found = [
+        Weight(
+            _name(process),
+            kilobytes(process.pid, "smaps_rollup", "Pss") * 1024 / 1e6,
+            sum(kilobytes(process.pid, "smaps_rollup", f"Private_{kind}") for kind in _PRIVATE)
+            * 1024
+            / 1e6,
+            process.num_threads(),
+            100 * (_counts(process.pid).cpu_s - before[process.pid].cpu_s) / passed,
+            (_counts(process.pid).wakes - before[process.pid].wakes) / passed,
+        )
+        for process in processes
+        if process.is_running()
+    ]
+    return [*found, _sum(found)]
+
+
+def _sum(found: list[Weight]) -> Weight:
+    return Weight(
+        f"all {len(found)} processes",
+        sum(each.pss_mb for each in found),
+        sum(each.alone_mb for each in found),
+        sum(each.threads for each in found),
+        sum(each.cpu_percent for each in found),
+        sum(each.wakes_per_s for each in found),
+    )
+
+
+def _counts(process_id: int) -> _Counts:
+    """Of all threads; a thread's time is in nanoseconds, a process's own in hundredths."""
+    cpu_ns = wakes = 0
+    for thread in Path(f"/proc/{process_id}/task").iterdir():
+        try:
+            cpu_ns += int((thread / "schedstat").read_text().split()[0])
+            status = (thread / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        wakes += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return _Counts(cpu_ns / 1e9, wakes)
+
+
+def _name(process: psutil.Process) -> str:
+    line = process.cmdline()
+    if line and line[0].startswith("ray::"):
+        return line[0].strip()
+    named = [part for part in line if part.startswith("hotcold.") or part.endswith(".py")]
+    return Path(named[0]).name if named else process.name()
+
+
+@click.command()
+@click.argument("model", nargs=-1)
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, show_default=True)
+@click.option("--kind", type=click.Choice(_KINDS), multiple=True, default=_KINDS)
+@click.option("--beside", type=click.Path(path_type=Path), help="Another checkout.")
+def main(
+    model: tuple[str, ...], seconds: float, kind: tuple[str, ...], beside: Path | None
+) -> None:
+    """Print what each process of each kind of system weighs."""
+    click.echo(f"{platform.machine()}, {os.cpu_count()} CPUs, {seconds:.0f} s of rest")
+    for one in kind:
+        for checkout in [beside, HERE] if beside else [HERE]:
+            with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
+                click.echo(f"\n{one}, {checkout}\n{HEAD}")
+                _measure(one, _User(checkout, Path(folder)), list(model), seconds)
+
+
+def _measure(kind: str, user: _User, model: list[str], seconds: float) -> None:
+    if kind == "serve":
+        with user.serving(model) as (process, address):
+            _ask_server(address)
+            time.sleep(_SETTLED_S)
+            _report(process, seconds)
+            began = time.perf_counter()
+            _ask_server(address)
+            click.echo(f"8 tokens after that: {1e3 * (time.perf_counter() - began):.0f} ms")
+    else:
+        with user.keeping(model) as process:
+            time.sleep(_SETTLED_S)
+            _report(process, seconds)
+            began = time.perf_counter()
+            user.run("generate", *model, *_ASK)
+            click.echo(f"the command after that: {time.perf_counter() - began:.2f} s")
+
+
+def _report(process: int, seconds: float) -> None:
+    for row in weigh(process, seconds):
+        click.echo(str(row))
+
+
+if __name__ == "__main__":
+    main()
