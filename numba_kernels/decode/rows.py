@@ -194,7 +194,7 @@ def _float_panels(weights, row, count, is_first, x, out, column):  # type: ignor
         at, to, t = row + first, column + first, 0
         if num_tokens < _TOKENS_AHEAD or (is_first and first == 0):
             t = _first_tokens(weights, at, x, out, to)
-        begin, turns = t, max(1, (num_tokens - t) // tokens)
+        turn, turns = 0, (num_tokens - t + tokens - 1) // tokens
         while t < num_tokens:
             if t + 1 == num_tokens:
                 for r in range(rows * tiles):
@@ -202,11 +202,12 @@ def _float_panels(weights, row, count, is_first, x, out, column):  # type: ignor
                 t += 1
             elif (num_tokens - t) % tokens:
                 t = min(t, num_tokens - 3)  # the last tokens with some of those before them
-                tile_panel3(weights, at, x, t, out, to)
+                tile_panel3(weights, at, x, t, out, to, turn, turns)
                 t += 3
             else:
-                tile_panel(weights, at, x, t, out, to, (t - begin) // tokens, turns)
+                tile_panel(weights, at, x, t, out, to, turn, turns)
                 t += tokens
+            turn += 1
 
 
 @njit(nogil=True, cache=True)

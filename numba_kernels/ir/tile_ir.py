@@ -153,25 +153,23 @@ def _emit_panel(
     panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
 
-@intrinsic
-def tile_panel(typingctx, weights, row, x, token, out, column, turn, turns):
+def _panel(tiles: Tiles) -> Callable[..., Any]:
     """`tile_wide` for all tiles of a block of float rows, by a `FloatPanel`.
 
     Without AVX-512 calls of `turns` turns, from 0 on, ask for the block behind this one meanwhile.
     """
 
-    def emit(given: Arguments) -> None:
-        shared = given.numbers(6, 7) if ASKS_AHEAD else ()
-        _emit_panel(given, FLOAT_TILES, partial(FloatPanel, turns=shared))
+    def tile_panel(typingctx, weights, row, x, token, out, column, turn, turns):  # type: ignore[no-untyped-def]
+        def emit(given: Arguments) -> None:
+            shared = given.numbers(6, 7) if ASKS_AHEAD else ()
+            _emit_panel(given, tiles, partial(FloatPanel, turns=shared))
 
-    return types.void(weights, _INDEX, x, _INDEX, out, *(_INDEX,) * 3), codegen_of(emit)
+        return types.void(weights, _INDEX, x, _INDEX, out, *(_INDEX,) * 3), codegen_of(emit)
+
+    return tile_panel
 
 
-@intrinsic
-def tile_panel3(typingctx, weights, row, x, token, out, column):
-    """`tile_panel` for three tokens, by FLOAT_THREES."""
-    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
-    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_THREES))
+tile_panel, tile_panel3 = (intrinsic(_panel(tiles)) for tiles in (FLOAT_TILES, FLOAT_THREES))
 
 
 def _stream(num_tokens: int) -> Callable[..., Any]:
