@@ -42,7 +42,7 @@ _PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
 _IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
 # So many tokens take long enough for a block of float rows to read the next one meanwhile.
-_TOKENS_AHEAD = 8 if ASKS_AHEAD else NEVER
+_TOKENS_AHEAD = 12 if ASKS_AHEAD else NEVER
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads during one memory latency
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -192,9 +192,11 @@ def _float_panels(weights, row, count, is_first, x, out, column):  # type: ignor
     rows, tokens, tiles = tile_shape(weights)
     for first in range(0, count, rows * tiles):
         at, to, t = row + first, column + first, 0
-        if num_tokens < _TOKENS_AHEAD or (is_first and first == 0):
+        asks = num_tokens >= _TOKENS_AHEAD
+        if not asks or (is_first and first == 0):
             t = _first_tokens(weights, at, x, out, to)
-        turn, turns = 0, (num_tokens - t + tokens - 1) // tokens
+        turns = (num_tokens - t + tokens - 1) // tokens if asks else NEVER
+        turn = 0 if asks else NEVER - 1
         while t < num_tokens:
             if t + 1 == num_tokens:
                 for r in range(rows * tiles):
@@ -207,7 +209,7 @@ def _float_panels(weights, row, count, is_first, x, out, column):  # type: ignor
             else:
                 tile_panel(weights, at, x, t, out, to, turn, turns)
                 t += tokens
-            turn += 1
+            turn = min(turn + 1, turns - 1)
 
 
 @njit(nogil=True, cache=True)

@@ -43,13 +43,13 @@ class Tiles:
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
     True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
-    False: (Tiles(2, 4, 6, 2), Tiles(1, 1, 48, NEVER)),
+    False: (Tiles(2, 4, 12, 2), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of quantized rows that take long to unpack, so that more tokens share it.
 UNPACKED_TILES = Tiles(4, 4, 6, 2) if has_feature("avx512f") else QUANTIZED_TILES
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
-FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else Tiles(3, 3, 4, 2)
+FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else Tiles(3, 3, 8, 2)
 # Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
 # which have two sums for each token, and of so many vectors how many pairs of blocks stay in the
 # first-level cache. Only where it has been measured.
@@ -157,6 +157,7 @@ def _panel(tiles: Tiles) -> Callable[..., Any]:
     """`tile_wide` for all tiles of a block of float rows, by a `FloatPanel`.
 
     Without AVX-512 calls of `turns` turns, from 0 on, ask for the block behind this one meanwhile.
+    The last one of NEVER turns asks for nothing.
     """
 
     def tile_panel(typingctx, weights, row, x, token, out, column, turn, turns):  # type: ignore[no-untyped-def]
