@@ -19,8 +19,9 @@ from hotcold.numba_kernels.formats import (
 )
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.tile_ir import (
-    FLOAT_THREES,
+    ASKS_AHEAD,
     HAS_STREAMS,
+    NEVER,
     UNPACKS,
     fewest_tokens,
     fit_first_level,
@@ -39,6 +40,8 @@ from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4
 
 _PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
+# So many tokens take long enough for a block of float rows to read the next one meanwhile.
+_TOKENS_AHEAD = 12 if ASKS_AHEAD else NEVER
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads during one memory latency
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -100,26 +103,27 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
             out[t, column + row] = dot_row(weights, row, x, t)
 
 
-def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+def _tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; for compiled code.
 
     `count` rows are whole blocks of tiles, tokens at least `fewest_tokens`. The first tokens bring
-    the rows into the cache, or a read without products does. No checks.
+    the rows into the cache, or a read without products does, or the block before, which there is
+    unless `is_first`. No checks.
     """
     raise NotImplementedError("_tiles() is for compiled code")
 
 
 @overload(_tiles)
-def _overload_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+def _overload_tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     row_format = format_of(weights.dtype)
     if row_format and UNPACKS:
         return _unpacked_tiles
     if row_format:
         return _quantized_tiles(row_format.bits == 8 or is_slow_to_unpack(row_format))
-    return _float_panels if FLOAT_THREES else _float_pairs
+    return _float_panels
 
 
-def _unpacked_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+def _unpacked_tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     rows, _, _ = tile_shape(weights)
     for first in range(0, count, rows):
         tile_tokens(weights, row + first, x, out, column + first)
@@ -131,7 +135,7 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
     Rows of bytes, and those slow to unpack, are read slightly faster without products.
     """
 
-    def tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+    def tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
         num_tokens = out.shape[0]
         rows, tokens, _ = tile_shape(weights)
         begin = 0 if reads_first and num_tokens % tokens == 0 else 1
@@ -155,22 +159,19 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
 def _first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     """`_tiles` of a block for the first tokens, which read it from memory; returns their number.
 
-    0 where the block is read without products. For compiled code.
+    For compiled code.
     """
     raise NotImplementedError("_first_tokens() is for compiled code")
 
 
 @overload(_first_tokens)
 def _overload_first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    if HAS_STREAMS and weights.dtype != types.float32:  # four bytes are read faster by one token
-        return _first_four
-    return _first_alone if FLOAT_THREES else _first_odd
+    # Four bytes are read faster by one token.
+    return _first_four if HAS_STREAMS and weights.dtype != types.float32 else _first_alone
 
 
 def _first_four(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    _, tokens, _ = tile_shape(weights)
-    most = 3 if tokens == 2 and out.shape[0] % 2 else 4  # then tiles of two take the others
-    num_tokens = min(out.shape[0], most)
+    num_tokens = min(out.shape[0], 4)
     if num_tokens == 2:
         tile_stream2(weights, row, x, 0, out, column)
     elif num_tokens == 3:
@@ -187,22 +188,16 @@ def _first_alone(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     return 1
 
 
-def _first_odd(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    rows, _, tiles = tile_shape(weights)
-    if out.shape[0] % 2 == 0:  # a token takes longer than reading without AVX-512
-        read_rows(weights, row, rows * tiles)
-        return 0
-    for r in range(rows * tiles):
-        out[0, column + r] = dot_row(weights, row + r, x, 0)
-    return 1
-
-
-def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+def _float_panels(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
     rows, tokens, tiles = tile_shape(weights)
     for first in range(0, count, rows * tiles):
-        at, to = row + first, column + first
-        t = _first_tokens(weights, at, x, out, to)
+        at, to, t = row + first, column + first, 0
+        asks = num_tokens >= _TOKENS_AHEAD
+        if not asks or (is_first and first == 0):
+            t = _first_tokens(weights, at, x, out, to)
+        turns = (num_tokens - t + tokens - 1) // tokens if asks else NEVER
+        turn = 0 if asks else NEVER - 1
         while t < num_tokens:
             if t + 1 == num_tokens:
                 for r in range(rows * tiles):
@@ -210,25 +205,12 @@ def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyp
                 t += 1
             elif (num_tokens - t) % tokens:
                 t = min(t, num_tokens - 3)  # the last tokens with some of those before them
-                tile_panel3(weights, at, x, t, out, to)
+                tile_panel3(weights, at, x, t, out, to, turn, turns)
                 t += 3
             else:
-                tile_panel(weights, at, x, t, out, to)
+                tile_panel(weights, at, x, t, out, to, turn, turns)
                 t += tokens
-
-
-def _float_pairs(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
-    num_tokens = out.shape[0]
-    rows, tokens, tiles = tile_shape(weights)
-    for first in range(0, count, rows * tiles):
-        at, to = row + first, column + first
-        t = _first_tokens(weights, at, x, out, to)
-        while t + tokens <= num_tokens:
-            tile_panel(weights, at, x, t, out, to)
-            t += tokens
-        if t < num_tokens:
-            for r in range(rows * tiles):
-                out[t, to + r] = dot_row(weights, at + r, x, t)
+            turn = min(turn + 1, turns - 1)
 
 
 @njit(nogil=True, cache=True)
@@ -263,7 +245,7 @@ def block_products(weights, x, out, first, last, column):
         unit = rows * tiles
         while row + unit <= last:
             count = min(size, (last - row) // unit * unit)
-            _tiles(weights, row, count, x, out, column + row)
+            _tiles(weights, row, count, row == first, x, out, column + row)
             row += count
     while row < last:
         end = min(row + size, last)

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vec import (
     F32,
     HALF,
@@ -31,7 +31,11 @@ from hotcold.numba_kernels.ir.vec import (
 )
 
 BLOCK = 8 * LANES  # weights that go to one of two sums
-_BLOCKS_A_PART = 8  # of a panel: four vectors' parts take 16 KiB
+# Of a panel: lanes of a register, of a sum's LANES; blocks whose vectors stay in the first-level
+# cache; how often a loop goes through a block. Eight lanes are half of each line that is read.
+_REGISTER, _BLOCKS_A_PART, _STEPS_A_BLOCK = (
+    (LANES, 8, 1) if has_feature("avx512f") else (LANES // 2, 4, 4)
+)
 _MAX_CHAINS = 4  # rows times vectors whose two sums are kept side by side
 _LINES_A_STEP = 8  # of reading through
 _FLOATS = ir.VectorType(F32, LANES)
@@ -185,13 +189,24 @@ class FloatPanel:
     A panel of rows is first read through, in one stream, which the hardware prefetches best;
     prefetch instructions between the multiplications reach half of that, as a core has few in
     flight. Then the panel is multiplied from the second-level cache part by part, so that the
-    vectors' part stays in the first-level cache. Sums wait in memory between parts.
+    vectors' part stays in the first-level cache. Sums wait in memory between parts. Of registers
+    of fewer lanes than a sum's a tile takes one of each sum at a time: more rows and tokens fit.
     """
 
     def __init__(
-        self, dtype: Any, row: Callable[[Vec], Ptr], xs: list[Ptr], num_rows: int, num_tiles: int
+        self,
+        dtype: Any,
+        row: Callable[[Vec], Ptr],
+        xs: list[Ptr],
+        num_rows: int,
+        num_tiles: int,
+        turns: Sequence[Vec] = (),
     ) -> None:
-        """`row` gives the address of the panel's row of a number; a tile has `num_rows`."""
+        """`row` gives the address of the panel's row of a number; a tile has `num_rows`.
+
+        turns: if any, (turn, number of turns) of calls that share asking for the next panel
+        """
+        self._turns = turns
         self._dtype = dtype
         self._row = row
         self._xs = xs
@@ -219,19 +234,46 @@ class FloatPanel:
     def _emit_part(self, parity: int, first: Vec, end: Vec) -> None:
         """Blocks first..end-1 of one parity, for all tiles."""
 
-        def tile(index: Vec) -> None:
-            sums, products = self._load(parity, index, first.equals(0)), self._products(index)
+        size = BLOCK // _STEPS_A_BLOCK
 
-            def one_block(number: Vec) -> None:
-                column = number * (2 * BLOCK)
-                for offset in range(parity * BLOCK, (parity + 1) * BLOCK, LANES):
-                    products.add(column + offset, LANES, sums)
+        def some_lanes(index: Vec, lane: int) -> None:
+            sums = self._load(parity, index, first.equals(0), lane, _REGISTER)
+            products = self._products(index)
 
-            for_range(first, end, 1, one_block)
+            def step(number: Vec) -> None:
+                block = number // _STEPS_A_BLOCK
+                column = block * (2 * BLOCK) + (number - block * _STEPS_A_BLOCK) * size + lane
+                for offset in range(0, size, LANES):
+                    products.add(column + (parity * BLOCK + offset), _REGISTER, sums)
+
+            for_range(first * _STEPS_A_BLOCK, end * _STEPS_A_BLOCK, 1, step)
             for number, total in enumerate(sums):
-                self._place(parity, index, number).store(total.get(), align=4 * LANES)
+                self._place(parity, index, number, lane).store(total.get(), align=4 * _REGISTER)
+
+        def tile(index: Vec) -> None:
+            if self._turns:
+                self._ask_ahead(index, parity, first, end)
+            for lane in range(0, LANES, _REGISTER):
+                some_lanes(index, lane)
 
         for_range(0, self._num_tiles, 1, tile)
+
+    def _ask_ahead(self, tile: Vec, parity: int, first: Vec, end: Vec) -> None:
+        """Prefetch a tile's part of the next panel: each turn its lines, one of every `turns`."""
+        turn, num_turns = self._turns
+        item = item_bytes(self._dtype)
+        lines = BLOCK * item // LINE_BYTES
+        number = (tile + self._num_tiles) * self._num_rows
+        rows = [self._row(number + r) + parity * BLOCK * item for r in range(self._num_rows)]
+
+        def line(number: Vec) -> None:
+            index = number * num_turns + turn
+            block = index // lines
+            place = (first + block) * (2 * BLOCK * item) + (index - block * lines) * LINE_BYTES
+            for row in rows:
+                (row + place).prefetch(2)
+
+        for_range(0, ((end - first) * lines + num_turns - turn + -1) // num_turns, 1, line)
 
     def _end(
         self, tile: Vec, num_even: Vec, length: Vec, store: Callable[[Vec, int, Vec], None]
@@ -251,15 +293,17 @@ class FloatPanel:
         rows = [self._row(tile * self._num_rows + r) for r in range(self._num_rows)]
         return FloatDots(self._dtype, rows, self._xs)
 
-    def _place(self, parity: int, tile: Vec, number: int) -> Ptr:
+    def _place(self, parity: int, tile: Vec, number: int, lane: int = 0) -> Ptr:
         index = tile * (2 * self._num_sums) + (parity * self._num_sums + number)
-        return self._waiting + index * (4 * LANES)
+        return self._waiting + index * (4 * LANES) + 4 * lane
 
-    def _load(self, parity: int, tile: Vec, fresh: Vec) -> list[Var]:
-        """The sums that wait, or zeros where `fresh`."""
-        zeros = Vec.full(self._builder, 0, F32, LANES)
-        places = [self._place(parity, tile, number) for number in range(self._num_sums)]
-        return [Var(fresh.where(zeros, at.load(F32, LANES, align=4 * LANES))) for at in places]
+    def _load(
+        self, parity: int, tile: Vec, fresh: Vec, lane: int = 0, lanes: int = LANES
+    ) -> list[Var]:
+        """Lanes of the sums that wait, or zeros where `fresh`."""
+        zeros = Vec.full(self._builder, 0, F32, lanes)
+        places = [self._place(parity, tile, number, lane) for number in range(self._num_sums)]
+        return [Var(fresh.where(zeros, at.load(F32, lanes, align=4 * lanes))) for at in places]
 
 
 class FloatStream(FloatPanel):

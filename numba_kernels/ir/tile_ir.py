@@ -47,19 +47,21 @@ UNPACKS = not has_feature("avx512f")
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
     True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
-    False: (Tiles(3, 2, 8, 2), Tiles(6 if vnni_lanes() else 4, 2, 1, 4)),
+    False: (Tiles(2, 4, 12, 2), Tiles(6 if vnni_lanes() else 4, 2, 1, 4)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of quantized rows that take long to unpack, so that more tokens share it.
 UNPACKED_TILES = QUANTIZED_TILES if UNPACKS else Tiles(4, 4, 6, 2)
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
-FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
+FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else Tiles(3, 3, 8, 2)
 # Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
 # which have two sums for each token, and of so many vectors how many pairs of blocks stay in the
 # first-level cache. Only where it has been measured.
 _STREAM_ROWS = 2 if has_feature("avx512f") else 1
 _STREAM_PAIRS = {2: 8, 3: 6, 4: 4}
 HAS_STREAMS = has_feature("avx2")
+# Whether tiles ask for the next block: then only a first one, or few tokens, are a stream.
+ASKS_AHEAD = not has_feature("avx512f")
 
 _BIT = ir.IntType(1)
 _INDEX = types.int64
@@ -182,20 +184,24 @@ def _emit_panel(
     panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
 
-@intrinsic
-def tile_panel(typingctx, weights, row, x, token, out, column):
-    """`tile_wide` for all tiles of a block of float rows, by a `FloatPanel`."""
-    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
-    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_TILES))
+def _panel(tiles: Tiles) -> Callable[..., Any]:
+    """`tile_wide` for all tiles of a block of float rows, by a `FloatPanel`.
+
+    Without AVX-512 calls of `turns` turns, from 0 on, ask for the block behind this one meanwhile.
+    The last one of NEVER turns asks for nothing.
+    """
+
+    def tile_panel(typingctx, weights, row, x, token, out, column, turn, turns):  # type: ignore[no-untyped-def]
+        def emit(given: Arguments) -> None:
+            shared = given.numbers(6, 7) if ASKS_AHEAD else ()
+            _emit_panel(given, tiles, partial(FloatPanel, turns=shared))
+
+        return types.void(weights, _INDEX, x, _INDEX, out, *(_INDEX,) * 3), codegen_of(emit)
+
+    return tile_panel
 
 
-@intrinsic
-def tile_panel3(typingctx, weights, row, x, token, out, column):
-    """`tile_panel` for three tokens, where there are FLOAT_THREES."""
-    threes = FLOAT_THREES
-    assert threes
-    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
-    return signature, codegen_of(lambda given: _emit_panel(given, threes))
+tile_panel, tile_panel3 = (intrinsic(_panel(tiles)) for tiles in (FLOAT_TILES, FLOAT_THREES))
 
 
 def _stream(num_tokens: int) -> Callable[..., Any]:
