@@ -18,6 +18,7 @@ from hotcold.numba_kernels.decode.rows import rows_kernel
 from hotcold.numba_kernels.decode.selection import NO_MASKS, NO_WEIGHTS, Selection
 from hotcold.numba_kernels.decode.vectors import NO_BIAS, quantize_activations
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
+from hotcold.numba_kernels.ir.peak_ir import multiply_often
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 from hotcold.numba_kernels.serve.doorbell import atomic_add, barrier, now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -76,6 +77,13 @@ def dense_part(weights, x, scratch, thread, out, first, last):
     """`rows_kernel` of x, quantized first for quantized weights."""
     vectors = quantize_activations(weights, x, scratch, thread)
     rows_kernel(weights, NO_BIAS, vectors, out, first, last)
+
+
+@njit(nogil=True, cache=True)
+def peak_part(weights, data, rounds, out):
+    """How many products `multiply_often` makes in so many rounds; out (1,) float32: their sum."""
+    out[0], count = multiply_often(weights, data, rounds)
+    return count
 
 
 @njit(nogil=True, cache=True)

@@ -17,12 +17,20 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn.in_memory import new_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, starts_of
 from hotcold.numba_kernels.formats import FORMATS, ROW_FORMATS, row_items
-from hotcold.numba_kernels.measure import dense_part, read_listed, read_row, sparse_part
+from hotcold.numba_kernels.ir.peak_ir import PEAK_BYTES
+from hotcold.numba_kernels.measure import (
+    dense_part,
+    peak_part,
+    read_listed,
+    read_row,
+    sparse_part,
+)
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 DTYPES: dict[str, np.dtype] = {kind.short: dtype for dtype, kind in FORMATS.items()}
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01
+_PEAK_ROUNDS, _PEAK_REPEATS = 1_000_000, 7
 _ROW_BYTE = 0x11  # of quantized rows: all values and scales are small and positive
 
 Work = Callable[[], tuple[float, int]]
@@ -126,6 +134,25 @@ class KernelBench:
         )
         return seconds, self.gate.nbytes
 
+    def peak(self) -> float:
+        """Products a second that the threads' cores make of such rows at most; the best of some."""
+        data = np.full(PEAK_BYTES, 1, np.uint8)
+        sums = np.zeros((self.num_threads, 1), np.float32)
+        rates, count = [], 0
+
+        def multiply(thread: int) -> None:
+            nonlocal count
+            count = peak_part(self.gate, data, _PEAK_ROUNDS, sums[thread])
+
+        for _ in range(_PEAK_REPEATS):
+            seconds = self._parallel(multiply)
+            rates.append(count * self.num_threads / seconds)
+        return max(rates)
+
+    def products_a_byte(self) -> float:
+        """Products that a byte of the dense rows takes."""
+        return self.gate.shape[0] * self.x.shape[1] * self.num_tokens / self.gate.nbytes
+
     def read_listed(self) -> tuple[float, int]:
         """Sum the rows that `sparse` reads, in its order."""
         ids = self._fresh_ids()
@@ -159,7 +186,8 @@ def _words(matrix: np.ndarray) -> np.ndarray:
 class Comparison:
     """A kernel's rate, and as a share of plain reads before and after; medians of all rounds.
 
-    of_first: its rate as a share of the first kernel's in the same round
+    of_first: its rate as a share of the first kernel's in the same round; share_of_peak: of the
+    products that the CPU makes at most, of dense rows
     """
 
     gb_per_s: float
@@ -168,6 +196,7 @@ class Comparison:
     share_min: float
     share_max: float
     of_first: float
+    share_of_peak: float | None = None
 
 
 def compare(works: Sequence[tuple[Work, Work]], repeat: int) -> list[Comparison]:

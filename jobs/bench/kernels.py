@@ -1,11 +1,13 @@
 """`hotcold bench kernels`: rows times a vector, and the sparse FFN, beside plain reads.
 
-A plain read sums the same bytes as 64-bit words, in the same order, row by row with the rows to
-come prefetched as the kernels do it. Several widths are measured in turn, over the same memory.
-Lines at the end say which of them is slowest beside the first.
+Dense rows also have their share of what the CPU's instructions make of registers and the
+first-level cache, which limits batches. A plain read sums the same bytes as 64-bit words, in the
+same order, row by row with the rows to come prefetched as the kernels do it. Several widths are
+measured in turn, over the same memory. Lines at the end say which of them is slowest beside the
+first.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -96,7 +98,7 @@ def kernels(
             some = densities if is_summed(DTYPES[dtype]) else ()
             found = _compare_all(benches, batches, some, repeat)
         report["kernels"][dtype] = {
-            width: {name: asdict(results[i]) for name, results in found.items()}
+            width: {name: _numbers(results[i]) for name, results in found.items()}
             for i, width in enumerate(own)
         }
         for name, results in found.items():
@@ -111,6 +113,11 @@ def kernels(
         first = next(iter(report["kernels"].values()))[widths[0]]
         dense = next(iter(first.values()))
         print_json({name: dense[name] for name in ("gb_per_s", "read_gb_per_s")} | report)
+
+
+def _numbers(result: Comparison) -> dict[str, float]:
+    """What was measured."""
+    return {name: number for name, number in asdict(result).items() if number is not None}
 
 
 def _with_width(dtypes: tuple[str, ...], first: int) -> list[str]:
@@ -128,13 +135,16 @@ def _compare_all(
     repeat: int,
 ) -> dict[str, list[Comparison]]:
     """For each kernel, what was found of each bench; the benches take turns."""
-    found = {}
+    found, peaks = {}, [bench.peak() for bench in benches]
     for tokens in batches:
         name = "rows x vector" if tokens == 1 else f"rows x {tokens} vectors"
         for bench in benches:
             bench.num_tokens = tokens
         works = [(bench.dense, bench.read_in_order) for bench in benches]
-        found[name] = compare(works, repeat)
+        found[name] = [
+            replace(result, share_of_peak=result.gb_per_s * 1e9 * bench.products_a_byte() / peak)
+            for bench, peak, result in zip(benches, peaks, compare(works, repeat), strict=True)
+        ]
     for density in densities:
         for bench in benches:
             bench.density = density
@@ -145,6 +155,7 @@ def _compare_all(
 
 def _print(dtype: str, name: str, width: int, result: Comparison, several: bool) -> None:
     share = f"{result.share_of_read:.2f} ({result.share_min:.2f} to {result.share_max:.2f})"
-    line = f"{dtype:>4} {name:18} {width:6} {result.gb_per_s:6.1f}  {share} of"
+    line = f"{dtype:>5} {name:18} {width:6} {result.gb_per_s:6.1f}  {share} of"
     of_first = f"; {result.of_first:.2f} of the first width" if several else ""
-    click.echo(f"{line} {result.read_gb_per_s:.1f}{of_first}")
+    peak = f"; {result.share_of_peak:.2f} of the peak" if result.share_of_peak else ""
+    click.echo(f"{line} {result.read_gb_per_s:.1f}{peak}{of_first}")

@@ -183,6 +183,8 @@ def test_bench_kernels(command: Command, dtype: str) -> None:
             "rows x vector", "rows x 5 vectors", "sparse FFN at 10%", "sparse FFN at 5%"
         ]  # fmt: skip
         assert all(number > 0 for part in parts.values() for number in part.values())
+        dense = [part for name, part in parts.items() if name.startswith("rows")]
+        assert all(part["share_of_peak"] < 1 for part in dense)
     assert all(part["of_first"] == 1 for part in found["64"].values())
     assert len(lines) == 1 + 4 * 2 + 4
     slowest = found["96"]["rows x 5 vectors"]["of_first"]
