@@ -24,6 +24,8 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     scale_some_kernel,
 )
 from hotcold.numba_kernels.decode.candidates import (
+    FIRST,
+    LAST,
     NUM_SPAN_NUMBERS,
     TOKENS,
     own_part,
@@ -40,7 +42,11 @@ from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
-from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
+from hotcold.numba_kernels.serve.work_stealing import (
+    new_block_counters,
+    next_block,
+    stream_rows,
+)
 
 # kinds of work that threads share in a request; down rows only where they are transposed
 GATES, UPS, DOWN = range(3)
@@ -184,7 +190,10 @@ def take_products(
     products, activates_one = by_neuron(values, num_tokens), False
     size, masks = block_size(weights, num_tokens), selection.token_masks
     if num_tokens == 1:
-        size, activates_one = block_rows(weights), activates
+        num_rows = 0
+        for span in spans:
+            num_rows += span[LAST] - span[FIRST]
+        size, activates_one = stream_rows(weights, num_rows // num_threads), activates
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
