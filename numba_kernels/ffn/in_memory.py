@@ -24,8 +24,6 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     scale_some_kernel,
 )
 from hotcold.numba_kernels.decode.candidates import (
-    FIRST,
-    LAST,
     NUM_SPAN_NUMBERS,
     TOKENS,
     own_part,
@@ -42,11 +40,7 @@ from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
-from hotcold.numba_kernels.serve.work_stealing import (
-    new_block_counters,
-    next_block,
-    stream_rows,
-)
+from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 # kinds of work that threads share in a request; down rows only where they are transposed
 GATES, UPS, DOWN = range(3)
@@ -190,10 +184,7 @@ def take_products(
     products, activates_one = by_neuron(values, num_tokens), False
     size, masks = block_size(weights, num_tokens), selection.token_masks
     if num_tokens == 1:
-        num_rows = 0
-        for span in spans:
-            num_rows += span[LAST] - span[FIRST]
-        size, activates_one = stream_rows(weights, num_rows // num_threads), activates
+        size, activates_one = block_rows(weights), activates
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span

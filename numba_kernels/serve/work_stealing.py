@@ -14,7 +14,6 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
 _UNIT = 48  # rows; whole tiles of every format
-_BLOCKS_A_PART = 4  # at least, of one token: a slow core holds up the others by so much of its part
 
 
 @njit(nogil=True, cache=True)
@@ -41,16 +40,6 @@ def block_rows(weights):
 
 
 @njit(nogil=True, cache=True)
-def stream_rows(weights, num_rows):
-    """`block_rows` of one token, for a thread's part of `num_rows`.
-
-    Blocks of a part follow each other, so small ones are no more streams than large ones.
-    """
-    units = max(1, num_rows // (_BLOCKS_A_PART * _UNIT))
-    return min(block_rows(weights), units * _UNIT)
-
-
-@njit(nogil=True, cache=True)
 def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out, column):
     """out[t, n] = weights[n - column] . x[t] + bias[n] + addend[t, n], of the rows it takes.
 
@@ -58,8 +47,6 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
     `quantize_activations` of T tokens. Checks nothing.
     """
     size = block_rows(weights)
-    if out.shape[0] == 1:
-        size = stream_rows(weights, weights.shape[0] // num_threads)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         first, last = split_range(weights.shape[0], part, num_threads, 4)
