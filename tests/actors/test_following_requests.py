@@ -79,7 +79,7 @@ class Watch:
     def check(self, services: Sequence[int], num_polls: int) -> None:
         self.asked.append(list(services))
         assert num_polls < 600, "nobody answers"
-        if self.lost in services:
+        if self.lost is not None and self.lost in services:
             raise ServiceLost(self.lost, "it died")
 
     def explain(self, service: int) -> str:
