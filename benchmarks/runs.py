@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -14,9 +14,12 @@ import click
 
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.placement.machine.sysfs import read_cpu
 
 Json = dict[str, Any]
+
+_FORCED = ("avx2", "avxvnni", "avx512f", "avx512vnni", "avx512bf16")  # LLVM's names
 
 
 def hotcold(*arguments: str) -> Json:
@@ -35,13 +38,34 @@ def hotcold(*arguments: str) -> Json:
 
 def where_and_when(model: Path, threads: int) -> Json:
     """What every report says first: machine, date, shape, batch."""
-    config = read_config(model)
+    config, cpu = read_config(model), read_cpu()
+    forced = forced_target(cpu.features)
+    name = f"{cpu.name} {forced}" if forced else cpu.name
     return {
-        "machine": f"{read_cpu().name}, {threads} threads, Linux {platform.machine()}",
+        "machine": f"{name}, {threads} threads, Linux {platform.machine()}",
         "date": date.today().isoformat(),
         "shape": shape_text(config),
         "batch": 1,
     }
+
+
+def forced_target(
+    features: Sequence[str], is_compiled_for: Callable[[str], bool] = has_feature
+) -> str:
+    """ "as AVX2" and the like where kernels leave out what this CPU has; else "".
+
+    `features` of /proc/cpuinfo; `is_compiled_for` knows LLVM's names. Such a CPU has more memory
+    bandwidth, caches and ports than one without them, so its figures are not those of a real one.
+    """
+    own = {name.replace("_", "") for name in features}
+    left_out = [name for name in _FORCED if name in own and not is_compiled_for(name)]
+    if not left_out:
+        return ""
+    for name, spelled in (("avx512vnni", "AVX-512 VNNI"), ("avx512f", "AVX-512"),
+                          ("avxvnni", "AVX-VNNI"), ("avx2", "AVX2")):  # fmt: skip
+        if is_compiled_for(name):
+            return f"as {spelled}"
+    return "as plain vectors"
 
 
 def shape_text(config: ModelConfig) -> str:

@@ -108,9 +108,8 @@ def performance_cores(cores: Sequence[int], root: Path = Path("/")) -> tuple[int
     folder = root / "sys/devices"
     fast = set(parse_core_list(_read(folder / "cpu_core/cpus")))  # of Intel's hybrid processors
     if not fast & set(cores):
-        speeds = {core: _read(folder / f"system/cpu/cpu{core}/cpu_capacity") for core in cores}
-        known = {core: int(text) for core, text in speeds.items() if text.strip().isdecimal()}
-        fast = {core for core in cores if known.get(core, 0) >= _FAST * max([0, *known.values()])}
+        speeds = _core_speeds(cores, folder / "system/cpu")
+        fast = {core for core in cores if speeds.get(core, 0) >= _FAST * max([0, *speeds.values()])}
     seen: set[int] = set()
     found = []
     for core in sorted(fast & set(cores)):
@@ -119,6 +118,19 @@ def performance_cores(cores: Sequence[int], root: Path = Path("/")) -> tuple[int
             topology = folder / f"system/cpu/cpu{core}/topology"
             seen.update(parse_core_list(_read(topology / "thread_siblings_list")))
     return tuple(found)
+
+
+def _core_speeds(cores: Sequence[int], folder: Path) -> dict[int, int]:
+    """How fast `cores` are beside each other; a core of which nothing is said is left out.
+
+    By their capacity, or else the highest clock: some kernels name no kinds of cores.
+    """
+    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        texts = {core: _read(folder / f"cpu{core}" / name).strip() for core in cores}
+        known = {core: int(text) for core, text in texts.items() if text.isdecimal()}
+        if known:
+            return known
+    return {}
 
 
 def _read_node(folder: Path) -> NumaNode:

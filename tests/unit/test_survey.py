@@ -216,6 +216,10 @@ def test_no_thread_on_a_slower_kind_of_core(tmp_path: Path) -> None:
         write(arm / f"sys/devices/system/cpu/cpu{core}/cpu_capacity", f"{capacity}\n")
     assert performance_cores(range(5), arm) == (2, 3, 4)
     assert performance_cores((0, 1), arm) == (0, 1)
+    clocks = tmp_path / "clocks"  # in kHz; favoured cores are a little faster than the others
+    for core, clock in enumerate((5_100_000, 5_000_000, 3_000_000, 3_000_000)):
+        write(clocks / f"sys/devices/system/cpu/cpu{core}/cpufreq/cpuinfo_max_freq", f"{clock}\n")
+    assert performance_cores(range(4), clocks) == (0, 1)
 
 
 def test_memory_that_a_cpuset_does_not_allow(big_machine: Path) -> None:

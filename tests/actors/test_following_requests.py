@@ -1,0 +1,123 @@
+"""Requests that follow another service's: that one rings them, or the driver where it is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import ServiceLost
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
+    ATTENTION,
+    DONE,
+    FFN,
+    HEAD,
+    NO_COUNTERS,
+    OPERATION,
+    REQUEST,
+    THEN,
+    SharedBuffers,
+    cell,
+    finish_request,
+    next_request,
+)
+
+ATTENTION_SERVICE, FIRST, SECOND = 1, 0, 2
+ALL = [FIRST, SECOND, ATTENTION_SERVICE]
+
+
+def new_buffers(operation: int) -> SharedBuffers:
+    layout = ArenaLayout(3, 1, 16, 30, 4, 1, 1, 1)
+    buffers = layout.buffers(layout.new_arena())
+    buffers.requests[:, OPERATION] = FFN
+    buffers.requests[ATTENTION_SERVICE, OPERATION] = operation
+    buffers.requests[ATTENTION_SERVICE, THEN] = 1 << FIRST | 1 << SECOND
+    return buffers
+
+
+def word(buffers: SharedBuffers, service: int, kind: int) -> int:
+    return int(buffers.cells[cell(service, kind) * INTS_A_CELL])
+
+
+@contextmanager
+def serving_once(
+    buffers: SharedBuffers, services: Sequence[int], look: Callable[[int, int], None]
+) -> Iterator[None]:
+    """Each service answers one request, after `look(service, number)`."""
+
+    def serve(service: int) -> None:
+        number = next_request(buffers.cells, service, np.int32(0))
+        look(service, int(number))
+        finish_request(
+            buffers.cells, buffers.requests, buffers.replies, NO_COUNTERS, service,
+            np.int32(number), 1, 0,
+        )  # fmt: skip
+
+    running = [threading.Thread(target=serve, args=(s,), daemon=True) for s in services]
+    for thread in running:
+        thread.start()
+    yield
+    for thread in running:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in running)
+
+
+@dataclass
+class Watch:
+    """Says that `lost` is lost, once."""
+
+    lost: int | None = None
+    asked: list[list[int]] = field(default_factory=list)
+
+    def check(self, services: Sequence[int], num_polls: int) -> None:
+        self.asked.append(list(services))
+        assert num_polls < 600, "nobody answers"
+        if self.lost is not None and self.lost in services:
+            raise ServiceLost(self.lost, "it died")
+
+    def explain(self, service: int) -> str:
+        return "unknown"
+
+
+def test_a_service_rings_those_that_follow_when_it_is_done() -> None:
+    buffers, seen = new_buffers(ATTENTION), {}
+
+    def look(service: int, number: int) -> None:
+        if service == ATTENTION_SERVICE:
+            seen[service] = [word(buffers, s, REQUEST) for s in (FIRST, SECOND)]
+        else:
+            seen[service] = [word(buffers, ATTENTION_SERVICE, DONE)]
+
+    with serving_once(buffers, ALL, look):
+        ArenaExchange(buffers, Watch(), 7).request(ALL)
+    assert seen == {ATTENTION_SERVICE: [0, 0], FIRST: [7], SECOND: [7]}
+    assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 7]
+
+
+def test_other_operations_are_followed_by_nothing() -> None:
+    """The word is left from the layer before; what is sent together is rung at once."""
+    buffers, seen = new_buffers(HEAD), []
+    with serving_once(buffers, [ATTENTION_SERVICE], lambda service, number: seen.append(number)):
+        ArenaExchange(buffers, Watch(), 7).request([ATTENTION_SERVICE])
+    assert seen == [7]
+    assert [word(buffers, service, REQUEST) for service in (FIRST, SECOND)] == [0, 0]
+
+
+def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
+    """Else they would wait for ever, and those that were not rung would miss a number."""
+    buffers, seen, watch = new_buffers(ATTENTION), [], Watch(lost=ATTENTION_SERVICE)
+    with (
+        serving_once(buffers, [FIRST, SECOND], lambda service, number: seen.append(number)),
+        pytest.raises(ServiceLost) as caught,
+    ):
+        ArenaExchange(buffers, watch, 7).request(ALL)
+    assert caught.value.service == ATTENTION_SERVICE
+    assert seen == [7, 7] and watch.asked[0] == ALL
+    assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 0]
