@@ -398,6 +398,7 @@ class DriverLoad:
     experts: ExpertCounts | None = None  # of a mixture, since the system began, if asked for
 
 
+COMPILING = "compiling kernels"  # so begins a stage of kernels that were not in the cache
 # Stages that count bytes: of weights, and of files that other hosts lack.
 LOADING_WEIGHTS = "loading weights"
 WRITING_NEURONS = "writing neurons to a file, once"
