@@ -86,6 +86,11 @@ COMMANDS = {
         "hotcold.jobs.commands.doctor:doctor",
         "Say what this machine has, what fits, what is wrong.",
     ),
+    "compile": LazyCommand(
+        "hotcold.jobs.commands.compile:compile_kernels",
+        "Compile a model's kernels ahead of its first start.",
+        starts_system=True,
+    ),
     "make-model": LazyCommand(
         "hotcold.jobs.commands.make_model:make_model",
         "Write a checkpoint of random weights of a given shape.",

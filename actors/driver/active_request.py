@@ -56,6 +56,10 @@ class Generator:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
         with suppress(NotFiniteError):  # requests will raise it
             self.engine.step([0], [0], [0])
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile what chooses tokens; nothing is asked of services."""
         logits = np.zeros(self.config.vocab_size, np.float32)
         for top_k in (0, 1, 2):
             sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)

@@ -32,7 +32,8 @@ from hotcold.actors.driver.streams import (
     RequestEvent,
     Stream,
 )
-from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import (
     CacheLost,
     NotFiniteError,
@@ -480,6 +481,34 @@ def _read_predictors(system: SystemConfig, file: str, config: ModelConfig) -> Pr
     """Predictors of the system's model. Errors: ArtifactError."""
     identity, keeps_pages = ModelIdentity.of(system.model_path), system.storage is None
     return read_predictors(Path(file), identity, config, keeps_pages=keeps_pages)
+
+
+def compile_driver(system: SystemConfig, layout: ArenaLayout, topology: Topology) -> None:
+    """Compile what a driver of `system` needs for its first token, while its services load.
+
+    It runs no layer, on an arena of its own that stays untouched. What a mode with predictors needs
+    is compiled once they are read. Errors: those of `Driver`
+    """
+    if system.mode in PREDICTED_MODES or system.auto_mode:
+        return
+    path = Path(system.model_path)
+    config = read_config(path)
+    exchange = ArenaExchange(layout.buffers(layout.new_arena()), _Nobody())
+    embedding = load_embedding(Checkpoint(path, keeps_pages=False), config)
+    mode = _load_mode(system, config, topology.shards, exchange)
+    engine = Engine(config, embedding, exchange, topology, mode)
+    engine.compile()
+    Generator(path, config, engine, system.context_length).compile()
+
+
+class _Nobody:
+    """The `Watch` of an exchange without services, which is sent no request."""
+
+    def check(self, services: Sequence[int], num_polls: int) -> None:
+        pass
+
+    def explain(self, service: int) -> str:
+        return ""
 
 
 def _load_mode(

@@ -19,6 +19,7 @@ from hotcold.actors.processes.system_services import (
 )
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import (
+    COMPILING,
     LOADING_WEIGHTS,
     WRITING_NEURONS,
     LoadProgress,
@@ -28,7 +29,6 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.telemetry.snapshot import NeuronWatch, Telemetry
 from hotcold.actors.telemetry.vitals import VitalSigns
 
-COMPILING = "compiling kernels, once"
 _REPLY_S = 1.0  # for services to report; one that compiles may not reply
 
 
@@ -59,7 +59,7 @@ class LoadingServices:
         if stage == LOADING_KERNELS:
             loaded, is_compiling = total, True
         if num_compiled and is_compiling:
-            stage = f"compiling kernels for {self._dtype}, once: {num_compiled} so far"
+            stage = f"{COMPILING} for {self._dtype}, once: {num_compiled} so far"
         return LoadProgress(loaded, total, stage, notes)
 
     def _host_progress(self, total: int) -> LoadProgress:
@@ -67,7 +67,7 @@ class LoadingServices:
             written = sum(each.written_bytes for each in self._last)
             return LoadProgress(written, file_bytes, WRITING_NEURONS)
         is_compiling = any(each.is_compiling for each in self._last)
-        return LoadProgress(0, total, COMPILING if is_compiling else PREPARING)
+        return LoadProgress(0, total, f"{COMPILING}, once" if is_compiling else PREPARING)
 
 
 class SystemHealth:

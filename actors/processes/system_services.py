@@ -88,8 +88,8 @@ class SystemServices:
         self._failure: BaseException | None = None
         self._preparing: threading.Thread | None = None  # services, for long prompts
         self._stopping = threading.Event()
-        # Imported while the services' processes start.
-        threading.Thread(target=_import_driver, name="imports", daemon=True).start()
+        # The driver is imported, and its kernels compiled, while services start and load.
+        threading.Thread(target=self._begin_driver, name="imports", daemon=True).start()
 
     @property
     def driver(self) -> Driver:
@@ -97,6 +97,14 @@ class SystemServices:
         if self._driver is None:
             raise ServiceError("the system is still loading")
         return self._driver
+
+    def _begin_driver(self) -> None:
+        from hotcold.actors.driver.driver import compile_driver
+
+        if self.system.storage is None:  # else kernels are compiled first (`precompile`)
+            layout = arena_layout(self.system, self.config)
+            with suppress(Exception):  # `Driver` will raise it
+                compile_driver(self.system, layout, self.connection.topology)
 
     def require_alive(self) -> None:
         """Raise ServiceError if the driver has ended by itself; never while services load."""
@@ -286,7 +294,3 @@ class SystemServices:
         self.connection.kill()
         if self.held_cpus is not None:
             remove_placement_group(self.held_cpus)
-
-
-def _import_driver() -> None:
-    import hotcold.actors.driver.driver  # noqa: F401

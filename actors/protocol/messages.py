@@ -400,6 +400,7 @@ class DriverLoad:
     last_replaced: str = ""  # which, and why
 
 
+COMPILING = "compiling kernels"  # so begins a stage of kernels that were not in the cache
 # Stages that count bytes: of weights, and of files that other hosts lack.
 LOADING_WEIGHTS = "loading weights"
 WRITING_NEURONS = "writing neurons to a file, once"

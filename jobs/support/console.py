@@ -135,11 +135,12 @@ def bytes_column() -> ProgressColumn:
 def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
     """Show a bar on standard error; gives the function to call with a system's loading progress.
 
-    Its notes stay, each on a line.
+    Its notes stay, each on a line. A file or a pipe has them too, and a line once kernels are
+    compiled, as that may take a minute.
     """
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-    from hotcold.actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS
+    from hotcold.actors.protocol.messages import COMPILING, LOADING_WEIGHTS, WRITING_NEURONS
 
     columns = (TextColumn("{task.description}"), BarColumn(), bytes_column(), TimeElapsedColumn())
     with transient_progress(*columns) as bar:
@@ -151,6 +152,10 @@ def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
                 if note not in shown:
                     bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
             shown.update(progress.notes)
+            if progress.stage.startswith(COMPILING) and COMPILING not in shown:
+                shown.add(COMPILING)
+                if not bar.console.is_interactive:
+                    click.echo(f"{COMPILING}, once: later starts have them", err=True)
             bar.update(
                 task,
                 description=progress.stage,

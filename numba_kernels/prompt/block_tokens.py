@@ -67,7 +67,7 @@ def choices(
     if weights.size:
         is_chosen = np.ascontiguousarray(weights.T != 0)
     is_chosen[sizes == 0] = False
-    blocks, ids = np.nonzero(is_chosen)
+    blocks, ids = map(np.ascontiguousarray, np.nonzero(is_chosen))  # one type for compiled code
     starts = _starts(np.count_nonzero(is_chosen, axis=1))
     chosen = weights[ids, blocks] if weights.size else np.empty(0, np.float32)
     return BlockTokens(ids, starts, order), chosen

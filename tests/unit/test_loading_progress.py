@@ -11,7 +11,7 @@ import ray
 from rich.progress import Progress
 
 from hotcold.actors.processes.driver_actor import DriverActor
-from hotcold.actors.processes.reports import COMPILING, LOADING_KERNELS, PREPARING
+from hotcold.actors.processes.reports import LOADING_KERNELS, PREPARING
 from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     WRITING_NEURONS,
@@ -91,7 +91,7 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told("starting services") == LoadProgress(0, 1000, "starting services")
     assert told(PREPARING) == LoadProgress(0, 1000, PREPARING)
     gpu.told, cpu.told = ServiceProgress(0, 0, False), ServiceProgress(0, 0, True)
-    assert told(PREPARING) == LoadProgress(0, 1000, COMPILING)
+    assert told(PREPARING) == LoadProgress(0, 1000, "compiling kernels, once")
     cpu.told = ServiceProgress(0, 0, False, written_bytes=300, file_bytes=1000)
     assert told(PREPARING) == LoadProgress(300, 1000, WRITING_NEURONS)
     gpu.told, cpu.told = ServiceProgress(100, 0, False), ServiceProgress(250, 0, False)
