@@ -2,9 +2,10 @@
 
 Each service has six doorbell cells, a row of request words and a row of reply words. The driver
 writes the request words and rings REQUEST with the next sequence number. Every thread of the
-service does its part; the last one writes the reply and rings DONE with that number. Where the word
-THEN says so it also rings REQUEST of others, whose requests follow its own and have its number: the
-driver need not wake in between. A request changes nothing that it reads, so it can be sent again.
+service does its part; the last one writes the reply and rings DONE with that number. Before that it
+rings REQUEST of others where the word THEN says so, whose requests follow its own and have its
+number: the driver need not wake in between. A request changes nothing that it reads, so it can be
+sent again.
 """
 
 from collections.abc import Sequence
@@ -228,7 +229,8 @@ def finish_request(
 ):  # fmt: skip
     """End a thread's part of a request; the last thread writes the reply and rings.
 
-    It rings DONE, and REQUEST of services whose requests follow (THEN).
+    It rings REQUEST of services whose requests follow (THEN), and DONE last: then the driver may
+    write the next request's words, or reset the bell of a service that was lost meanwhile.
 
     The reply also sums how long requests took since REQUEST was rung, and how much of that was lost
     to late threads: this thread's late start, and the others' waits at barriers. `counters` of
@@ -248,8 +250,8 @@ def finish_request(
         reply[TAKEN_US] += (ended_ns // 1000 - posted_us) & CLOCK_US
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
-        ring(cells, cell(service, DONE), number)
         ring_following(cells, requests[service], number)
+        ring(cells, cell(service, DONE), number)
 
 
 @njit(nogil=True, cache=True)

@@ -92,7 +92,7 @@ def _announce_nothing(selector, layer, num_tokens, residual, attention, number):
 
 @njit(nogil=True, cache=True, inline="always")
 def select(selector, layer, num_tokens, buffers, asked, cpus):
-    """Write the `Selection` of the services `asked`, once attention has replied.
+    """Write the `Selection` of the services `asked`; with predictors once attention has replied.
 
     Their words NUM_IDS and WEIGHS_BLOCKS, and ids and token masks of the services `cpus` where a
     predictor chooses. Others have neurons that are always requested.

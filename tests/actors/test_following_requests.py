@@ -20,6 +20,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     HEAD,
     NO_COUNTERS,
+    NUM_ANSWERED,
     OPERATION,
     REQUEST,
     THEN,
@@ -75,11 +76,13 @@ class Watch:
 
     lost: int | None = None
     asked: list[list[int]] = field(default_factory=list)
+    has_told: threading.Event = field(default_factory=threading.Event)
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
         self.asked.append(list(services))
         assert num_polls < 600, "nobody answers"
         if self.lost is not None and self.lost in services:
+            self.has_told.set()
             raise ServiceLost(self.lost, "it died")
 
     def explain(self, service: int) -> str:
@@ -93,11 +96,11 @@ def test_a_service_rings_those_that_follow_when_it_is_done() -> None:
         if service == ATTENTION_SERVICE:
             seen[service] = [word(buffers, s, REQUEST) for s in (FIRST, SECOND)]
         else:
-            seen[service] = [word(buffers, ATTENTION_SERVICE, DONE)]
+            seen[service] = [int(buffers.replies[ATTENTION_SERVICE, NUM_ANSWERED])]
 
     with serving_once(buffers, ALL, look):
         ArenaExchange(buffers, Watch(), 7).request(ALL)
-    assert seen == {ATTENTION_SERVICE: [0, 0], FIRST: [7], SECOND: [7]}
+    assert seen == {ATTENTION_SERVICE: [0, 0], FIRST: [1], SECOND: [1]}
     assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 7]
 
 
@@ -121,3 +124,21 @@ def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
     assert caught.value.service == ATTENTION_SERVICE
     assert seen == [7, 7] and watch.asked[0] == ALL
     assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 0]
+
+
+def test_one_that_is_lost_before_it_is_rung_is_rung_before_the_request_ends() -> None:
+    """Afterwards its bell is reset, for the process that takes its place."""
+    buffers, watch = new_buffers(ATTENTION), Watch(lost=SECOND)
+
+    def look(service: int, number: int) -> None:
+        if service == ATTENTION_SERVICE:
+            assert watch.has_told.wait(60)
+
+    with (
+        serving_once(buffers, [FIRST, ATTENTION_SERVICE], look),
+        pytest.raises(ServiceLost) as caught,
+    ):
+        ArenaExchange(buffers, watch, 7).request(ALL)
+    assert caught.value.service == SECOND
+    assert [word(buffers, service, REQUEST) for service in ALL] == [7, 7, 7]
+    assert [word(buffers, service, DONE) for service in ALL] == [7, 0, 7]

@@ -47,9 +47,11 @@ from tests.kernels.quantized_rows import (
 
 KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6", "mxfp4")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "f16c", "fma")
-NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
+# Two whole blocks of tiles of float rows and some rows; four chunks and six groups more.
+NUM_ROWS, WIDTH = 51, 2240
 WIDTH_IN_BLOCKS = 2304  # eight groups more
-TOKENS = (1, 5, 13)  # row after row; rows side by side, which ask for the next ones or not
+# Row after row; rows side by side, which ask for the next ones or not; rows unpacked twice.
+TOKENS = (1, 5, 13, 35)
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
 LAST_ROWS, LAST_TOKENS = 7, (1, 2, 5)
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
