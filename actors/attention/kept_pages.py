@@ -1,7 +1,8 @@
 """Pages of this service's KV cache in a file that outlives it (`model/files/page_file.py`).
 
-One file for each arithmetic, in a folder beside the model, or in the user's cache where that cannot
-be written. All files there together stay within a limit: those of other arithmetics go first.
+One file for each arithmetic, in a folder of the model's artifacts, or in the user's cache where
+that cannot be written. All files there together stay within a limit: those of other arithmetics go
+first.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sampling import eos_ids
+from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.sampling import sample
 
 _NO_LOGITS = np.empty(0, np.float32)
@@ -56,16 +57,16 @@ class Generator:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
         with suppress(NotFiniteError):  # requests will raise it
             self.engine.step([0], [0], [0])
-        self.compile()
+        compile_choice(self.config, self.engine.embedding)
 
-    def compile(self) -> None:
-        """Compile what chooses tokens; nothing is asked of services."""
-        logits = np.zeros(self.config.vocab_size, np.float32)
-        for top_k in (0, 1, 2):
-            sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
-        token_logprob(logits, 0, 1)
-        states = np.zeros(self.config.hidden_size, np.float32)
-        StateMean(self.config, self.engine.embedding).add(0, states)
+
+def compile_choice(config: ModelConfig, embedding: EmbeddingWeights) -> None:
+    """Compile what chooses tokens; nothing is asked of services."""
+    logits = np.zeros(config.vocab_size, np.float32)
+    for top_k in (0, 1, 2):
+        sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
+    token_logprob(logits, 0, 1)
+    StateMean(config, embedding).add(0, np.zeros(config.hidden_size, np.float32))
 
 
 class ActiveRequest:

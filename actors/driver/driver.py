@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from hotcold.actors.driver.active_request import ActiveRequest, Generator
+from hotcold.actors.driver.active_request import ActiveRequest, Generator, compile_choice
 from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
@@ -498,7 +498,7 @@ def compile_driver(system: SystemConfig, layout: ArenaLayout, topology: Topology
     mode = _load_mode(system, config, topology.shards, exchange)
     engine = Engine(config, embedding, exchange, topology, mode)
     engine.compile()
-    Generator(path, config, engine, system.context_length).compile()
+    compile_choice(config, embedding)
 
 
 class _Nobody:

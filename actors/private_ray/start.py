@@ -28,6 +28,8 @@ _STUB_AGENT = Path(__file__).with_name("stub_agent.py")
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 # Of one node that nobody watches: no statistics, one thread a task, and a look at what hardly ever
 # changes not ten times a second. A worker that ends is noticed by its closed socket.
+# A GCS server that lacks one of them ends, so they are for the version that they were tried with.
+_SETTINGS_OF = "2.60."
 _SETTINGS: dict[str, Any] = {
     "enable_metrics_collection": False,
     "emit_main_service_metrics": False,
@@ -100,7 +102,7 @@ def init_private(num_workers: int, **options: Any) -> None:
             ray.init(
                 _temp_dir=str(folder.temp_dir),
                 _skip_env_hook=True,
-                _system_config=_SETTINGS,
+                _system_config=_SETTINGS if ray.__version__.startswith(_SETTINGS_OF) else None,
                 **options,
             )
         undo.pop_all()

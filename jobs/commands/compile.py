@@ -62,7 +62,7 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
 
 def _kept(folder: Path) -> dict[Path, int]:
     """Bytes of each compiled kernel in the cache."""
-    return {path: path.stat().st_size for path in folder.glob("*/*.nbc")}
+    return {path: path.stat().st_size for path in folder.glob("**/*.nbc")}
 
 
 def _requests(system: SystemConfig, vocab_size: int) -> Iterator[GenerateRequest]:

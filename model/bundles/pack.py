@@ -90,7 +90,7 @@ def _open_part(part: Path, path: Path, waits: bool) -> int:
     Errors:  ArtifactError where another process has it locked, unless `waits`; OSError
     """
     while True:
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             # Another process may have finished and renamed it meanwhile.

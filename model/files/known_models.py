@@ -19,8 +19,9 @@ _LATEST = ":latest"  # Ollama's tag where none is given
 
 def own_file() -> Path:
     """The user's file of names, whether it exists or not."""
-    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "hotcold" / "models.toml"
+    chosen = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    home = chosen if chosen.is_absolute() else Path.home() / ".config"  # as XDG wants it
+    return home / "hotcold" / "models.toml"
 
 
 def known_models() -> dict[str, str]:
@@ -40,7 +41,8 @@ def repository_of(text: str) -> str:
             return text
     except (OSError, ValueError):  # a name that no file can have
         return text
-    return known_models().get(text.removesuffix(_LATEST), text)
+    known = known_models()
+    return known.get(text) or known.get(text.removesuffix(_LATEST), text)
 
 
 def did_you_mean(text: str) -> str:
@@ -55,9 +57,9 @@ def _names_in(path: Path) -> dict[str, str]:
     """The names of a file; none where it is missing. Errors: UsageError."""
     try:
         found = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}; mend or remove it") from None
     for name, model in found.items():
         if "/" in name or not isinstance(model, str) or not REPOSITORY.fullmatch(model):
