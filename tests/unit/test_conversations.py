@@ -23,6 +23,10 @@ from tests.unit.test_server_limits import give_client
 _NO_BRANCHES: list[Any] = [
     7, [7], [[]], [[{"role": "assistant", "content": "x"}]], [[{"role": "user"}]],
 ]  # fmt: skip
+_ENDLESS: dict[str, Any] = {
+    "role": "user", "content": "x", "place": float("inf"),
+    "others": [[{"role": "user", "content": "x"}]],
+}  # fmt: skip
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -314,11 +318,12 @@ async def test_what_fails_beside_other_branches_loses_none() -> None:
     assert await finished(talk) == ["one?", "said 1", "two?", "said 2"]
 
 
-def test_branches_that_hold_each_other_a_thousand_times_are_left_out() -> None:
+@pytest.mark.parametrize(("depth", "count"), [(75, 1), (76, 0), (5000, 0)])
+def test_branches_that_hold_each_other_too_deeply_are_left_out(depth: int, count: int) -> None:
     inner: list[Any] = [{"role": "user", "content": "x"}]
-    for _ in range(5000):
+    for _ in range(depth):
         inner = [{"role": "user", "content": "x", "others": [inner]}]
-    assert ChatHistory().restore([{"id": "1", "messages": inner}]) == 0
+    assert ChatHistory().restore([{"id": "1", "messages": inner}]) == count
 
 
 def test_what_a_visitor_may_keep_is_bounded() -> None:
@@ -361,6 +366,7 @@ def test_what_holds_no_text_takes_room_too() -> None:
         None, 7, "text", [None], [{}], [{"id": 1, "messages": []}], [{"id": 1, "messages": [7]}],
         [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
         [{"messages": [{"role": "user", "content": "x"}]}],
+        [{"id": 1, "messages": [_ENDLESS]}],
         *(
             [{"id": 1, "messages": [{"role": "user", "content": "x", "others": others}]}]
             for others in _NO_BRANCHES

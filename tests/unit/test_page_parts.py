@@ -71,6 +71,9 @@ def test_settings_are_checked() -> None:
         ("```sh\necho $a$ \\(b\\)\n```", None),
         ("~~~\n$a$\n", None),  # a block that is still being written
         ("```\n$a$\n```\n$b$", "```\n$a$\n```\n\ue000b\ue001"),
+        ("```$a$``` and $b$\n$c$", "```$a$``` and \ue000b\ue001\n\ue000c\ue001"),
+        (r"\[ a \\[2pt] \left[ x \] y", "\ue002 a \\\\[2pt] \\left[ x \ue003 y"),
+        (r"\( a \( \(c\\\)", "\\( a \\( \ue000c\\\\\ue001"),
     ],
 )
 def test_formulas_are_found_outside_code(text: str, shown: str | None) -> None:
@@ -82,11 +85,13 @@ def test_formulas_are_found_outside_code(text: str, shown: str | None) -> None:
 def test_text_of_openings_alone_is_searched_fast() -> None:
     from hotcold.ui.page.maths import with_formulas
 
-    for opening in ("\\(", "\\[", "$$ ", "$a ", "`a ``b ", "```\n~~~\n"):
-        text = opening * (200_000 // len(opening))
+    for opening in (
+        "\\(", "\\[", "\\\\[", "$$ ", "$a ", "`a ``b ", "```\n~~~\n", "`", "~", "\n```a`", "\n  ",
+    ):  # fmt: skip
+        text = opening * (200_000 // len(opening)) + "$"
         began = time.process_time()
         assert with_formulas(text)
-        assert time.process_time() - began < 20
+        assert time.process_time() - began < 2
 
 
 def test_what_a_plan_file_says_is_shown_as_words() -> None:
@@ -132,6 +137,55 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
         assert names(await another._save(saved, visitor)) == {"one", "three", "four"}
 
     asyncio.run(visit())
+
+
+def test_an_answer_is_rewritten_where_there_is_room() -> None:
+    from hotcold.ui.page.chat import Chat
+
+    async def written(text: str) -> tuple[Any, list[Any], str]:
+        """What is put into the question's field, the messages, and what went wrong."""
+        backend: Any = None  # nobody asks it
+        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        chat = Chat(backend, "model", True)
+        history = chat._history(visitor)
+        history.restore([{"id": "one", "messages": turns}])
+        history.show("one")
+        event: Any = SimpleNamespace(index=1, text=text)
+        views = [view async for view in chat._again(event, visitor)]
+        return views[-1][-1], history.open.messages, history.open.error
+
+    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
+    _, messages, error = asyncio.run(written("no"))
+    assert (messages[1]["content"], messages[1]["others"], error) == ("no", [[turns[1]]], "")
+    long = "no" * (1 << 19)
+    unwritten, messages, error = asyncio.run(written(long))
+    assert unwritten == long and messages == turns and "too long to keep" in error
+
+
+def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
+    from hotcold.ui.page.chat import Chat
+
+    def read(values: Any) -> Any:
+        raise UsageError("top_p is 7")
+
+    async def retried() -> tuple[Any, ...]:
+        backend: Any = None  # nobody asks it
+        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        event: Any = SimpleNamespace(index=1, text=None)
+        settings: Any = SimpleNamespace(read=read)
+        chat = Chat(backend, "model", True)
+        chat._settings = settings
+        history = chat._history(visitor)
+        history.restore([{"id": "one", "messages": turns}])
+        history.show("one")
+        return [view async for view in chat._again(event, visitor)][-1]
+
+    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
+    thread, _, state, _ = asyncio.run(retried())
+    assert thread[:2] == turns
+    told = thread[2]["content"]
+    assert "Not sent: top_p is 7." in told and "press Retry" in told and "below" not in told
+    assert (state["state"], state["refused"]) == ("error", False)
 
 
 def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
+_DEEPEST = 75  # branches in branches: pages send and store nothing that is much deeper
 
 
 def begin_branch(messages: list[Message], index: int, message: Message) -> None:
@@ -50,17 +51,21 @@ def in_all_branches(messages: list[Message]) -> Iterator[Message]:
             yield from in_all_branches(branch)
 
 
-def restored(items: Any, number: int = 0) -> list[Message]:
+def restored(items: Any, number: int = 0, depth: int = 0) -> list[Message]:
     """The messages of a browser or a file, questions and answers in turn from `number` on.
 
-    Errors:  AttributeError, KeyError, TypeError, ValueError or RecursionError where it has others
+    `depth`: how many branches these are in.
+    Errors:  AttributeError, KeyError, OverflowError, RecursionError, TypeError or ValueError where
+             it has others
     """
+    if depth > _DEEPEST:
+        raise ValueError("branches hold each other too deeply")
     found = []
     for count, item in enumerate(items, number):
         message: Message = {"role": str(item["role"]), "content": str(item["content"])}
         if message["role"] != ("user", "assistant")[count % 2]:
             raise ValueError("a message in the wrong place")
-        if others := [restored(branch, count) for branch in item.get("others", ())]:
+        if others := [restored(branch, count, depth + 1) for branch in item.get("others", ())]:
             place = min(max(int(item.get("place", 0)), 0), len(others))
             message |= {"others": others, "place": place}
         found.append(message)

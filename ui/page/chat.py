@@ -146,7 +146,7 @@ class Chat:
             system_prompt, sampling = self._settings.read(settings)
             history.require_space(question or "")
         except HotcoldError as error:
-            conversation.refuse(error)
+            conversation.refuse(error, is_below=question is not None)
             yield *self._view(history), gr.skip() if question is None else question
             return
         conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat, at)
@@ -185,8 +185,14 @@ class Chat:
             return
         is_answer = shown.messages[index]["role"] == "assistant"
         if text is not None and is_answer:
-            shown.write(index, str(text))
-            yield *self._view(history), gr.skip()
+            unwritten: Any = gr.skip()
+            try:
+                history.require_space(str(text))
+                shown.write(index, str(text))
+            except HotcoldError as error:
+                shown.refuse(error)
+                unwritten = str(text)
+            yield *self._view(history), unwritten
             return
         question = None if text is None else str(text)
         at = index + 1 if text is None and not is_answer else index

@@ -39,6 +39,7 @@ class Conversation:
     result: Generation | None = None
     problem: ApiError | None = None  # why the last question has no answer, or no whole one
     is_refused: bool = False  # the problem is of a question that was not taken
+    is_below: bool = False  # and that is in its field again
     _reading: asyncio.Task[None] | None = None  # while the last answer grows
     _answers: Answers | None = None
     _is_stopped: bool = False
@@ -120,7 +121,7 @@ class Conversation:
     def _forget_end(self) -> None:
         """Forget how the last answer ended."""
         self.result = self.problem = None
-        self.is_refused = False
+        self.is_refused = self.is_below = False
 
     async def _read(self, backend: Backend, request: GenerateRequest, answer: Message) -> None:
         try:
@@ -153,9 +154,9 @@ class Conversation:
         show_branch(self.messages, index, place)
         self._forget_end()
 
-    def refuse(self, error: HotcoldError) -> None:
-        """Say why a question was not taken."""
-        self.problem, self.is_refused = as_api_error(error), True
+    def refuse(self, error: HotcoldError, is_below: bool = True) -> None:
+        """Say why a question was not taken; `is_below`: it is put back into its field."""
+        self.problem, self.is_refused, self.is_below = as_api_error(error), True, is_below
 
     def has(self, words: list[str]) -> bool:
         """Whether its title and messages have all these words, in small letters."""
@@ -288,5 +289,5 @@ def _restored(item: Any) -> Conversation | None:
         name = str(item.get("name", ""))[:_LONGEST_NAME]
         found = Conversation(restored(item["messages"]), str(item["id"]), name)
         return found if len(found.id) <= _LONGEST_ID else None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
         return None

@@ -14,15 +14,16 @@ DELIMITERS = [
     for (left, right), is_display in ((_INLINE, False), (_DISPLAY, True))
 ]
 # A dollar begins a formula before no blank and no digit's amount: as in pandoc, one that ends it
-# follows no blank and stands before no letter or digit. Lengths are bounded, so time is, too.
+# follows no blank and stands before no letter or digit. Lengths are bounded, and nothing that was
+# counted is given back, so that the time is about proportional to the text's length.
 _PARTS = re.compile(
     r"""
-    ^[ ]*(?P<fence>`{3,}|~{3,})[^\n]*\n(?:.*?^[ ]*(?P=fence)|.*)   # a block of code
-    | (?<!`)(?P<ticks>`+)(?!`).{1,2000}?(?<!`)(?P=ticks)(?!`)      # code in a line
-    | \\\[(?P<display>.{1,4000}?)\\\]
+    ^[ ]*+(?P<fence>`{3,}+(?=[^`\n]*\n)|~{3,}+)[^\n]*+\n(?:.*?^[ ]*+(?P=fence)|.*) # a block of code
+    | (?<!`)(?P<ticks>`++).{1,2000}?(?<!`)(?P=ticks)(?!`)  # code in a line
+    | (?<!\\)\\\[(?P<display>(?:[^\\]|\\[^][]){1,4000}+)\\\]
     | \$\$(?P<dollars>.{1,4000}?)\$\$
-    | \\\((?P<inline>.{1,2000}?)\\\)
-    | (?<![\\$\w])\$(?P<dollar>(?=[^\s$])[^\n$]{0,500}?[^\s\\$])\$(?![\d\w])
+    | (?<!\\)\\\((?P<inline>(?:[^\\]|\\[^()]){1,2000}+)\\\)
+    | (?<![\\$\w])\$(?P<dollar>(?=[^\s$])[^\n$]{0,500}?[^\s\\$])\$(?!\w)
     """,
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )

@@ -61,7 +61,7 @@ def problem_html(conversation: Conversation) -> str:
     text = escape(" ".join(problem.message.split()).rstrip("."))
     return (
         f'<div class="problem"><strong>{what}: {text}.</strong> '
-        f"<span>{escape(remedy(problem, conversation.is_refused))}</span></div>"
+        f"<span>{escape(remedy(problem, conversation.is_below))}</span></div>"
     )
 
 
@@ -69,9 +69,9 @@ def _has_begun(message: dict[str, Any]) -> bool:
     return bool(message["role"] == "assistant" and message["content"])
 
 
-def remedy(problem: ApiError, is_refused: bool = False) -> str:
-    """What a visitor can do about an error; `is_refused`: the question is still in its field."""
-    if is_refused:
+def remedy(problem: ApiError, is_below: bool = False) -> str:
+    """What a visitor can do about an error; `is_below`: the question is still in its field."""
+    if is_below:
         return "Change that, then send the question again: it is still below."
     if problem.code == "context_length_exceeded":
         return "Start a new conversation, or ask for a shorter answer: Settings, Max tokens."
@@ -102,7 +102,7 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
         "id": conversation.id,
         "text": text,
         "empty": not conversation.messages and conversation.problem is None,
-        "refused": conversation.is_refused,
+        "refused": conversation.is_below,
         "messages": [] if conversation.is_answering else _messages(conversation),
     }
 

@@ -91,7 +91,6 @@ class KeptResponses:
         weakref.finalize(turn, self._released.append, turn.num_bytes).atexit = False
         self._turns[client.get(), response_id] = (turn, self._clock())
         self._by_item |= {(client.get(), item_id): turn for item_id in turn.item_ids}
-        del turn  # so that it can be forgotten here
         self._forget_old()
 
     def get(self, response_id: str) -> Turn | None:

@@ -115,6 +115,7 @@ function close() {
 
 // As in other chats: Escape stops the answer, Ctrl+K searches, Ctrl+Shift+O begins a conversation.
 document.addEventListener("keydown", (event) => {
+  if (event.isComposing) return;
   const key = event.key.toLowerCase();
   if (key === "escape" && !close()) document.querySelector("#stop").click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;

@@ -88,8 +88,9 @@ function edit(row, index, role, text) {
   });
   field.addEventListener("keydown", (event) => {
     event.stopPropagation();
+    if (event.isComposing) return;
     if (event.key === "Escape") end();
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey) return;
     event.preventDefault();
     form.requestSubmit();
   });
