@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost
@@ -142,3 +145,15 @@ def test_one_that_is_lost_before_it_is_rung_is_rung_before_the_request_ends() ->
     assert caught.value.service == SECOND
     assert [word(buffers, service, REQUEST) for service in ALL] == [7, 7, 7]
     assert [word(buffers, service, DONE) for service in ALL] == [7, 0, 7]
+
+
+def test_the_part_of_a_gpu_service_on_the_cpu_rings_nobody() -> None:
+    """Its doorbells are its own, and end with its service's; the GPU service rings the others."""
+    buffers, own, sent = new_buffers(ATTENTION), new_buffers(HEAD), []
+    inner: Any = SimpleNamespace(index=ATTENTION_SERVICE)
+    part: Any = HostPart(inner)
+    part._outer, row = buffers, own.requests[ATTENTION_SERVICE]
+    part._exchange = SimpleNamespace(buffers=own, request=lambda services: sent.append(row.copy()))
+    part.request()
+    assert [(request[OPERATION], request[THEN]) for request in sent] == [(ATTENTION, 0)]
+    assert buffers.requests[ATTENTION_SERVICE, THEN] == 1 << FIRST | 1 << SECOND
