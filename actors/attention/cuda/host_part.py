@@ -52,7 +52,7 @@ class HostPart:
         """Answer the service's current request. Errors: RuntimeError, in one line."""
         index, own = self._inner.index, self._exchange.buffers
         own.requests[index] = self._outer.requests[index]
-        own.requests[index, THEN] = 0  # the service rings those that follow: they have no bells here
+        own.requests[index, THEN] = 0  # the service rings them; here they have no bells
         try:
             self._exchange.request([index])
         except AnswerFailed as error:
