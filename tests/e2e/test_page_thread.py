@@ -182,6 +182,21 @@ def test_keys_stop_search_and_begin_anew(open_page, book) -> None:
     assert page.input_value("#question textarea") == "x"
 
 
+def test_html_of_a_text_stands_for_nothing_of_the_page(open_page, book) -> None:
+    page = open_page()
+    html = '<p class="message-row" id="stop">mine</p>\n<div class="code_wrap">empty</div>'
+    answered(page, book, f"{html}\n\nend")
+    page.wait_for_selector("body[data-state=ready] #chat .code_wrap")
+    book.text, book.num_tokens, book.held_at = "word", 9, 3
+    ask(page, OTHER)
+    page.wait_for_selector("body[data-chat=answering]")
+    page.keyboard.press("Escape")
+    wait_for_answer(page)
+    assert "stopped" in page.inner_text("#status")
+    dressed = "#chat .message-row:not(.message-row *) > .tools"
+    page.wait_for_function(f"document.querySelectorAll('{dressed}').length == 4")
+
+
 def test_dropped_text_is_put_into_the_question(open_page, book) -> None:
     page = open_page()
     drop = """([name, bytes]) => {

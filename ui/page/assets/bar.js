@@ -117,7 +117,8 @@ function close() {
 document.addEventListener("keydown", (event) => {
   if (event.isComposing) return;
   const key = event.key.toLowerCase();
-  if (key === "escape" && !close()) document.querySelector("#stop").click();
+  // The last of this id: a text above the field may have it, too.
+  if (key === "escape" && !close()) [...document.querySelectorAll("#stop")].at(-1).click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
   if (key === "k" && !event.shiftKey) {
     event.preventDefault();

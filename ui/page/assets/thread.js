@@ -102,10 +102,11 @@ function edit(row, index, role, text) {
   field.focus();
 }
 
-// Gradio paints a message's HTML again as it grows: what it lacks is put there each time.
+// Gradio paints a message's HTML again as it grows: what it lacks is put there each time. A text may
+// have HTML of any class, with anything in it.
 function dress() {
   const { messages } = props.value;
-  thread.querySelectorAll(".message-row").forEach((row, index, rows) => {
+  thread.querySelectorAll(".message-row:not(.message-row *)").forEach((row, index, rows) => {
     const message = messages[index];
     const key = message ? JSON.stringify([message, props.value.id, rows.length]) : "";
     if ((row.dataset.key ?? "") === key) return;
@@ -116,9 +117,9 @@ function dress() {
     if (message) row.append(tools(row, index, message, index === messages.length - 1));
   });
   for (const code of thread.querySelectorAll(".code_wrap:not([data-language])")) {
-    const [, language] = code.querySelector("code").className.match(/language-(\S+)/) ?? [];
+    const [, language] = code.querySelector("code")?.className.match(/language-(\S+)/) ?? [];
     code.dataset.language = language ?? "text";
-    code.querySelector("pre").tabIndex = 0; // it scrolls sideways
+    code.querySelector("pre")?.setAttribute("tabindex", "0"); // it scrolls sideways
   }
   for (const table of thread.querySelectorAll("#chat table:not([tabindex])")) table.tabIndex = 0;
   for (const box of thread.querySelectorAll("input[type=checkbox]:not([aria-label])")) {
