@@ -28,7 +28,7 @@ from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
-from hotcold.jobs.support.signals import end_at_sigterm, interrupt_again
+from hotcold.jobs.support.signals import end_at_sigterm, exit_status, interrupt_again
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
 
@@ -195,7 +195,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
             _begin_workers(sys.argv[1:])
         status = main(command=command, program=program)
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else EXIT_FAILURE
+        status = exit_status(end)
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -22,6 +22,7 @@ _AGAIN_S = 0.02
 _PID = os.getpid()
 _MAIN = threading.main_thread().ident or 0
 EXIT_TERMINATED = 128 + signal.SIGTERM  # as shells say it
+_is_terminated = False
 
 
 def end_at_sigterm() -> None:
@@ -29,7 +30,19 @@ def end_at_sigterm() -> None:
     signal.signal(signal.SIGTERM, _terminate)
 
 
+def exit_status(end: SystemExit) -> int:
+    """The status of a process that `end` ends.
+
+    Where SIGTERM comes while Ray waits, Ray raises a SystemExit of its own in place of this one's.
+    """
+    if _is_terminated:
+        return EXIT_TERMINATED
+    return end.code if isinstance(end.code, int) else 1
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
+    global _is_terminated
+    _is_terminated = True
     raise SystemExit(EXIT_TERMINATED)
 
 

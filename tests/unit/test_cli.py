@@ -235,12 +235,20 @@ def command(how):
     if how == "interrupted":
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
+    if how == "terminated":
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except SystemExit:
+            sys.exit(1)  # as Ray's calls do that wait
 
 run(command)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("interrupted", 130), ("done", 0)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("interrupted", 130), ("terminated", 143), ("done", 0)]
+)
 def test_a_process_ends_without_taking_apart_what_threads_use(how: str, status: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING, how],
