@@ -103,30 +103,34 @@ class Signals:
 
 @contextmanager
 def interrupts_after() -> Iterator[None]:
-    """Within it Ctrl-C raises at the end; a second one at once.
+    """Within it Ctrl-C and SIGTERM, where they raise, do so at the end; a second one at once.
 
     For imports: Python loses an exception in its own callbacks, such as that of a module's lock,
     and in some C functions.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    num_come = 0
+    come: list[int] = []
+    earlier: dict[int, Callable[[int, FrameType | None], object]] = {}
 
-    def count(number: int, frame: FrameType | None) -> None:
-        nonlocal num_come
-        num_come += 1
-        if num_come > 1:
-            raise KeyboardInterrupt
+    def note(number: int, frame: FrameType | None) -> None:
+        come.append(number)
+        if len(come) > 1:
+            earlier[number](number, frame)
 
-    earlier = signal.signal(signal.SIGINT, count)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if callable(handler):  # else it is ignored, or ends the process at once
+            earlier[number] = handler
+            signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, earlier)
-        if num_come:
-            signal.raise_signal(signal.SIGINT)
+        for known, handler in earlier.items():
+            signal.signal(known, handler)
+        if come:
+            signal.raise_signal(come[0])
 
 
 def interrupt_again(lost: Any) -> None:
