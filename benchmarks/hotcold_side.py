@@ -40,7 +40,7 @@ _PROMPT = 16  # tokens before those that are decoded
 _READ_BYTES, _READ_S = 1 << 29, 0.2
 _WARM_UP = 8  # tokens
 _KV_PAGE = 64  # positions
-_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "neon")
+_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "avx512bf16", "neon")
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,12 @@ def kernel_instructions() -> str:
 def kernel_paths() -> str:
     """Which variants of kernels this CPU uses."""
     from hotcold.numba_kernels.ir.target import has_feature, has_vnni
-    from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, QUANTIZED_TILES, UNPACKED_TILES
+    from hotcold.numba_kernels.ir.tile_ir import (
+        FLOAT_TILES,
+        QUANTIZED_TILES,
+        UNPACKED_TILES,
+        UNPACKS,
+    )
 
     def tiles(shape: Tiles) -> str:
         return f"tiles of {shape.num_rows} rows x {shape.num_tokens} tokens"
@@ -162,9 +167,11 @@ def kernel_paths() -> str:
     pairs = "int16" if has_feature("avx512vnni") else ""
     pairs = "bfloat16" if has_feature("avx512bf16") else pairs
     prompts = f"own pairs of {pairs}, or torch" if pairs else "torch"
+    slow = f"those slow to unpack {tiles(UNPACKED_TILES)}"
+    slow = "unpacked once for four tokens or more" if UNPACKS else slow
     return (
         f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}, "
-        f"those slow to unpack {tiles(UNPACKED_TILES)}; "
+        f"{slow}; "
         f"integers by {integers}; predictors' bits by {counts}; prompts by {prompts}"
     )
 
