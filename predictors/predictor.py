@@ -60,7 +60,6 @@ class NeuronPredictor:
         """
         self.input_name = input_name
         most_neurons = max(0 if one is None else one.num_neurons for one in layers)
-        self._has_any = any(one is not None for one in layers)
         most_hidden = max(getattr(one, "hidden_size", 0) for one in layers)
         lowrank: LowRankPredictors | NoPredictors = NoPredictors(
             np.zeros(len(layers) + 1, np.int64)
@@ -88,7 +87,7 @@ class NeuronPredictor:
         return Selector(
             thresholds=thresholds,
             is_routed=is_routed,
-            team=self._team if self._has_any else None,
+            team=self._team,
             reads_residual=self.input_name == "residual",
             bounds=self._bounds,
         )

@@ -4,11 +4,9 @@ For each layer these are all neurons of the layer, those that a predictor expect
 the blocks that a router has chosen for each token, or what a predictor expects among them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba.core import types
-from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import select_kernel
@@ -27,67 +25,37 @@ class Selector(NamedTuple):
 
     thresholds (L, 2) int64: `threshold_words`; is_routed (L,) bool: whether the attention service
     writes `block_weights` for the layer; team: scores the layers that have a predictor, of as many
-    tokens as it has space for, more tokens request all neurons; None where no layer has one, which
-    is less to compile; reads_residual: whether predictors
+    tokens as it has space for, more tokens request all neurons; reads_residual: whether predictors
     read the residual stream, and not the FFN's input; bounds (L, C + 1) int64: the c-th CPU service
     has the scored neurons bounds[l, c]:bounds[l, c + 1] of layer l
     """
 
     thresholds: np.ndarray
     is_routed: np.ndarray
-    team: PredictTeam | None
+    team: PredictTeam
     reads_residual: bool
     bounds: np.ndarray
 
 
-def _has_team(selector: Any) -> bool:
-    """Whether a selector of this type has predictors."""
-    return not isinstance(selector.types[selector.fields.index("team")], types.NoneType)
-
-
-def predicts(selector, layer, num_tokens):  # type: ignore[no-untyped-def]
+@njit(nogil=True, cache=True, inline="always")
+def predicts(selector, layer, num_tokens):
     """Whether a predictor chooses the layer's neurons in a step of so many tokens."""
-    raise NotImplementedError("predicts() is for compiled code")
-
-
-@overload(predicts, inline="always")
-def _choose_predicts(selector, layer, num_tokens):  # type: ignore[no-untyped-def]
-    return _team_predicts if _has_team(selector) else _never
-
-
-def _team_predicts(selector, layer, num_tokens):  # type: ignore[no-untyped-def]
     team = selector.team
     is_scored = num_scored(team.signs, layer) or num_scored(team.lowrank, layer)
     return is_scored > 0 and num_tokens <= team.work.scores.shape[0]
 
 
-def _never(selector, layer, num_tokens):  # type: ignore[no-untyped-def]
-    return False
-
-
-def announce(selector, layer, num_tokens, residual, attention, number):  # type: ignore[no-untyped-def]
+@njit(nogil=True, cache=True, inline="always")
+def announce(selector, layer, num_tokens, residual, attention, number):
     """Prepare for `select`, before service `attention` is sent request `number`; 0: it has none.
 
     residual: the array of the residual stream, as INPUT of `predict_team`
     """
-    raise NotImplementedError("announce() is for compiled code")
-
-
-@overload(announce, inline="always")
-def _choose_announce(selector, layer, num_tokens, residual, attention, number):  # type: ignore[no-untyped-def]
-    return _announce if _has_team(selector) else _announce_nothing
-
-
-def _announce(selector, layer, num_tokens, residual, attention, number):  # type: ignore[no-untyped-def]
     team = selector.team
     if predicts(selector, layer, num_tokens):
         input_code = residual if selector.reads_residual else FFN_INPUT
         heard = number if attention == team.service else 0
         write_task(team, layer, num_tokens, input_code, heard)
-
-
-def _announce_nothing(selector, layer, num_tokens, residual, attention, number):  # type: ignore[no-untyped-def]
-    pass
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -100,27 +68,10 @@ def select(selector, layer, num_tokens, buffers, asked, cpus):
     for service in asked:
         buffers.requests[service, NUM_IDS] = ALL_NEURONS
         buffers.requests[service, WEIGHS_BLOCKS] = selector.is_routed[layer]
-    _select_scored(selector, layer, num_tokens, buffers, cpus)
-
-
-def _select_scored(selector, layer, num_tokens, buffers, cpus):  # type: ignore[no-untyped-def]
-    """Write what a predictor chooses; for compiled code."""
-    raise NotImplementedError("_select_scored() is for compiled code")
-
-
-@overload(_select_scored, inline="always")
-def _choose_select(selector, layer, num_tokens, buffers, cpus):  # type: ignore[no-untyped-def]
-    return _select_by_scores if _has_team(selector) else _select_nothing
-
-
-def _select_by_scores(selector, layer, num_tokens, buffers, cpus):  # type: ignore[no-untyped-def]
-    if predicts(selector, layer, num_tokens):
-        scores, bounds = score_task(selector.team, buffers), selector.bounds[layer]
-        for c, service in enumerate(cpus):
-            ids, masks = buffers.active_ids[service], buffers.active_masks[service]
-            count = select_kernel(scores, bounds[c], bounds[c + 1], ids, masks)
-            buffers.requests[service, NUM_IDS] = count
-
-
-def _select_nothing(selector, layer, num_tokens, buffers, cpus):  # type: ignore[no-untyped-def]
-    pass
+    if not predicts(selector, layer, num_tokens):
+        return
+    scores, bounds = score_task(selector.team, buffers), selector.bounds[layer]
+    for c, service in enumerate(cpus):
+        ids, masks = buffers.active_ids[service], buffers.active_masks[service]
+        count = select_kernel(scores, bounds[c], bounds[c + 1], ids, masks)
+        buffers.requests[service, NUM_IDS] = count

@@ -124,8 +124,8 @@ def test_idle_services_use_no_processor(running: System, llama: TinyCheckpoint) 
         assert set(after) == {"gpu", "cpu0", "cpu1"}
         return max(after[name] - before[name] for name in after)
 
-    # Once idle they prepare for long prompts, for seconds; then for nothing.
-    assert any(used_while_idle() < 0.05 for _ in range(12))
+    # Once idle they prepare for long prompts, for as long as compiling takes; then for nothing.
+    assert any(used_while_idle() < 0.05 for _ in range(100))
 
 
 def test_exchange_can_be_measured(running: System) -> None:
