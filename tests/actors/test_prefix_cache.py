@@ -73,10 +73,10 @@ def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]
     running: list[Background] = []
 
     def ask() -> None:
-        for number, request in enumerate(requests):
+        for request in requests:
+            num_waiting = driver.load().num_waiting  # this function itself waits to be done, too
             running.append(Background(partial(answer, driver, request)))
-            while driver.load().num_waiting <= number:
-                threading.Event().wait(0.001)
+            wait_until(lambda num=num_waiting: driver.load().num_waiting > num)  # type: ignore[misc]
 
     driver.between_requests(ask)
     return [one.end() for one in running]
