@@ -101,7 +101,7 @@ def rm(model: str, yes: bool) -> None:
     """Remove MODEL, as `hotcold list` names it, from Hugging Face's cache.
 
     org/repo stands for all that is there of a repository, profiles and predictors included, and
-    org/repo:FILE for that file in all revisions that are there.
+    org/repo:FILE for that file in all revisions that are there, FILE also what only its name holds.
     """
     from hotcold.model.files import hub
     from hotcold.model.files.known_models import repository_of
@@ -110,6 +110,6 @@ def rm(model: str, yes: bool) -> None:
     gb, number = removal.num_bytes / 1e9, removal.num_revisions
     revisions = f" in {number} revisions" if number > 1 else ""
     if not yes:
-        click.confirm(f"remove {model}{revisions}, {gb:.2f} GB?", abort=True, err=True)
+        click.confirm(f"remove {removal.name}{revisions}, {gb:.2f} GB?", abort=True, err=True)
     hub.remove(removal)
-    click.echo(f"{model}: {gb:.2f} GB freed{revisions}")
+    click.echo(f"{removal.name}: {gb:.2f} GB freed{revisions}")

@@ -71,8 +71,9 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """The files of a model to be removed, the bytes they free, and its revisions."""
+    """A model to be removed: its name in the cache, files, the bytes they free, its revisions."""
 
+    name: str
     paths: tuple[Path, ...]
     num_bytes: int
     num_revisions: int
@@ -195,7 +196,7 @@ def removal_of(name: str) -> Removal:
 
     `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models in all
     revisions, FILE also what only its name holds. Blobs that other files share stay.
-    Errors:  UsageError where the cache has no such model
+    Errors:  UsageError where the cache has no such model, or several of such names
     """
     parsed = REPOSITORY.fullmatch(name)
     repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
@@ -207,24 +208,27 @@ def removal_of(name: str) -> Removal:
             for model in cached_models()
             if model.name.startswith(beginning) and part in model.name[len(beginning) :].lower()
         ]
-        if len({model.name for model in models}) > 1:
-            models = []
+        if len(names := {model.name for model in models}) > 1:
+            raise UsageError(
+                f"{shown(name)} is in the names of {', '.join(sorted(names))}; name one"
+            )
     if not repos or (parsed and parsed["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
     repo = repos[0]
     if not (parsed and parsed["name"]):
-        return Removal((repo.repo_path,), int(repo.size_on_disk), len(repo.revisions))
+        return Removal(name, (repo.repo_path,), int(repo.size_on_disk), len(repo.revisions))
+    whole_name = models[0].name
     links = {path for model in models for path in model.files}
     files = [file for revision in repo.revisions for file in revision.files]
     others = {file.blob_path for file in files if file.file_path not in links}
     if not others:
-        return Removal((repo.repo_path,), int(repo.size_on_disk), len(models))
+        return Removal(whole_name, (repo.repo_path,), int(repo.size_on_disk), len(models))
     blobs = {
         file.blob_path: file.size_on_disk
         for file in files
         if file.file_path in links and file.blob_path not in others
     }
-    return Removal((*links, *blobs), sum(blobs.values()), len(models))
+    return Removal(whole_name, (*links, *blobs), sum(blobs.values()), len(models))
 
 
 def remove(removal: Removal) -> None:

@@ -20,6 +20,7 @@ from openai.types.responses import (
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.model.errors import ServiceError
+from hotcold.ui.api import requests
 from hotcold.ui.api.cached import client as client_of_context
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.kept import KeptResponses, Turn
@@ -133,6 +134,14 @@ def test_a_kept_response_is_got_and_forgotten(is_streamed: bool) -> None:
     with_openai(Recording(), work)
 
 
+@pytest.mark.parametrize("reference", [{"id": ""}, {}, {"id": None}])
+def test_a_reference_to_nothing_is_refused(reference: dict[str, Any]) -> None:
+    body = {"model": "demo", "input": [{"type": "item_reference", **reference}]}
+    answer, _ = send(Recording(), "POST", "/v1/responses", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("input")
+    assert "needs the id of an item" in answer.json()["error"]["message"]
+
+
 def test_what_is_not_stored_is_not_found() -> None:
     made = create(Recording(), input="One", store=False)
     assert made.store is False
@@ -244,7 +253,13 @@ def test_an_answer_that_fails_midway_is_a_failed_response() -> None:
         with_openai(client, lambda api: api.responses.retrieve(last.response.id))
 
 
-def test_a_long_conversation_loses_its_beginning_where_that_is_wanted() -> None:
+def test_a_long_conversation_loses_its_beginning_where_that_is_wanted(monkeypatch: Any) -> None:
+    """What fits is found by prompts alone: the grammar of a schema is compiled once."""
+    compiled: list[int] = []
+    compile_schema = requests.schema_grammar
+    monkeypatch.setattr(
+        requests, "schema_grammar", lambda *given: compiled.append(1) or compile_schema(*given)
+    )
     talk: list[dict[str, Any]] = [{"role": "developer", "content": "Be brief."}]
     for number in range(12):
         talk += [
@@ -255,12 +270,13 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted() -> None:
     client = Recording()
     with pytest.raises(openai.BadRequestError) as error:
         create(client, input=talk)
-    assert error.value.code == "context_length_exceeded"
+    assert error.value.code == "context_length_exceeded" and not compiled
     made = create(client, input=talk, truncation="auto")
     assert made.truncation == "auto"
     (request,) = client.requests
     asked = prompt_of(request)
     assert len(request.prompt_ids or ()) <= CONTEXT * 0.75
+    assert compiled == [1]
     assert "Be brief." in asked and "The last one." in asked and "Question 0" not in asked
     kept = [number for number in range(12) if f"Question {number}:" in asked]
     assert kept == list(range(kept[0], 12))
@@ -379,6 +395,23 @@ def test_the_oldest_used_are_forgotten_first() -> None:
     assert kept.holder("msg_a") is kept.get("a")
     with pytest.raises(ApiError):
         kept.holder("msg_b")
+
+
+def test_no_client_pushes_out_what_one_with_fewer_has() -> None:
+    size = turn(size=1000, name="00").num_bytes
+    for limits in ({"most": 6}, {"most_bytes": 6 * size}):
+        kept = KeptResponses(**limits)
+        for number, owner in enumerate(["a"] * 2 + ["b"] * 40 + ["a"] + ["c"] * 2):
+            client_of_context.set(owner)
+            kept.add(f"{number:02}", turn(size=1000, name=f"{number:02}"))
+            gc.collect()
+
+        def found(owner: str, kept: KeptResponses = kept) -> list[int]:
+            client_of_context.set(owner)
+            return [number for number in range(45) if kept.get(f"{number:02}") is not None]
+
+        assert [found(owner) for owner in "abc"] == [[1, 42], [40, 41], [43, 44]]
+        client_of_context.set("")
 
 
 def test_all_are_forgotten_in_time() -> None:

@@ -135,7 +135,7 @@ def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -
     assert out.rstrip().endswith("model-Q8_0.gguf")
     assert "did you mean house:8b?" in run("pull", "house:8", **settings)[2]
     assert "org/many:model-Q8_0.gguf" in run("list", **settings)[1]
-    assert run("rm", "house:8b", "--yes", **settings)[0] == 0
+    assert run("rm", "house:8b", "--yes", **settings)[1].startswith("org/many:model-Q8_0.gguf: ")
     assert "org/many" not in run("list", **settings)[1]
     # Of a repository's name that is nearly one that is here.
     assert run("pull", "org/small")[0] == 0
@@ -152,7 +152,10 @@ def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
     models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
     names = [f"org/many:{Path(QUANTS[n]).name}" for n in (2, 1)]
     assert [model["model"] for model in models] == names
-    assert run("rm", names[1], "--yes")[0] == 0
+    status, _, err = run("rm", "org/many:model", "--yes")
+    assert status == 1 and err.endswith(f"is in the names of {', '.join(names)}; name one\n"), err
+    assert "remove org/many:model-Q8_0.gguf, " in run("rm", "org/many:q8")[2]
+    assert run("rm", "org/many:q8", "--yes")[1].startswith("org/many:model-Q8_0.gguf: ")
     models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
     assert [model["model"] for model in models] == names[:1]
     assert all(Path(model["path"]).exists() for model in models)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.parameters import LARGEST_SEED
+from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
@@ -13,31 +14,46 @@ from hotcold.ui.api.tools.thoughts import Thoughts
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 
 
-async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateRequest]:
-    """One request for each of `n` answers. Errors: PromptError, UsageError."""
-    wanted = body.max_completion_tokens or body.max_tokens
-    sampling = body.sampling(wanted, backend.defaults)
-    wanted_calls = body.callable
+async def chat_ids(backend: Backend, body: ChatRequest) -> list[int]:
+    """The prompt of a conversation. Errors: PromptError, UsageError."""
     asked = GenerateRequest(
-        sampling,
+        _chat_sampling(backend, body),
         messages=[message.for_template for message in body.messages],
-        tools=[tool.for_template for tool in body.all_tools] if wanted_calls else None,
+        tools=[tool.for_template for tool in body.all_tools] if body.callable else None,
         template_variables=body.template_variables,
     )
-    ids = await backend.prompt_ids([asked])
+    return (await backend.prompt_ids([asked]))[0]
+
+
+async def chat_requests(
+    backend: Backend, body: ChatRequest, ids: list[int] | None = None
+) -> list[GenerateRequest]:
+    """One request for each of `n` answers; `ids`: its prompt, where that is known.
+
+    Errors:  PromptError, UsageError
+    """
+    wanted_calls = body.callable
+    ids = await chat_ids(backend, body) if ids is None else ids
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = GenerateRequest(
-        sampling, prompt_ids=ids[0], num_logprobs=num_logprobs, **body.caching()
+        _chat_sampling(backend, body),
+        prompt_ids=ids,
+        num_logprobs=num_logprobs,
+        **body.caching(),
     )
     grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
     if wanted_calls is not None:
         schema = None if grammar is None else grammar.text
         syntax = backend.call_syntax
         grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, schema)
-    thoughts = Thoughts.of(backend.prompts.tokenizer, ids[0])
+    thoughts = Thoughts.of(backend.prompts.tokenizer, ids)
     if grammar is not None and thoughts is not None:
         grammar = thoughts.before(grammar)
     return _copies(body, request, grammar)
+
+
+def _chat_sampling(backend: Backend, body: ChatRequest) -> SamplingParams:
+    return body.sampling(body.max_completion_tokens or body.max_tokens, backend.defaults)
 
 
 async def completion_requests(backend: Backend, body: CompletionRequest) -> list[GenerateRequest]:

@@ -6,9 +6,9 @@ functions, some are skipped, and those that the answer would miss are refused.
 """
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import StrictModel
@@ -60,6 +60,13 @@ class ForeignItem(StrictModel):
 
     type: Literal[KINDS]  # type: ignore[valid-type]
 
+    @model_validator(mode="after")
+    def _refers_to_something(self) -> Self:
+        found = (self.model_extra or {}).get("id")
+        if self.type == _REFERENCE and not (isinstance(found, str) and found):
+            raise ValueError("an item_reference needs the id of an item")
+        return self
+
     @property
     def thought(self) -> str:
         """The reasoning before the next item, or its summary."""
@@ -72,7 +79,7 @@ class ForeignItem(StrictModel):
     @property
     def refers_to(self) -> str | None:
         """The id of the item that stands here, where this is a reference."""
-        return str((self.model_extra or {}).get("id")) if self.type == _REFERENCE else None
+        return str((self.model_extra or {})["id"]) if self.type == _REFERENCE else None
 
     def messages(self, place: int) -> list[Message]:
         """Its messages for a `ChatRequest`. Errors: ApiError 400 for a refused kind."""

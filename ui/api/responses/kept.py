@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +55,10 @@ class Turn:
 class KeptResponses:
     """The responses kept for all clients; each finds its own alone.
 
-    Those used last stay, within a number, bytes and a time. One that is forgotten is found no
-    more; what continues it holds its items, and their bytes count until nothing holds them.
+    Those used last stay, within a number, bytes and a time. Where all have too many, the client
+    that has most loses its oldest, so none pushes out those of a client that has fewer. One that is
+    forgotten is found no more; what continues it holds its items, and their bytes count until
+    nothing holds them.
     """
 
     def __init__(
@@ -69,39 +71,44 @@ class KeptResponses:
         """`clock` counts seconds."""
         self._most, self._most_bytes, self._most_s = most, most_bytes, most_s
         self._clock = clock
-        self._turns: OrderedDict[tuple[str, str], tuple[Turn, float]] = OrderedDict()
+        # By client, then by id, those used last at the end; and when each was used.
+        self._turns: defaultdict[str, OrderedDict[str, tuple[Turn, float]]]
+        self._turns = defaultdict(OrderedDict)
         self._by_item: dict[tuple[str, str], Turn] = {}
-        self._held = 0  # bytes
-        self._released: list[int] = []  # bytes of turns that ended, in any thread
+        self._held: Counter[str] = Counter()  # bytes by client
+        self._released: list[tuple[str, int]] = []  # of turns that ended, in any thread
 
     def __len__(self) -> int:
         """How many are found."""
-        return len(self._turns)
+        return sum(map(len, self._turns.values()))
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all that is held, found or not."""
         while self._released:
-            self._held -= self._released.pop()
-        return self._held
+            owner, num_bytes = self._released.pop()
+            self._held[owner] -= num_bytes
+        return self._held.total()
 
     def add(self, response_id: str, turn: Turn) -> None:
         """Keep a new turn of this context's client."""
-        self._held += turn.num_bytes
-        weakref.finalize(turn, self._released.append, turn.num_bytes).atexit = False
-        self._turns[client.get(), response_id] = (turn, self._clock())
-        self._by_item |= {(client.get(), item_id): turn for item_id in turn.item_ids}
+        owner = client.get()
+        self._held[owner] += turn.num_bytes
+        ended = (owner, turn.num_bytes)
+        weakref.finalize(turn, self._released.append, ended).atexit = False
+        self._turns[owner][response_id] = (turn, self._clock())
+        self._by_item |= {(owner, item_id): turn for item_id in turn.item_ids}
         self._forget_old()
 
     def get(self, response_id: str) -> Turn | None:
         """This client's turn of that id, which stays for longer now; None: there is none."""
         self._forget_old()
-        key = (client.get(), response_id)
-        if key not in self._turns:
+        own = self._turns[client.get()]
+        if response_id not in own:
             return None
-        turn, _ = self._turns[key]
-        self._turns[key] = (turn, self._clock())
-        self._turns.move_to_end(key)
+        turn, _ = own[response_id]
+        own[response_id] = (turn, self._clock())
+        own.move_to_end(response_id)
         return turn
 
     def found(self, response_id: str) -> Turn:
@@ -133,19 +140,28 @@ class KeptResponses:
     def remove(self, response_id: str) -> None:
         """Forget this client's response of that id. Errors: ApiError 404."""
         self.found(response_id)
-        self._forget((client.get(), response_id))
+        self._forget(client.get(), response_id)
 
     def _forget_old(self) -> None:
         oldest = self._clock() - self._most_s
-        while self._turns:
-            key = next(iter(self._turns))
-            used_at = self._turns[key][1]
-            is_over = len(self._turns) > self._most or self.num_bytes > self._most_bytes
-            if not is_over and used_at >= oldest:
-                break
-            self._forget(key)
+        for owner, turns in self._turns.items():
+            while turns and next(iter(turns.values()))[1] < oldest:
+                self._forget(owner, next(iter(turns)))
+        self._forget_most(lambda: len(self) > self._most, lambda owner: len(self._turns[owner]))
+        self._forget_most(lambda: self.num_bytes > self._most_bytes, self._held.__getitem__)
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        turn, _ = self._turns.pop(key)
+    def _forget_most(self, is_over: Callable[[], bool], held: Callable[[str], int]) -> None:
+        """Forget the oldest of the client that has most by `held`, as long as there are too many.
+
+        Nothing more is forgotten while requests that run hold what that client has.
+        """
+        while is_over():
+            owner = max(self._turns, key=held)
+            if not self._turns[owner]:
+                return
+            self._forget(owner, next(iter(self._turns[owner])))
+
+    def _forget(self, owner: str, response_id: str) -> None:
+        turn, _ = self._turns[owner].pop(response_id)
         for item_id in turn.item_ids:
-            del self._by_item[key[0], item_id]
+            del self._by_item[owner, item_id]

@@ -3,7 +3,7 @@
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.requests import chat_ids, chat_requests
 from hotcold.ui.api.schemas import ChatRequest
 
 _SHARE = 0.75  # of the context; the rest is for the answer
@@ -19,19 +19,20 @@ async def shortened(backend: Backend, chat: ChatRequest) -> list[GenerateRequest
     if not starts:
         return await chat_requests(backend, chat)
     most = backend.prompts.context_length * _SHARE
-    fitting = None
+    fitting, ids = _from(chat, starts[-1]), None
     first, last = 0, len(starts) - 1
     while first <= last:  # of the starts that may fit, the earliest
         middle = (first + last) // 2
+        tried = _from(chat, starts[middle])
         try:
-            found = await chat_requests(backend, _from(chat, starts[middle]))
+            found = await chat_ids(backend, tried)
         except PromptTooLongError:
             found = None
-        if found is not None and len(found[0].prompt_ids or ()) <= most:
-            fitting, last = found, middle - 1
+        if found is not None and len(found) <= most:
+            fitting, ids, last = tried, found, middle - 1
         else:
             first = middle + 1
-    return fitting or await chat_requests(backend, _from(chat, starts[-1]))
+    return await chat_requests(backend, fitting, ids)
 
 
 def _from(chat: ChatRequest, start: int) -> ChatRequest:
