@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotcold.ui.page import asset
+from hotcold.ui.page import asset, script
 from hotcold.ui.page.conversation_list import listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
 
@@ -54,7 +54,7 @@ def rows(page: Any, value: dict[str, Any] | None = None) -> list[str]:
 
 def test_an_older_value_that_comes_later_is_dropped(page: Any) -> None:
     first, second, third = told("one"), told("one", "two"), told("one", "two", "three")
-    page.evaluate(_START, [asset("list.html"), asset("list.js"), first])
+    page.evaluate(_START, [asset("list.html"), script("list.js"), first])
     assert rows(page) == ["one"]
     assert rows(page, third) == ["one", "two", "three"]
     assert rows(page, second) == ["one", "two", "three"]
@@ -62,7 +62,7 @@ def test_an_older_value_that_comes_later_is_dropped(page: Any) -> None:
 
 
 def test_another_servers_values_are_taken_whatever_their_numbers(page: Any) -> None:
-    page.evaluate(_START, [asset("list.html"), asset("list.js"), told("one")])
+    page.evaluate(_START, [asset("list.html"), script("list.js"), told("one")])
     restarted = [told("two") | {"server": "another", "at": at} for at in (0, -1)]
     assert rows(page, restarted[0]) == ["two"]
     assert rows(page, restarted[1] | {"rows": []}) == ["two"]  # its own are in order

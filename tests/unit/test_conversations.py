@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import orjson
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
@@ -17,16 +18,15 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.page.branches import begin_branch
 from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 from tests.unit.test_server_limits import give_client
 
-_NO_BRANCHES: list[Any] = [
-    7, [7], [[]], [[{"role": "assistant", "content": "x"}]], [[{"role": "user"}]],
+_USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+_NO_BRANCHES: list[dict[str, Any]] = [
+    _ASSISTANT | {"after": -1}, _USER | {"after": 0}, _USER | {"after": 7}, _USER | {"after": 1},
+    _USER | {"after": "x"}, _USER | {"after": None}, _ASSISTANT | {"place": float("inf")},
 ]  # fmt: skip
-_ENDLESS: dict[str, Any] = {
-    "role": "user", "content": "x", "place": float("inf"),
-    "others": [[{"role": "user", "content": "x"}]],
-}  # fmt: skip
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -318,12 +318,24 @@ async def test_what_fails_beside_other_branches_loses_none() -> None:
     assert await finished(talk) == ["one?", "said 1", "two?", "said 2"]
 
 
-@pytest.mark.parametrize(("depth", "count"), [(75, 1), (76, 0), (5000, 0)])
-def test_branches_that_hold_each_other_too_deeply_are_left_out(depth: int, count: int) -> None:
-    inner: list[Any] = [{"role": "user", "content": "x"}]
-    for _ in range(depth):
-        inner = [{"role": "user", "content": "x", "others": [inner]}]
-    assert ChatHistory().restore([{"id": "1", "messages": inner}]) == count
+def test_branches_may_hold_each_other_deeply() -> None:
+    def texts(found: Conversation) -> list[str]:
+        return [message["content"] for message in found.messages]
+
+    depth, roles = 2000, ("user", "assistant")
+    talk = Conversation([{"role": roles[n % 2], "content": f"{n}"} for n in range(depth)])
+    for number in reversed(range(depth)):
+        begin_branch(talk.messages, number, {"role": roles[number % 2], "content": f"new {number}"})
+    history, other = ChatHistory(), ChatHistory()
+    history.conversations = [talk]
+    kept = history.saved()
+    assert other.restore(json.loads(orjson.dumps(kept))) == 1 and other.saved() == kept
+    again = other.conversations[-1]
+    assert again.num_chars == talk.num_chars and again.has(["new 1999"])
+    for number in range(depth):
+        assert texts(again) == [*map(str, range(number)), f"new {number}"]
+        again.step(number, 0)
+    assert texts(again) == [f"{number}" for number in range(depth)]
 
 
 def test_what_a_visitor_may_keep_is_bounded() -> None:
@@ -366,11 +378,7 @@ def test_what_holds_no_text_takes_room_too() -> None:
         None, 7, "text", [None], [{}], [{"id": 1, "messages": []}], [{"id": 1, "messages": [7]}],
         [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
         [{"messages": [{"role": "user", "content": "x"}]}],
-        [{"id": 1, "messages": [_ENDLESS]}],
-        *(
-            [{"id": 1, "messages": [{"role": "user", "content": "x", "others": others}]}]
-            for others in _NO_BRANCHES
-        ),
+        *([{"id": 1, "messages": [_USER, branch]}] for branch in _NO_BRANCHES),
     ],
 )  # fmt: skip
 def test_what_is_malformed_is_left_out(kept) -> None:

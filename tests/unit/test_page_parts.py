@@ -150,7 +150,7 @@ def test_an_answer_is_rewritten_where_there_is_room() -> None:
         history = chat._history(visitor)
         history.restore([{"id": "one", "messages": turns}])
         history.show("one")
-        event: Any = SimpleNamespace(index=1, text=text)
+        event: Any = SimpleNamespace(id="one", index=1, text=text)
         views = [view async for view in chat._again(event, visitor)]
         return views[-1][-1], history.open.messages, history.open.error
 
@@ -162,6 +162,30 @@ def test_an_answer_is_rewritten_where_there_is_room() -> None:
     assert unwritten == long and messages == turns and "too long to keep" in error
 
 
+def test_an_event_that_comes_late_is_of_its_own_conversation() -> None:
+    from hotcold.ui.page.chat import Chat
+
+    async def written() -> list[list[str]]:
+        backend: Any = None  # nobody asks it
+        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        chat = Chat(backend, "model", True)
+        history = chat._history(visitor)
+        history.restore([{"id": name, "messages": turns} for name in ("one", "two")])
+        history.show("two")  # after the click, before its event came
+        for name, text in (("one", "no"), ("gone", "never")):
+            async for _ in chat._again(SimpleNamespace(id=name, index=1, text=text), visitor):
+                pass
+        found = [item for name in ("one", "two") if (item := history.find(name))]
+        said = [[item.messages[1]["content"] for item in found]]
+        await chat._step(SimpleNamespace(id="one", index=1, place=0), visitor)
+        await chat._step(SimpleNamespace(id="gone", index=1, place=0), visitor)
+        assert history.open is found[1]
+        return [*said, [item.messages[1]["content"] for item in found]]
+
+    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
+    assert asyncio.run(written()) == [["no", "yes"], ["yes", "yes"]]
+
+
 def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
     from hotcold.ui.page.chat import Chat
 
@@ -171,7 +195,7 @@ def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
     async def retried() -> tuple[Any, ...]:
         backend: Any = None  # nobody asks it
         visitor: Any = SimpleNamespace(session_hash="a", headers={})
-        event: Any = SimpleNamespace(index=1, text=None)
+        event: Any = SimpleNamespace(id="one", index=1, text=None)
         settings: Any = SimpleNamespace(read=read)
         chat = Chat(backend, "model", True)
         chat._settings = settings

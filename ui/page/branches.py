@@ -2,14 +2,13 @@
 
 `others` of a message are the branches that begin in its place beside its own, each a list of
 messages; `place` is the number of its own among all of them, from 0. Messages without branches have
-neither.
+neither. Browsers and files keep them flat: branches may be in branches as deep as they like.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
-_DEEPEST = 75  # branches in branches: pages send and store nothing that is much deeper
 
 
 def begin_branch(messages: list[Message], index: int, message: Message) -> None:
@@ -45,33 +44,62 @@ def num_branches(message: Message) -> int:
 
 def in_all_branches(messages: list[Message]) -> Iterator[Message]:
     """The messages, and those of all other branches."""
-    for message in messages:
-        yield message
-        for branch in message.get("others", ()):
-            yield from in_all_branches(branch)
+    waiting = [messages]
+    while waiting:
+        for message in waiting.pop():
+            yield message
+            waiting += message.get("others", ())
 
 
-def restored(items: Any, number: int = 0, depth: int = 0) -> list[Message]:
-    """The messages of a browser or a file, questions and answers in turn from `number` on.
+def flattened(messages: list[Message]) -> list[dict[str, Any]]:
+    """All messages, one after another.
 
-    `depth`: how many branches these are in.
-    Errors:  AttributeError, KeyError, OverflowError, RecursionError, TypeError or ValueError where
-             it has others
+    Of each its role and content; "after", where it does not follow the one before it in the list:
+    the number of the message that it follows, or -1; "place" where it is the shown one of several
+    that follow the same, which is the first of them in the list.
     """
-    if depth > _DEEPEST:
-        raise ValueError("branches hold each other too deeply")
-    found = []
-    for count, item in enumerate(items, number):
-        message: Message = {"role": str(item["role"]), "content": str(item["content"])}
-        if message["role"] != ("user", "assistant")[count % 2]:
-            raise ValueError("a message in the wrong place")
-        if others := [restored(branch, count, depth + 1) for branch in item.get("others", ())]:
-            place = min(max(int(item.get("place", 0)), 0), len(others))
-            message |= {"others": others, "place": place}
-        found.append(message)
-    if not found:
-        raise ValueError("a branch without a message")
+    found: list[dict[str, Any]] = []
+    waiting = [(-1, messages)]
+    while waiting:
+        before, branch = waiting.pop()
+        for message in branch:
+            waiting += [(before, other) for other in reversed(message.get("others", ()))]
+            kept = {key: message[key] for key in ("role", "content", "place") if key in message}
+            found.append(kept if before == len(found) - 1 else kept | {"after": before})
+            before = len(found) - 1
     return found
+
+
+def restored(items: Any) -> list[Message]:
+    """The messages of a browser or a file, as `flattened` gives them.
+
+    Errors:  AttributeError, KeyError, OverflowError, TypeError or ValueError for others
+    """
+    messages: list[Message] = []
+    # The branch that each message is in, its number in the conversation, and what follows it.
+    homes, numbers = {-1: messages}, {-1: -1}
+    next_ones: dict[int, Message] = {}
+    for index, item in enumerate(items):
+        before = int(item.get("after", index - 1))
+        message: Message = {"role": str(item["role"]), "content": str(item["content"])}
+        numbers[index] = numbers[before] + 1
+        if message["role"] != ("user", "assistant")[numbers[index] % 2]:
+            raise ValueError("a message in the wrong place")
+        if before in next_ones:
+            homes[index] = [message]
+            next_ones[before].setdefault("others", []).append(homes[index])
+        else:
+            homes[index] = homes[before]
+            homes[before].append(message)
+            next_ones[before] = message
+        message["place"] = int(item.get("place", 0))
+    if not messages:
+        raise ValueError("a conversation without a message")
+    for message in in_all_branches(messages):
+        place, others = message.pop("place"), message.get("others", ())
+        if others:
+            message["place"] = min(max(place, 0), len(others))
+    return messages
 
 
 def _taken(messages: list[Message], index: int) -> tuple[list[list[Message]], int]:

@@ -17,7 +17,7 @@ from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.cached import client
 from hotcold.ui.gate import given_key
 from hotcold.ui.keys import client_of
-from hotcold.ui.page import asset
+from hotcold.ui.page import asset, script
 from hotcold.ui.page.chat_settings import ChatSettings
 from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
@@ -44,7 +44,7 @@ class Chat:
         """The list of conversations."""
         self._list = gr.HTML(
             listed(ChatHistory()), html_template=asset("list.html"),
-            js_on_load=asset("list.js"), elem_id="conversations",
+            js_on_load=script("list.js"), elem_id="conversations",
             apply_default_css=False,
         )  # fmt: skip
         self._saved = gr.BrowserState([], storage_key="hotcold-conversations", secret=_SECRET)
@@ -56,21 +56,22 @@ class Chat:
             elem_id="chat", buttons=[], feedback_options=None, latex_delimiters=DELIMITERS,
         )  # fmt: skip
         self._welcome = gr.HTML(
-            self._suggestions, html_template="<section></section>",
-            js_on_load=asset("welcome.js"), elem_id="welcome",
+            self._suggestions, html_template='<section aria-label="Suggestions"></section>',
+            js_on_load=script("welcome.js"), elem_id="welcome",
             apply_default_css=False,
         )  # fmt: skip
         with gr.Row(elem_id="ask"):
+            _round_button("Add files of text", "attach")
             self._question = gr.Textbox(
                 show_label=False, label="Question", container=False, max_lines=10, scale=8,
                 placeholder="Ask something" if self._is_chat else "A text to go on with",
                 autofocus=True, min_width=100, elem_id="question",
             )  # fmt: skip
-            self._send = gr.Button("Send", variant="primary", scale=0, min_width=40, elem_id="send")
-            self._stop = gr.Button("Stop", scale=0, min_width=40, elem_id="stop")
+            self._send = _round_button("Send", "send")
+            self._stop = _round_button("Stop", "stop")
         self._state = gr.HTML(
             thread_state(Conversation()), html_template="<p></p>",
-            js_on_load=asset("thread.js"), elem_id="status",
+            js_on_load=script("thread.js"), elem_id="status",
             apply_default_css=False,
         )  # fmt: skip
 
@@ -136,12 +137,12 @@ class Chat:
     async def _answer(
         self,
         history: ChatHistory,
+        conversation: Conversation,
         question: str | None,
         settings: tuple[Any, ...],
         at: int | None = None,
     ) -> AsyncIterator[tuple[Any, ...]]:
         """Ask, and paint; `question` and `at` as `Conversation.ask` has them."""  # fmt: skip
-        conversation = history.open
         try:
             system_prompt, sampling = self._settings.read(settings)
             history.require_space(question or "")
@@ -161,7 +162,7 @@ class Chat:
         if not question.strip() or history.open.is_answering:
             yield *self._view(history), gr.skip()
             return
-        async for view in self._answer(history, question.strip(), settings):
+        async for view in self._answer(history, history.open, question.strip(), settings):
             yield view
 
     async def _suggested(
@@ -176,11 +177,12 @@ class Chat:
     ) -> AsyncIterator[tuple[Any, ...]]:
         """Answer a message again, or another text in its place; an answer is only rewritten.
 
-        event: "index" of the message, "text" of what is in its place, or None
+        event: "id" of the conversation, "index" of the message, "text" of what is in its place, or
+        None
         """
         history, index, text = self._history(request), int(event.index), event.text
-        shown = history.open
-        if shown.is_answering or not 0 <= index < len(shown.messages):
+        shown = history.find(str(event.id))
+        if shown is None or shown.is_answering or not 0 <= index < len(shown.messages):
             yield *self._view(history), gr.skip()
             return
         is_answer = shown.messages[index]["role"] == "assistant"
@@ -196,14 +198,15 @@ class Chat:
             return
         question = None if text is None else str(text)
         at = index + 1 if text is None and not is_answer else index
-        async for view in self._answer(history, question, settings, at):
+        async for view in self._answer(history, shown, question, settings, at):
             yield view
 
     async def _step(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
-        """Show another branch: the one of number "place" at message "index"."""
+        """Show another branch of conversation "id": that of number "place" at message "index"."""
         history = self._history(request)
-        if not history.open.is_answering and 0 <= int(event.index) < len(history.open.messages):
-            history.open.step(int(event.index), int(event.place))
+        found, index = history.find(str(event.id)), int(event.index)
+        if found is not None and not found.is_answering and 0 <= index < len(found.messages):
+            found.step(index, int(event.place))
         return self._view(history)
 
     async def _end_answer(self, request: gr.Request) -> None:
@@ -232,3 +235,8 @@ class Chat:
         history = self._histories.get(str(request.session_hash))
         if history is not None:
             history.stop_all()
+
+
+def _round_button(label: str, name: str) -> gr.Button:
+    """A button that shows the icon of that name."""
+    return gr.Button(label, scale=0, min_width=36, elem_id=name, elem_classes=f"glyph-{name}")

@@ -9,10 +9,10 @@ import gradio as gr
 from hotcold.model.parameters import Number, Whole
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 
-_HEADING = (
-    "<h2>Settings</h2>"
-    '<button type="button" class="close" aria-label="Close the settings" title="Close"></button>'
-)
+_HEADING = """<h2>Settings</h2>
+<button type="button" class="close glyph-close" aria-label="Close the settings" title="Close">
+</button>
+"""
 # Fields by name, two in a row; those below a heading are folded.
 _FIRST = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "seed")
 _FOLDED = {

@@ -15,6 +15,7 @@ from hotcold.ui.page.branches import (
     Message,
     begin_branch,
     drop_branch,
+    flattened,
     in_all_branches,
     num_branches,
     restored,
@@ -167,7 +168,7 @@ class Conversation:
     def as_json(self) -> dict[str, Any]:
         """What a browser or a file keeps of it."""
         name = {"name": self.name} if self.name else {}
-        return {"id": self.id, **name, "messages": [dict(m) for m in self.messages]}
+        return {"id": self.id, **name, "messages": flattened(self.messages)}
 
 
 class ChatHistory:
@@ -289,5 +290,5 @@ def _restored(item: Any) -> Conversation | None:
         name = str(item.get("name", ""))[:_LONGEST_NAME]
         found = Conversation(restored(item["messages"]), str(item["id"]), name)
         return found if len(found.id) <= _LONGEST_ID else None
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None

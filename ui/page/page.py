@@ -15,15 +15,13 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.page import ASSETS, asset
+from hotcold.ui.page import ASSETS, asset, script, styles
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
 from hotcold.ui.page.waiting_queue import wait_for_events
 from hotcold.ui.telemetry import telemetry_json
-
-_STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later ones win
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
@@ -65,7 +63,7 @@ def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> 
         device = f"GPU and {device}"
     shown = {"model": model_name, "paths": dict(paths), "facts": [described.mode, device]}
     return gr.HTML(
-        shown, html_template=asset("bar.html"), js_on_load=asset("bar.js"), elem_id="bar",
+        shown, html_template=asset("bar.html"), js_on_load=script("bar.js"), elem_id="bar",
         apply_default_css=False,
     )  # fmt: skip
 
@@ -79,7 +77,7 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         page,
         path,
         theme=gr.themes.Base(primary_hue="orange", neutral_hue="gray", **fonts),
-        head=_styles(),
+        head=styles(),
         favicon_path=str(ASSETS / "favicon.svg") if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
@@ -114,15 +112,6 @@ def live_panel(backend: Backend, config: ModelConfig) -> gr.HTML:
         return telemetry_json(found) | more
 
     return gr.HTML(
-        "",
-        html_template=asset("live.html"),
-        js_on_load=asset("live.js"),
-        server_functions=[telemetry],
-        elem_id="live",
-        apply_default_css=False,
-    )
-
-
-def _styles() -> str:
-    """The page's styles for its <head>, before any of Gradio's arrives."""
-    return "".join(f"<style>{asset(f'styles/{name}.css')}</style>" for name in _STYLES)
+        "", html_template=asset("live.html"), js_on_load=script("live.js"), elem_id="live",
+        server_functions=[telemetry], apply_default_css=False,
+    )  # fmt: skip

@@ -7,36 +7,26 @@ const STATES = {
   error: "Error",
   lost: "No connection",
 };
-const KEPT = { panel: "hotcold-panel", theme: "hotcold-theme" };
-const part = (name) => element.querySelector(`[data-part="${name}"]`);
+const find = (selector) => element.querySelector(selector);
 const { body } = document;
 const wide = matchMedia("(min-width: 1100px)");
 const phone = matchMedia("(max-width: 760px)");
 const isOpen = (name) => body.dataset[name] === "open";
-
-function keep(name, value) {
-  try {
-    localStorage.setItem(KEPT[name], value);
-  } catch {
-    // A browser that keeps nothing: the choice lasts as long as the page.
-  }
-}
-
-function kept(name) {
-  try {
-    return localStorage.getItem(KEPT[name]);
-  } catch {
-    return null;
-  }
+const opener = (name) => find(`[data-open="${name}"]`);
+let kept = {}; // where the browser keeps nothing, choices last as long as the page
+try {
+  kept = localStorage;
+} catch {
+  // It refuses.
 }
 
 function set(name, open) {
   body.dataset[name] = open ? "open" : "closed";
-  element.querySelector(`[data-open="${name}"]`).setAttribute("aria-expanded", String(open));
+  opener(name).ariaExpanded = String(open);
   if (name !== "panel") return;
   for (const tab of element.querySelectorAll("[data-view]")) {
     const isChosen = (tab.dataset.view === "panel") === open;
-    tab.setAttribute("aria-selected", String(isChosen));
+    tab.ariaSelected = String(isChosen);
     tab.tabIndex = isChosen ? 0 : -1;
   }
   window.dispatchEvent(new Event("hotcold-panel"));
@@ -45,16 +35,14 @@ function set(name, open) {
 // What covers other things takes the focus, and gives it back.
 function turn(name, open) {
   set(name, open);
-  if (name === "settings" || !wide.matches) {
-    const first = `#${name} :is(button, input, textarea):not([tabindex="-1"], [hidden])`;
-    if (open) document.querySelector(first)?.focus();
-    else element.querySelector(`[data-open="${name}"]`).focus();
-  }
+  if (name !== "settings" && wide.matches) return;
+  const first = `#${name} :is(button, input, textarea):not([tabindex="-1"], [hidden])`;
+  (open ? document.querySelector(first) : opener(name))?.focus();
 }
 
 function arrange() {
   set("side", wide.matches);
-  set("panel", !phone.matches && (wide.matches ? kept("panel") !== "closed" : false));
+  set("panel", wide.matches && kept["hotcold-panel"] !== "closed");
   set("settings", false);
 }
 
@@ -67,50 +55,40 @@ function showFacts() {
   const { model, paths, facts } = props.value;
   const models = Object.keys(paths);
   const shown = models.length > 1 ? facts : [model, ...facts];
-  part("facts").replaceChildren(
-    ...shown.map((text) => {
-      const item = document.createElement("li");
-      item.textContent = text;
-      return item;
-    }),
-  );
-  part("models").hidden = models.length < 2;
-  const choice = part("models").querySelector("select");
+  find(".facts").replaceChildren(...shown.map((text) => make("li", {}, text)));
+  find("label").hidden = models.length < 2;
   const option = (name) => new Option(name, paths[name], name === model, name === model);
-  choice.replaceChildren(...models.map(option));
+  find("select").replaceChildren(...models.map(option));
 }
 
-function showState(state) {
+function showState(state = body.dataset.chat || "ready") {
   body.dataset.state = state;
-  part("state").textContent = STATES[state];
+  find(".state span").textContent = STATES[state];
 }
 
-element.addEventListener("click", (event) => {
-  const { open, view } = event.target.closest("[data-open], [data-view]")?.dataset ?? {};
-  const wanted = event.target.closest("[data-do]")?.dataset.do;
+element.addEventListener("click", ({ target }) => {
+  const { open, view } = target.closest("[data-open], [data-view]")?.dataset ?? {};
   if (open) turn(open, !isOpen(open));
-  if (open === "panel" && wide.matches) keep("panel", body.dataset.panel);
+  if (open === "panel" && wide.matches) kept["hotcold-panel"] = body.dataset.panel;
   if (view) set("panel", view === "panel");
-  if (wanted === "theme") {
-    useTheme(!body.classList.contains("dark"));
-    keep("theme", body.classList.contains("dark") ? "dark" : "light");
-  }
+  if (!target.closest(".theme")) return;
+  useTheme(!body.classList.contains("dark"));
+  kept["hotcold-theme"] = body.classList.contains("dark") ? "dark" : "light";
 });
 element.addEventListener("keydown", (event) => {
   if (!event.target.dataset.view || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
   set("panel", !isOpen("panel"));
-  element.querySelector("[data-view][aria-selected=true]").focus();
+  find("[data-view][aria-selected=true]").focus();
 });
-element.querySelector("select").addEventListener("change", (event) => {
-  location.assign(new URL(event.target.value, location.origin)); // each model has its page
+find("select").addEventListener("change", ({ target }) => {
+  location.assign(new URL(target.value, location.origin)); // each model has its page
 });
 
 // Whether there was something to close.
 function close() {
-  if (isOpen("settings")) turn("settings", false);
-  else if (!wide.matches && isOpen("side")) turn("side", false);
-  else return false;
-  return true;
+  const open = isOpen("settings") ? "settings" : !wide.matches && isOpen("side") && "side";
+  if (open) turn(open, false);
+  return Boolean(open);
 }
 
 // As in other chats: Escape stops the answer, Ctrl+K searches, Ctrl+Shift+O begins a conversation.
@@ -120,21 +98,16 @@ document.addEventListener("keydown", (event) => {
   // The last of this id: a text above the field may have it, too.
   if (key === "escape" && !close()) [...document.querySelectorAll("#stop")].at(-1).click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
-  if (key === "k" && !event.shiftKey) {
-    event.preventDefault();
-    set("side", true);
-    document.querySelector("#conversations input[type=search]").focus();
-  }
-  if (key === "o" && event.shiftKey) {
-    event.preventDefault();
-    document.querySelector("#new").click();
-    document.querySelector("#question textarea").focus();
-  }
+  if (key !== (event.shiftKey ? "o" : "k")) return;
+  event.preventDefault();
+  if (key === "k") set("side", true);
+  else document.querySelector("#new").click();
+  document.querySelector(key === "k" ? "#side [type=search]" : "#question textarea").focus();
 });
-document.addEventListener("click", (event) => {
-  const isOnVeil = event.target.id === "frame";
-  if (isOnVeil || event.target.closest("#settings .close")) close();
-  if (!wide.matches && isOpen("side") && event.target.closest("#conversations :is(.open, .new)")) {
+document.addEventListener("click", ({ target }) => {
+  const isOnVeil = target.id === "frame";
+  if (isOnVeil || target.closest("#settings .close")) close();
+  if (!wide.matches && isOpen("side") && target.closest("#conversations :is(.open, .new)")) {
     set("side", false);
     document.querySelector("#question textarea")?.focus();
   }
@@ -142,14 +115,13 @@ document.addEventListener("click", (event) => {
 wide.addEventListener("change", arrange);
 phone.addEventListener("change", arrange);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => {
-  useTheme(kept("theme") ? kept("theme") === "dark" : matches);
+  useTheme(kept["hotcold-theme"] ? kept["hotcold-theme"] === "dark" : matches);
 });
-window.addEventListener("hotcold-state", () => showState(body.dataset.chat));
+for (const name of ["hotcold-state", "hotcold-found"]) window.addEventListener(name, () => showState());
 window.addEventListener("hotcold-lost", () => showState("lost"));
-window.addEventListener("hotcold-found", () => showState(body.dataset.chat || "ready"));
 
-if (kept("theme")) useTheme(kept("theme") === "dark");
+if (kept["hotcold-theme"]) useTheme(kept["hotcold-theme"] === "dark");
 watch("value", showFacts);
 showFacts();
-showState(body.dataset.chat || "ready");
+showState();
 arrange();

@@ -1,10 +1,9 @@
 // The list of conversations: rows to open, rename and delete; a search; a file to keep or take over.
 const NOTE_MS = 10000;
 const SEARCH_MS = 150;
-const part = (name) => element.querySelector(`[data-part="${name}"]`);
-const search = element.querySelector("input[type=search]");
-const file = element.querySelector("input[type=file]");
+const find = (selector) => element.querySelector(selector);
 const act = (what, more = {}) => trigger("act", { do: what, ...more });
+const file = find("input[type=file]");
 let noting = 0;
 let searching = 0;
 let hasRemoved = false;
@@ -12,77 +11,54 @@ let told = ""; // the number of the last thing that was told
 let newest = props.value; // of all values: an older one may come later
 const isOld = (value) => value.server === newest.server && value.at < newest.at;
 
-function make(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
-function button(className, text, label, action) {
-  const made = make("button", className, text);
-  made.type = "button";
-  if (label) made.setAttribute("aria-label", label);
-  if (label) made.title = label;
-  made.addEventListener("click", action);
-  return made;
-}
-
 function row({ id, title, busy }) {
-  const isCurrent = id === newest.open;
-  const item = make("li", `${busy ? "busy" : ""} ${isCurrent ? "current" : ""}`);
-  const open = button("open", title, "", () => act("open", { id }));
-  if (isCurrent) open.setAttribute("aria-current", "true");
-  if (busy) open.append(make("span", "sr", " (is being answered)"));
-  const remove = button("remove", "", `Delete ${title}`, () => {
+  const open = make("button", { type: "button", className: "open", onclick: () => act("open", { id }) }, title);
+  if (id === newest.open) open.ariaCurrent = "true";
+  if (busy) open.append(make("span", { className: "sr" }, " (is being answered)"));
+  const item = make("li", {}, open);
+  const remove = () => {
     hasRemoved = true;
     act("remove", { id });
-  });
-  item.append(open, button("rename", "", `Rename ${title}`, () => rename(item, id, title)), remove);
+  };
+  item.append(
+    button("edit", `Rename ${title}`, () => rename(item, id, title)),
+    button("remove", `Delete ${title}`, remove),
+  );
   return item;
 }
 
 function rename(item, id, title) {
-  const field = make("input", "");
-  field.value = title;
-  field.setAttribute("aria-label", "Name of the conversation");
+  const field = make("input", { value: title, ariaLabel: "Name of the conversation" });
   let isOver = false;
   const end = (isKept) => {
     if (isOver) return; // a field that is removed loses the focus, too
     isOver = true;
-    const isNew = isKept && field.value.trim() !== title;
-    item.classList.remove("edited");
     field.remove();
-    if (isNew) act("rename", { id, text: field.value });
+    if (isKept && field.value.trim() !== title) act("rename", { id, text: field.value });
     show();
-    element.querySelector(".open[aria-current]")?.focus();
+    find(".open[aria-current]")?.focus();
   };
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") end(true);
-    if (event.key === "Escape") end(false);
+    if (event.key === "Enter" || event.key === "Escape") end(event.key === "Enter");
     event.stopPropagation();
   });
   field.addEventListener("blur", () => end(true));
-  item.classList.add("edited");
   item.prepend(field);
   field.select();
 }
 
-function showNote(text, canUndo) {
-  part("note").textContent = text;
-  element.querySelector(".note").classList.toggle("empty", !text);
-  part("undo").hidden = !canUndo;
+function showNote(text, canUndo = false) {
+  find(".note span").textContent = text;
+  find("[data-do=undo]").hidden = !canUndo;
   clearTimeout(noting);
-  if (text) noting = setTimeout(() => showNote("", false), NOTE_MS);
+  if (text) noting = setTimeout(showNote, NOTE_MS, "");
 }
 
 function download(conversations) {
-  const made = document.createElement("a");
-  const text = JSON.stringify(conversations, null, 1);
-  made.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  made.download = "hotcold-conversations.json";
-  made.click();
-  setTimeout(() => URL.revokeObjectURL(made.href), NOTE_MS);
+  const made = new Blob([JSON.stringify(conversations, null, 1)], { type: "application/json" });
+  const href = URL.createObjectURL(made);
+  make("a", { href, download: "hotcold-conversations.json" }).click();
+  setTimeout(() => URL.revokeObjectURL(href), NOTE_MS);
 }
 
 function show() {
@@ -90,35 +66,33 @@ function show() {
   if (number && number !== told) {
     told = number;
     if (kept) download(kept);
-    if (note) showNote(note, false);
+    if (note) showNote(note);
     if (hasRemoved && removed) showNote(`Deleted “${removed}”`, true);
     hasRemoved = false;
   }
-  if (element.querySelector("li.edited")) return; // drawn when the name is written
-  const focused = document.activeElement;
-  const place = [...element.querySelectorAll("li button")].indexOf(focused);
-  part("rows").replaceChildren(...rows.map(row));
+  if (find("li input")) return; // drawn when the name is written
+  const place = [...element.querySelectorAll("li button")].indexOf(document.activeElement);
+  find("ul").replaceChildren(...rows.map(row));
   if (place >= 0) element.querySelectorAll("li button")[place]?.focus();
-  const none = query ? "No conversation has these words." : "";
-  part("none").textContent = rows.length ? "" : any ? none : "What you ask is kept in this browser.";
-  element.querySelector("[data-do=export]").disabled = !any;
+  const none = any ? query && "No conversation has these words." : "What you ask is kept in this browser.";
+  find(".none").textContent = rows.length ? "" : none;
+  find("[data-do=export]").disabled = !any;
 }
 
-element.querySelector(".new").addEventListener("click", () => act("new"));
-element.querySelector("[data-do=export]").addEventListener("click", () => act("export"));
-element.querySelector("[data-do=import]").addEventListener("click", () => file.click());
-part("undo").addEventListener("click", () => {
-  showNote("", false);
-  act("undo");
+element.addEventListener("click", ({ target }) => {
+  const what = target.closest("[data-do]")?.dataset.do;
+  if (what === "undo") showNote("");
+  if (what === "import") file.click();
+  else if (what) act(what);
 });
 file.addEventListener("change", async () => {
   const text = await file.files[0]?.text();
   file.value = "";
   if (text) act("import", { text });
 });
-search.addEventListener("input", () => {
+find("input[type=search]").addEventListener("input", ({ target }) => {
   clearTimeout(searching);
-  searching = setTimeout(() => act("search", { text: search.value }), SEARCH_MS);
+  searching = setTimeout(() => act("search", { text: target.value }), SEARCH_MS);
 });
 watch("value", () => {
   if (isOld(props.value)) return;

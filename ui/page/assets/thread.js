@@ -1,5 +1,5 @@
 // The open conversation: its state, which the whole page goes by (`data-chat` of the body) and the
-// line below the field tells in figures; buttons below each message; files dropped into the field.
+// line below the field tells in figures; buttons below each message; files of text for the field.
 const LOST = "The server has ended or cannot be reached: the answer broke off. Load the page again once it is back.";
 const HINT = "Enter sends, Shift+Enter begins a new line. Ctrl+K searches, Ctrl+Shift+O begins anew.";
 const LARGEST_FILE = 256 * 1024; // bytes; few contexts hold more
@@ -27,63 +27,49 @@ window.addEventListener("hotcold-lost", () => {
   tell(LOST);
 });
 
-function button(className, label, action) {
-  const made = document.createElement("button");
-  Object.assign(made, { type: "button", className, title: label });
-  made.setAttribute("aria-label", label);
-  made.addEventListener("click", action);
-  return made;
-}
-
 async function copy(text, made) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     // Browsers have no clipboard for pages that come over plain HTTP from elsewhere.
-    const field = Object.assign(document.createElement("textarea"), { value: text });
+    const field = make("textarea", { value: text });
     document.body.append(field);
     field.select();
     document.execCommand("copy");
     field.remove();
   }
-  made.classList.add("done");
-  setTimeout(() => made.classList.remove("done"), 1500);
+  made.classList.add("glyph-done");
+  setTimeout(() => made.classList.remove("glyph-done"), 1500);
 }
 
-function tools(row, index, { role, text, place, branches }, isLast) {
-  const made = document.createElement("div");
-  made.className = "tools";
-  const step = (by) => trigger("step", { index, place: place + by });
+// What is done with a message; `id` is of its conversation, which another may have replaced meanwhile.
+function tools(row, id, index, { role, text, place, branches }, isLast) {
+  const step = (by) => trigger("step", { id, index, place: place + by });
+  const again = (written) => trigger("again", { id, index, text: written });
+  const copied = button("copy", "Copy", () => copy(text, copied));
+  const made = [copied, button("edit", "Edit", () => edit(row, role, text, again))];
+  if (role === "assistant" || isLast) made.push(button("retry", "Retry", () => again(null)));
   if (branches > 1) {
     const [back, on] = [button("back", "Earlier branch", () => step(-1)), button("on", "Later branch", () => step(1))];
     [back.disabled, on.disabled] = [place === 0, place === branches - 1];
-    const count = document.createElement("span");
-    count.textContent = `${place + 1}/${branches}`;
-    made.append(back, count, on);
+    made.unshift(back, make("span", {}, `${place + 1}/${branches}`), on);
   }
-  const copied = button("copy", "Copy", () => copy(text, copied));
-  made.append(copied, button("edit", "Edit", () => edit(row, index, role, text)));
-  if (role === "assistant" || isLast) made.append(button("retry", "Retry", () => trigger("again", { index, text: null })));
-  return made;
+  return make("div", { className: "tools" }, ...made);
 }
 
-function edit(row, index, role, text) {
-  const form = document.createElement("form");
-  const field = document.createElement("textarea");
-  field.value = text;
-  field.setAttribute("aria-label", "Edit the message");
-  const send = button("primary", role === "user" ? "Send" : "Save", () => form.requestSubmit());
-  const cancel = button("", "Cancel", () => end());
-  for (const each of [cancel, send]) each.textContent = each.title;
+function edit(row, role, text, again) {
+  const field = make("textarea", { value: text, ariaLabel: "Edit the message" });
+  const cancel = make("button", { type: "button", onclick: () => end() }, "Cancel");
+  const send = make("button", { className: "primary" }, role === "user" ? "Send" : "Save");
+  const form = make("form", {}, field, make("div", {}, cancel, send));
   const end = () => {
     form.remove();
-    row.classList.remove("edited");
-    row.querySelector(".tools .edit")?.focus();
+    row.querySelector(".glyph-edit")?.focus();
   };
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const written = field.value.trim();
-    if (written && written !== text) trigger("again", { index, text: written });
+    if (written && written !== text) again(written);
     end();
   });
   field.addEventListener("keydown", (event) => {
@@ -94,10 +80,6 @@ function edit(row, index, role, text) {
     event.preventDefault();
     form.requestSubmit();
   });
-  const buttons = document.createElement("div");
-  buttons.append(cancel, send);
-  form.append(field, buttons);
-  row.classList.add("edited");
   row.append(form);
   field.focus();
 }
@@ -105,16 +87,14 @@ function edit(row, index, role, text) {
 // Gradio paints a message's HTML again as it grows: what it lacks is put there each time. A text may
 // have HTML of any class, with anything in it.
 function dress() {
-  const { messages } = props.value;
+  const { messages, id } = props.value;
   thread.querySelectorAll(".message-row:not(.message-row *)").forEach((row, index, rows) => {
     const message = messages[index];
-    const key = message ? JSON.stringify([message, props.value.id, rows.length]) : "";
+    const key = message ? JSON.stringify([message, id, rows.length]) : "";
     if ((row.dataset.key ?? "") === key) return;
     row.dataset.key = key;
-    row.querySelector(":scope > .tools")?.remove();
-    row.querySelector(":scope > form")?.remove();
-    row.classList.remove("edited");
-    if (message) row.append(tools(row, index, message, index === messages.length - 1));
+    row.querySelectorAll(":scope > :is(.tools, form)").forEach((old) => old.remove());
+    if (message) row.append(tools(row, id, index, message, index === messages.length - 1));
   });
   for (const code of thread.querySelectorAll(".code_wrap:not([data-language])")) {
     const [, language] = code.querySelector("code")?.className.match(/language-(\S+)/) ?? [];
@@ -123,7 +103,7 @@ function dress() {
   }
   for (const table of thread.querySelectorAll("#chat table:not([tabindex])")) table.tabIndex = 0;
   for (const box of thread.querySelectorAll("input[type=checkbox]:not([aria-label])")) {
-    box.setAttribute("aria-label", box.checked ? "done" : "to do");
+    box.ariaLabel = box.checked ? "done" : "to do";
   }
 }
 
@@ -145,6 +125,14 @@ async function put(files) {
   }
   field.focus();
 }
+
+const chooser = make("input", { type: "file", multiple: true, hidden: true, ariaLabel: "Files of text" });
+chooser.addEventListener("change", async () => {
+  await put([...chooser.files]);
+  chooser.value = "";
+});
+element.append(chooser);
+document.addEventListener("click", ({ target }) => target.closest("#attach") && chooser.click());
 
 const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
 const isOverMain = (event) => hasFiles(event) && event.target.closest?.("#main");
