@@ -221,6 +221,37 @@ def test_dropped_text_is_put_into_the_question(open_page, book) -> None:
 
 
 @pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])
+def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path, view) -> None:
+    page = open_page(**view)
+    files = [tmp_path / name for name in ("notes.md", "large.txt", "empty.py")]
+    for file, text in zip(files, ("one\n", "x" * (256 * 1024 + 1), "print()"), strict=True):
+        file.write_text(text)
+    add = page.get_by_role("button", name="Add files of text")
+    with page.expect_file_chooser() as chosen:
+        if view:
+            add.tap()
+        else:
+            page.focus("#question textarea")
+            page.keyboard.press("Shift+Tab")
+            page.keyboard.press("Enter")
+    assert chosen.value.is_multiple()
+    chosen.value.set_files(files)
+    wanted = "notes.md:\n```\none\n```\n\nempty.py:\n```\nprint()\n```\n"
+    until(lambda: page.input_value("#question textarea") == wanted)
+    assert "large.txt is larger than 256 kB." in page.inner_text("#status")
+    assert page.evaluate("document.activeElement.closest('#question') != null")
+    with page.expect_file_chooser() as chosen:  # the same file again
+        add.click()
+    chosen.value.set_files(files[0])
+    until(lambda: page.input_value("#question textarea") == f"{wanted}\nnotes.md:\n```\none\n```\n")
+    assert violations(page) == []
+    page.press("#question textarea", "Enter")
+    wait_for_answer(page)
+    said = f"{wanted}\nnotes.md:\n```\none\n```"
+    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": said})
+
+
+@pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])
 def test_the_way_back_to_the_end_covers_no_text(open_page, book, view) -> None:
     page = open_page(**view)
     answered(page, book, "a paragraph\n\n" * 60)

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotcold.ui.api.errors import ApiError
@@ -62,26 +62,20 @@ class PageRoutes:
             raise ApiError(404, "the page has nothing here", code="route_refused")
         app = self._compressed if path == "/" else self._app
         if scope["method"] == "POST":
-            receive = await _without_files(receive)
+            receive = await _without_files(scope, receive)
         await app(scope, receive, send)
 
 
-async def _without_files(receive: Receive) -> Receive:
+async def _without_files(scope: Scope, receive: Receive) -> Receive:
     """The same request, its body checked. Errors: ApiError 400."""
-    body, has_more = bytearray(), True
-    while has_more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        has_more = message.get("more_body", False)
+    body = await Request(scope, receive).body()
     try:
         is_refused = names_a_file(json.loads(body))
     except (ValueError, RecursionError):
         raise ApiError(400, "the page takes JSON alone") from None
     if is_refused:
         raise ApiError(400, "the page takes no files", code="file_refused")
-    read: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+    read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
         return read.pop() if read else await receive()

@@ -9,32 +9,33 @@ from hotcold.ui.page.branches import num_branches
 from hotcold.ui.page.conversations import Conversation
 from hotcold.ui.page.maths import with_formulas
 
-# Questions for an empty thread. The embedded demo model knows Python's documentation, and little
-# else; a model without a chat template goes on with a text.
+# A heading and questions for an empty thread. The embedded demo model knows Python's documentation,
+# and little else; a model without a chat template goes on with a text.
 _OF_DEMO = (
+    "Ask about Python's standard library",
     "What does textwrap.dedent do?",
     "What does os.path.join do?",
     "What does itertools.chain do?",
 )
 _OF_CHATS = (
+    "What do you want to know?",
     "Explain in three sentences why the sky is blue.",
     "Write a short poem about the first snow.",
     "What are good questions to ask before buying a used bicycle?",
 )
-_OF_TEXTS = ("Once upon a time", "The three most important inventions are", "def fibonacci(n):")
+_OF_TEXTS = (
+    "Begin a text, and the model goes on",
+    "Once upon a time",
+    "The three most important inventions are",
+    "def fibonacci(n):",
+)
 _ALL = 0.9995  # shown as 100.0%: a dense model's neurons
-_DEMO_HEADING = "Ask about Python's standard library"
-_CHAT_HEADING = "What do you want to know?"
-_TEXT_HEADING = "Begin a text, and the model goes on"
 
 
 def suggestions(is_demo: bool, is_chat: bool) -> dict[str, Any]:
     """A heading and three questions for an empty thread."""
-    if not is_chat:
-        return {"heading": _TEXT_HEADING, "questions": list(_OF_TEXTS)}
-    if is_demo:
-        return {"heading": _DEMO_HEADING, "questions": list(_OF_DEMO)}
-    return {"heading": _CHAT_HEADING, "questions": list(_OF_CHATS)}
+    heading, *questions = (_OF_DEMO if is_demo else _OF_CHATS) if is_chat else _OF_TEXTS
+    return {"heading": heading, "questions": questions}
 
 
 def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
@@ -53,20 +54,16 @@ def problem_html(conversation: Conversation) -> str:
     problem = conversation.problem
     if problem is None:
         return ""
-    what = "No answer"
+    last = conversation.messages[-1] if conversation.messages else {"role": "user"}
+    has_begun = last["role"] == "assistant" and last["content"]
+    what = "The answer broke off" if has_begun else "No answer"
     if conversation.is_refused:
         what = "Not sent"
-    elif conversation.messages and _has_begun(conversation.messages[-1]):
-        what = "The answer broke off"
     text = escape(" ".join(problem.message.split()).rstrip("."))
     return (
         f'<div class="problem"><strong>{what}: {text}.</strong> '
         f"<span>{escape(remedy(problem, conversation.is_below))}</span></div>"
     )
-
-
-def _has_begun(message: dict[str, Any]) -> bool:
-    return bool(message["role"] == "assistant" and message["content"])
 
 
 def remedy(problem: ApiError, is_below: bool = False) -> str:
@@ -103,20 +100,16 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
         "text": text,
         "empty": not conversation.messages and conversation.problem is None,
         "refused": conversation.is_below,
-        "messages": [] if conversation.is_answering else _messages(conversation),
+        "messages": [
+            {
+                "role": message["role"],
+                "text": message["content"],
+                "place": message.get("place", 0),
+                "branches": num_branches(message),
+            }
+            for message in ([] if conversation.is_answering else conversation.messages)
+        ],
     }
-
-
-def _messages(conversation: Conversation) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": message["role"],
-            "text": message["content"],
-            "place": message.get("place", 0),
-            "branches": num_branches(message),
-        }
-        for message in conversation.messages
-    ]
 
 
 def _figures(result: Generation) -> str:
