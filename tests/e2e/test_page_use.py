@@ -110,7 +110,7 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
     assert "press Retry" in problem.inner_text()
     assert page.locator("#bar .state").inner_text() == "Error"
-    shown = "getComputedStyle(document.querySelector('#chat .retry').parentNode).opacity"
+    shown = "getComputedStyle(document.querySelector('#chat .glyph-retry').parentNode).opacity"
     page.mouse.move(5, 5)
     page.wait_for_function(f"{shown} == 1")  # though nobody points at it
     book.num_tokens = 5
@@ -140,14 +140,14 @@ def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> N
     book.held_at = 20
     page.wait_for_function(f"document.body.dataset.chat == 'answering' && {cursors} == 1")
     assert page.locator("#bar .state").inner_text() == "Answering"
-    assert page.locator("#conversations li.busy").count() == 1
+    assert page.locator("#conversations li:has(.sr)").count() == 1
     page.click("#stop")
     wait_for_answer(page)
     assert "stopped" in page.inner_text("#status")
     assert page.locator("#bar .state").inner_text() == "Ready"
     assert page.is_visible("#send") and not page.is_visible("#stop")
     assert page.evaluate(cursors) == 0
-    assert page.locator("#conversations li.busy").count() == 0
+    assert page.locator("#conversations li:has(.sr)").count() == 0
 
 
 @pytest.mark.thorough
