@@ -64,8 +64,10 @@ def flattened(messages: list[Message]) -> list[dict[str, Any]]:
         before, branch = waiting.pop()
         for message in branch:
             waiting += [(before, other) for other in reversed(message.get("others", ()))]
-            kept = {key: message[key] for key in ("role", "content", "place") if key in message}
-            found.append(kept if before == len(found) - 1 else kept | {"after": before})
+            kept: Message = {key: value for key, value in message.items() if key != "others"}
+            if before != len(found) - 1:
+                kept["after"] = before
+            found.append(kept)
             before = len(found) - 1
     return found
 
