@@ -32,15 +32,19 @@ from hotcold.ui.api.schemas import (
 )
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.openapi import add_description, body_of
+from hotcold.ui.page.late_page import LatePage
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
 _CLIENT_GONE = 499  # no client reads it
 
 
 def create_app(
-    models: ServedModels, page: Any = None, more_pages: Mapping[str, Any] | None = None
+    models: ServedModels, pages: Mapping[str, Callable[[], Any]] | None = None
 ) -> FastAPI:
-    """The application of some models; `page` is a gradio.Blocks at "/", `more_pages` by path."""
+    """The application of some models.
+
+    `pages`: by path, what makes each, a gradio.Blocks; it is called at a page's first view.
+    """
     # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, models)
@@ -62,14 +66,11 @@ def create_app(
     )
     _add_unknown(app)
     _add_heads(app)
-    if page is None:
+    if not pages:
         _add_root(app)
     else:
-        from hotcold.ui.page.page import mount_page  # Gradio takes seconds to import
-
-        for path, another in (more_pages or {}).items():
-            app = mount_page(app, another, path.rstrip("/"))
-        app = mount_page(app, page)
+        for path in sorted(pages, key=len, reverse=True):  # "/" is the last: it takes the rest
+            app.mount(path.rstrip("/"), LatePage(pages[path], path))
     return app
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotcold.actors.processes.child_process import give_back_freed_memory
+from hotcold.actors.processes.child_process import give_back_freed_memory, trim_heap
 from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.reports import LoadingServices, NeuronCounts, SystemHealth
 from hotcold.actors.processes.scaling import scale
@@ -67,6 +67,7 @@ class DriverActor:
     def load(self) -> None:
         """Load and connect the services; concurrent callers all wait. Errors: HotcoldError."""
         self.services.load()
+        trim_heap()
 
     def progress(self) -> LoadProgress:
         """Load progress; may be called while `load` runs."""

@@ -16,7 +16,7 @@ import ray
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.processes.child_process import give_back_freed_memory
+from hotcold.actors.processes.child_process import give_back_freed_memory, trim_heap
 from hotcold.actors.processes.cluster import look_for_own_modules
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
@@ -135,6 +135,7 @@ class ServiceActor:
         def prepare() -> None:
             with suppress(Exception):
                 service.prepare_prompts()
+            trim_heap()
 
         threading.Thread(target=prepare, name="prompts", daemon=True).start()
 

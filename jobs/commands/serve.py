@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -168,7 +170,7 @@ def _serve(
     from hotcold.ui.app import create_app
 
     pages = {} if no_page else _pages(models)
-    server.use(create_app(models, pages.pop("/", None), pages))
+    server.use(create_app(models, pages))
     names = ", ".join(backend.name for backend in models.backends)
     click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
     sys.stdout.flush()
@@ -231,13 +233,13 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
         raise UsageError("an API key must be printable ASCII without blanks")
 
 
-def _pages(models: ServedModels) -> dict[str, Any]:
-    """The chat pages by their paths; none where Gradio is not installed."""
-    if (
-        importlib.util.find_spec("hotcold.ui.page.page") is None
-        or importlib.util.find_spec("gradio") is None
-    ):
+def _pages(models: ServedModels) -> dict[str, Callable[[], Any]]:
+    """What makes the chat pages, by their paths; nothing where Gradio is not installed."""
+    if importlib.util.find_spec("gradio") is None:
         return {}
-    build_page = importlib.import_module("hotcold.ui.page.page").build_page
     paths = models.page_paths
-    return {paths[backend.name]: build_page(backend, paths) for backend in models.backends}
+
+    def build(backend: Backend) -> Any:
+        return importlib.import_module("hotcold.ui.page.page").build_page(backend, paths)
+
+    return {paths[backend.name]: partial(build, backend) for backend in models.backends}

@@ -52,7 +52,7 @@ def served_page(
 
     backend = Backend(None, system.call("describe"), ServerSettings(model_name))
     backend.attach(system, client)
-    app = create_app(ServedModels([backend]), build_page(backend))
+    app = create_app(ServedModels([backend]), {"/": lambda: build_page(backend)})
     gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
     with served(gate, port=port) as found:
         yield f"http://127.0.0.1:{found}/"

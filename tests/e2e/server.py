@@ -63,9 +63,12 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    *arguments: str, changes: Mapping[str, str] | None = None, has_page: bool = False
+) -> Iterator[Server]:
     """A server of the demo model, ready; stopped at the end unless it has stopped before."""
-    line = command_line(["serve", "--port", "0", "--no-page", "--log", "none", *arguments])
+    options = [] if has_page else ["--no-page"]
+    line = command_line(["serve", "--port", "0", "--log", "none", *options, *arguments])
     with ray_folder() as folder:
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

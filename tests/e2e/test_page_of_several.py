@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ def address(books: dict[str, StandIn]) -> Iterator[str]:
         backends[-1].attach(system, system)
     models = ServedModels(backends)
     paths = models.page_paths
-    first, second = (build_page(backend, paths) for backend in backends)
-    app = create_app(models, first, {paths["org/two"]: second})
+    pages = {paths[one.name]: partial(build_page, one, paths) for one in backends}
+    app = create_app(models, pages)
     with served(Gate(app, keys=(), local=True, max_body_bytes=1 << 20)) as port:
         yield f"http://127.0.0.1:{port}/"
 

@@ -16,6 +16,7 @@ import pytest
 
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.commands import run_here
+from tests.e2e.page_visit import QUESTION, TIMEOUT_MS, ask, wait_for_answer
 from tests.e2e.server import LONG, Server, await_that, serving
 
 
@@ -62,6 +63,23 @@ def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
         assert "finishing" in err or not err
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_the_page_comes_at_its_first_view(browser: Any) -> None:
+    """Until then its packages are not even imported; pandas maps libraries, so it is seen."""
+    with serving("--kv-tokens", "1024", has_page=True) as server:
+        libraries = Path(f"/proc/{server.process.pid}/maps")
+        assert server.post("/v1/completions", {"prompt": "Return", "max_tokens": 2}).is_success
+        assert httpx.head(server.url).is_success
+        assert "/numpy/" in libraries.read_text() and "/pandas/" not in libraries.read_text()
+        page = browser.new_context().new_page()
+        page.goto(server.url, timeout=TIMEOUT_MS)
+        page.set_default_timeout(TIMEOUT_MS)
+        page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+        ask(page, QUESTION)
+        assert wait_for_answer(page)
+        assert "/pandas/" in libraries.read_text()
+        page.context.close()
 
 
 def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:

@@ -15,7 +15,7 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.page import ASSETS, asset, script, styles
+from hotcold.ui.page import asset, script, styles
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
@@ -78,7 +78,6 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         path,
         theme=gr.themes.Base(primary_hue="orange", neutral_hue="gray", **fonts),
         head=styles(),
-        favicon_path=str(ASSETS / "favicon.svg") if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
         pwa=False,

@@ -32,6 +32,14 @@ def is_allowed(method: str, path: str) -> bool:
     return allowed is not None and allowed.fullmatch(path) is not None and "/.." not in path
 
 
+def require_allowed(scope: Scope) -> str:
+    """The path from where the page is mounted, if it needs the request. Errors: ApiError 404."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    if scope["type"] != "http" or not is_allowed(scope["method"], path):
+        raise ApiError(404, "the page has nothing here", code="route_refused")
+    return path
+
+
 def names_a_file(value: Any) -> bool:
     """Whether an event's JSON holds a file of Gradio's: an object with path and meta."""
     found = [value]
@@ -57,9 +65,7 @@ class PageRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI request. Errors: ApiError 404."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as from where it is mounted
-        if scope["type"] != "http" or not is_allowed(scope["method"], path):
-            raise ApiError(404, "the page has nothing here", code="route_refused")
+        path = require_allowed(scope)
         app = self._compressed if path == "/" else self._app
         if scope["method"] == "POST":
             receive = await _without_files(scope, receive)

@@ -1,0 +1,51 @@
+"""A page that is built at its first view: Gradio takes two seconds, and 80 MB, to import."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hotcold.ui.page import ASSETS
+from hotcold.ui.page.routes import require_allowed
+
+
+class LatePage:
+    """Serves what `build` returns, a gradio.Blocks, as `mount_page` adds it to a server."""
+
+    def __init__(self, build: Callable[[], Any], path: str) -> None:
+        """`path`: where the page is mounted."""
+        self._build, self._path = build, path
+        self._page: ASGIApp | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._opened = AsyncExitStack()  # what the page does meanwhile, until the server's end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request; others are answered meanwhile. Errors: ApiError 404, of `build`."""
+        path = require_allowed(scope)
+        if scope["method"] == "HEAD":  # of a monitor
+            await HTMLResponse()(scope, receive, send)
+        elif path == "/favicon.ico":  # of a browser that shows /health
+            await FileResponse(ASSETS / "favicon.svg")(scope, receive, send)
+        else:
+            async with self._one_at_a_time:
+                self._page = self._page or await self._begin()
+            await self._page(scope, receive, send)
+
+    async def _begin(self) -> ASGIApp:
+        app = await asyncio.to_thread(self._mounted)
+        await self._opened.enter_async_context(app.router.lifespan_context(app))
+        gc.freeze()  # as `ServerThread.use`
+        page: ASGIApp = app.routes[-1].app  # type: ignore[attr-defined]
+        return page
+
+    def _mounted(self) -> FastAPI:
+        """An application of which the last route is the page."""
+        from hotcold.ui.page.page import mount_page
+
+        app: FastAPI = mount_page(FastAPI(), self._build(), self._path.rstrip("/") or "/")
+        return app
