@@ -25,7 +25,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -34,13 +34,9 @@ import click
 from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
 from benchmarks.fault_load import Era, Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
+from benchmarks.stored_system import on_storage
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.preflight import in_memory, read_model
-from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.system import System
-from hotcold.model.bundles.bundle_file import bundle_path
-from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.files.locate import locate_model
 
 _A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
@@ -158,17 +154,6 @@ def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
         yield KINDS[chance.choice(names)]
 
 
-def _on_storage(system: SystemConfig, resident: float) -> SystemConfig:
-    """The system with that share of its neurons in memory, and all of them in a bundle file."""
-    path = Path(system.model_path)
-    system, config = in_memory(path, system, read_model(path))
-    if not has_bundles(path, config):
-        pack_model(path, config)
-    kept = int(resident * config.num_neurons)
-    file = bundle_path(path, BundleGeometry.of(config))
-    return replace(system, storage=NeuronStorage(str(file), kept, kept))
-
-
 def table_of(report: Json) -> str:
     """The report as Markdown, a row for each load and kind of fault."""
     name = report.get("model", "The demo model")
@@ -236,7 +221,7 @@ def main(
         exchange=exchange,
     )
     if resident < 1:
-        config = _on_storage(config, resident)
+        config = on_storage(config, resident)
     parts: Json = {}
     pace, half = Pace(), faults // 2
     spans = {1: range(half), 8: range(half, faults)}

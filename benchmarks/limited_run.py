@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from hotcold.jobs.support.options import Bytes
 from hotcold.model.mapped_file import forget_pages
 
 _CGROUPS = Path("/sys/fs/cgroup")
+PEAK = "memory.max_usage_in_bytes"
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"
 _POLLS, _POLL_S = 50, 0.1
 _PAGE_BYTES, _WORD_BYTES = 4096, 8
@@ -67,13 +68,8 @@ def run_limited(
             disk = stack.enter_context(disk_cgroup(files[0], limits.disk_bytes_per_s))
         out = stack.enter_context(TemporaryFile("w+"))
         err = stack.enter_context(TemporaryFile())
-        groups = [folder for folder in (memory, disk) if folder is not None]
-
-        def join() -> None:
-            for folder in groups:
-                (folder / "cgroup.procs").write_text("0")
-
-        running = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=join)
+        joins = joining([memory, disk])
+        running = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=joins)
         peak = _watched(running, memory, others_every_s)
         out.seek(0)
         err.seek(0)
@@ -81,6 +77,17 @@ def run_limited(
             text = err.read().decode(errors="replace")[-2000:]
             raise click.ClickException(f"{' '.join(command)}\n{text}")
         return out.read(), peak
+
+
+def joining(folders: Sequence[Path | None]) -> Callable[[], None]:
+    """What a program calls before it begins, to be in these cgroups."""
+
+    def join() -> None:
+        for folder in folders:
+            if folder is not None:
+                (folder / "cgroup.procs").write_text("0")
+
+    return join
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def _watched(running: subprocess.Popen[bytes], folder: Path | None, others_every
         time.sleep(_POLL_S)
     if folder is None:
         return peak
-    most = int((folder / "memory.max_usage_in_bytes").read_text())
+    most = int((folder / PEAK).read_text())
     return replace(peak, total=most, others=others)
 
 
