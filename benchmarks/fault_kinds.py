@@ -10,18 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import psutil
 
+from benchmarks.limited_run import disk_cgroup, unlimit
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 
 SHM = Path("/dev/shm")
-SCALED, STARVED = "scaled", "out of memory"
+SCALED, STARVED, SLOW_READS = "scaled", "out of memory", "slow reads"
 _SHM_BYTES = 256 << 20  # of the /dev/shm that is ours alone, so that filling it harms nobody
 _CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 _LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
@@ -44,26 +46,33 @@ time.sleep(1000)
 class Kind:
     """A kind of fault. `do` returns when what it did is over; recovery may take longer.
 
-    `loses`: a service, always (True), perhaps (None) or never (False); how often the system allows
-    that is bounded. `rest_s`: seconds until the next of this kind.
+    It returns the name of the service that it harmed, "" where it did not choose one.
+    `loses`: that service, always (True), perhaps (None) or never (False); how often the system
+    allows that is bounded. `rest_s`: seconds until the next of this kind.
     """
 
     name: str
-    do: Callable[[System, dict[str, int], random.Random], None]
+    do: Callable[[System, dict[str, int], random.Random], str]
     loses: bool | None
     rest_s: float = 0.0
 
 
-def _service(processes: dict[str, int], chance: random.Random) -> int:
-    return processes[chance.choice(sorted(set(processes) - {"driver"}))]
+def _service(processes: dict[str, int], chance: random.Random) -> str:
+    return chance.choice(sorted(set(processes) - {"driver"}))
 
 
-def _kill(system: System, processes: dict[str, int], chance: random.Random) -> None:
-    os.kill(_service(processes, chance), signal.SIGKILL)
+def _kill(system: System, processes: dict[str, int], chance: random.Random) -> str:
+    return _signal(processes, chance, signal.SIGKILL)
 
 
-def _stop(system: System, processes: dict[str, int], chance: random.Random) -> None:
-    os.kill(_service(processes, chance), signal.SIGSTOP)
+def _stop(system: System, processes: dict[str, int], chance: random.Random) -> str:
+    return _signal(processes, chance, signal.SIGSTOP)
+
+
+def _signal(processes: dict[str, int], chance: random.Random, number: signal.Signals) -> str:
+    service = _service(processes, chance)
+    os.kill(processes[service], number)
+    return service
 
 
 def _pause(process_ids: Iterable[int], chance: random.Random, longest_s: float) -> None:
@@ -77,43 +86,75 @@ def _pause(process_ids: Iterable[int], chance: random.Random, longest_s: float) 
             time.sleep(chance.uniform(0.05, longest_s))
 
 
-def _pause_service(system: System, processes: dict[str, int], chance: random.Random) -> None:
-    _pause([_service(processes, chance)], chance, 3.0)
+def _pause_service(system: System, processes: dict[str, int], chance: random.Random) -> str:
+    service = _service(processes, chance)
+    _pause([processes[service]], chance, 3.0)
+    return service
 
 
-def _pause_driver(system: System, processes: dict[str, int], chance: random.Random) -> None:
+def _pause_driver(system: System, processes: dict[str, int], chance: random.Random) -> str:
     _pause([processes["driver"]], chance, 2.0)
+    return ""
 
 
-def _pause_all(system: System, processes: dict[str, int], chance: random.Random) -> None:
+def _pause_all(system: System, processes: dict[str, int], chance: random.Random) -> str:
     _pause(processes.values(), chance, 4.0)
+    return ""
 
 
-def _fill_shared_memory(system: System, processes: dict[str, int], chance: random.Random) -> None:
+def _fill_shared_memory(system: System, processes: dict[str, int], chance: random.Random) -> str:
     """Leave nothing of /dev/shm while a service is replaced, which maps the arena anew."""
     state = os.statvfs(SHM)
     full = SHM / "full"
     with open(full, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_frsize)
-        _kill(system, processes, chance)
+        service = _kill(system, processes, chance)
         time.sleep(chance.uniform(0.5, 3.0))
         full.unlink()
+    return service
 
 
-def _scale(system: System, processes: dict[str, int], chance: random.Random) -> None:
+def _scale(system: System, processes: dict[str, int], chance: random.Random) -> str:
     """One CPU service becomes two, two become one; what cannot be had is told, and all goes on."""
     count = sum(name.startswith("cpu") for name in processes)
     with suppress(HotcoldError):
         system.call("scale", 3 - count)
+    return ""
 
 
-def _take_memory(system: System, processes: dict[str, int], chance: random.Random) -> None:
+def _slow_reads(system: System, processes: dict[str, int], chance: random.Random) -> str:
+    """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
+    services = {pid for name, pid in processes.items() if name != "driver"}
+    files = {file for pid in services for file in _bundle_files(pid)}
+    with disk_cgroup(files.pop(), round(10 ** chance.uniform(4, 7))) as group:
+        for pid in services:
+            with suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(pid))
+        time.sleep(chance.uniform(0.5, 5.0))
+        unlimit(group)
+        for pid in services:
+            with suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(str(pid))
+    return ""
+
+
+def _bundle_files(process_id: int) -> Iterator[Path]:
+    """The files with neurons that a process has open."""
+    for link in Path(f"/proc/{process_id}/fd").iterdir():
+        with suppress(OSError):
+            file = link.readlink()
+            if file.name.startswith("bundles-"):
+                yield file
+
+
+def _take_memory(system: System, processes: dict[str, int], chance: random.Random) -> str:
     """The kernel kills a service for memory that its cgroup has not."""
     group = new_cgroup()
     if group is None:
         raise RuntimeError("a cgroup was to be had before")
     limit = next(group / name for name in _LIMIT_FILES if (group / name).exists())
-    service = psutil.Process(_service(processes, chance))
+    name = _service(processes, chance)
+    service = psutil.Process(processes[name])
     limit.write_text(str(_PRESSURE_BYTES))
     command = [sys.executable, "-S", "-c", _EATER, str(2 * _PRESSURE_BYTES)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as eater:
@@ -131,8 +172,9 @@ def _take_memory(system: System, processes: dict[str, int], chance: random.Rando
     while time.monotonic() < end_s:
         with suppress(OSError):  # until the last of its processes is gone
             group.rmdir()
-            return
+            break
         time.sleep(0.05)
+    return name
 
 
 KINDS = {
@@ -144,6 +186,7 @@ KINDS = {
         Kind("driver paused", _pause_driver, loses=False),
         Kind("all paused", _pause_all, loses=False),
         Kind(SCALED, _scale, loses=False),
+        Kind(SLOW_READS, _slow_reads, loses=False),
         Kind("kill -9, /dev/shm full", _fill_shared_memory, loses=True),
         # Killed so twice within a minute, a service is given up.
         Kind(STARVED, _take_memory, loses=True, rest_s=120.0),
@@ -181,7 +224,12 @@ def possible_kinds() -> list[str]:
         kinds.remove("kill -9, /dev/shm full")
     group = new_cgroup()
     if group is None:
-        kinds.remove("out of memory")
+        kinds.remove(STARVED)
     else:
         group.rmdir()
+    try:
+        with disk_cgroup(Path(__file__), 1 << 20):
+            pass
+    except click.ClickException:
+        kinds.remove(SLOW_READS)
     return kinds

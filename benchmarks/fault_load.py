@@ -88,10 +88,15 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def moments(self) -> list[float]:
-        """When tokens came."""
+    def first_after(self, at_s: float) -> float | None:
+        """When the first token after a moment came; None before there is one."""
+        found = None
         with self._lock:
-            return list(self._moments)
+            for moment in reversed(self._moments):
+                if moment <= at_s:
+                    break
+                found = moment
+        return found
 
     def _run(self, number: int) -> None:
         while not self._stopping.is_set():

@@ -5,16 +5,17 @@
 Half of the faults come over one long generation after another, half over a batch of eight requests
 with prompts of 1 to 400 tokens, greedy and drawn. Each is of a kind of `benchmarks.fault_kinds`:
 services killed, stopped and paused, the driver or everything paused, memory taken, /dev/shm full,
-another number of CPU services. Which, and what it does, its number and `--seed` say; `--only` takes
-the kinds that are named. With `--model` and `--resident 0.5` half of a model's neurons or experts
-stay on storage, in a bundle file beside it.
+another number of CPU services, a disk that hardly reads. Which, and what it does, its number and
+`--seed` say; `--only` takes the kinds that are named. With `--model` and `--resident 0.5` half of a
+model's neurons or experts stay on storage, in a bundle file beside it.
 
 Every answer is compared with that of an undisturbed run of the same system, with as many CPU
 services. One that ran with two numbers of them added up in two orders: it must be as long.
 
-The time to recover is from the end of what was done to the first token after it, or after the
-silence where a service was lost, without time in which this process did not run either: of a
-machine that was suspended, or busy with others. Faults keep the pace that the system allows: fewer
+The time to recover is from the end of what was done to the first token after that; where a service
+was lost, to the first one once all services serve again, that one in another process. Time in which
+this process did not run is left out: of a machine that was suspended, or busy with others. Faults
+keep the pace that the system allows: fewer
 than ten lost services in a minute in which services serve. In the end no slot and no page of the KV
 cache may be lent.
 """
@@ -30,21 +31,23 @@ from pathlib import Path
 from statistics import median
 
 import click
+import psutil
 
-from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
+from benchmarks.fault_kinds import KINDS, SCALED, SLOW_READS, STARVED, Kind, possible_kinds
 from benchmarks.fault_load import Era, Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from benchmarks.stored_system import on_storage
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
+from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
 
 _A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
 # The kernel says that it has killed somebody for want of memory, and not whom: a service that is
 # lost soon after is taken for it.
 _STARVED_S = 20.0
-_SILENCE_S = 0.5  # that a lost service causes
-_SETTLED_S = 0.6  # a fault is over when tokens have come for so long
+_LOOK_S = 0.05
+_SETTLED_S = 0.6  # a fault that may lose a service is over when all have served for so long
 _LONGEST_RECOVERY_S = 300.0
 
 
@@ -58,7 +61,7 @@ class Fault:
     recovered_s: float
 
 
-def _inject(
+def inject(
     system: System, load: Load, kind: Kind, number: int, chance: random.Random
 ) -> Fault | None:
     """One fault at a random moment; returns when tokens flow again, None where they do not."""
@@ -67,22 +70,48 @@ def _inject(
     began_s = load.clock.now_s
     if kind.name == SCALED:
         load.era = Era(number, 0)
-    kind.do(system, processes, chance)
+    harmed = kind.do(system, processes, chance)
     if kind.name == SCALED:
         load.era = Era(number, len(system.call("processes")) - len(("driver", "gpu")))
     over_s = load.clock.now_s if kind.loses is not True else began_s
+    lost = {harmed: processes[harmed]} if kind.loses else {}
+    harmed_s = over_s  # the last moment at which the system was not seen whole
     while not load.wrong:
-        time.sleep(0.05)
-        now, moments = load.clock.now_s, load.moments()
-        after = [over_s, *(at for at in moments if at > over_s)]
-        gaps = [(later - at, later) for at, later in itertools.pairwise(after)]
-        silence_s, first_s = max(gaps, default=(0.0, now))
-        is_noticed = silence_s > _SILENCE_S or kind.loses is not True
-        if gaps and is_noticed and (after[-1] - first_s if kind.loses else 1.0) > _SETTLED_S:
-            return Fault(number, kind.name, over_s, first_s if kind.loses else after[1])
+        time.sleep(_LOOK_S)
+        now = load.clock.now_s
+        try:
+            is_whole = serves(system, lost)
+        except HotcoldError as error:
+            load.wrong.append(f"after fault {number}, {kind.name}: {error}")
+            break
+        if not is_whole:
+            harmed_s = now
+        first_s = load.first_after(harmed_s)
+        # A service that was paused may be given up just as it goes on.
+        if first_s is not None and (kind.loses is False or now - harmed_s > _SETTLED_S):
+            return Fault(number, kind.name, over_s, first_s)
         if now - over_s > _LONGEST_RECOVERY_S:
             load.wrong.append(f"no token for long after fault {number}, {kind.name}")
     return None
+
+
+def serves(system: System, lost: dict[str, int]) -> bool:
+    """Whether all processes of a system live, and none is being replaced.
+
+    `lost`: process ids, by names, of services that must be others by now
+    """
+    processes: dict[str, int] = system.call("processes")
+    is_whole = not system.call("progress").stage.startswith("restarting")
+    for name, process_id in processes.items():
+        is_whole = is_whole and lost.get(name) != process_id and _lives(process_id)
+    return is_whole
+
+
+def _lives(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Pace:
@@ -129,7 +158,7 @@ def _part(
             break
         chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
         kind = next(kind for kind in _drawn(names, chance) if pace.allows(kind))
-        fault = _inject(system, load, kind, number, chance)
+        fault = inject(system, load, kind, number, chance)
         if fault is None:
             break
         faults.append(fault)
@@ -207,8 +236,9 @@ def main(
 ) -> None:
     """Do a system harm while requests run, and compare what they answer."""
     names = [name for name in possible_kinds() if not only or name in only]
-    if resident < 1 and SCALED in names:
-        names.remove(SCALED)  # a system with neurons on storage refuses it
+    # A system with neurons on storage refuses to be scaled; another reads nothing.
+    needless = SCALED if resident < 1 else SLOW_READS
+    names = [name for name in names if name != needless]
     if not names:
         raise click.ClickException(f"not permitted here: {', '.join(only)}")
     path = locate_model(model)

@@ -25,6 +25,7 @@ from hotcold.model.mapped_file import forget_pages
 _CGROUPS = Path("/sys/fs/cgroup")
 PEAK = "memory.max_usage_in_bytes"
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"
+_READ_LIMIT = "blkio.throttle.read_bps_device"
 _POLLS, _POLL_S = 50, 0.1
 _PAGE_BYTES, _WORD_BYTES = 4096, 8
 _PRESENT, _FRAME = np.uint64(1 << 63), np.uint64((1 << 55) - 1)  # of an entry of /proc/PID/pagemap
@@ -111,11 +112,16 @@ def disk_cgroup(file: Path, bytes_per_s: int) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(_cgroup(_DISK))
-            limit = folder / "blkio.throttle.read_bps_device"
-            limit.write_text(f"{disk_of(file)} {bytes_per_s}")
+            (folder / _READ_LIMIT).write_text(f"{disk_of(file)} {bytes_per_s}")
         except OSError as problem:
             raise click.ClickException(f"reads of {file} cannot be limited: {problem}") from None
         yield folder
+
+
+def unlimit(folder: Path) -> None:
+    """Let the processes of a cgroup read at the disk's own speed; what waited is read at once."""
+    for line in (folder / _READ_LIMIT).read_text().splitlines():
+        (folder / _READ_LIMIT).write_text(f"{line.split()[0]} 0")
 
 
 def disk_of(file: Path, devices: Path = Path("/sys/dev/block")) -> str:

@@ -5,9 +5,9 @@
 Starts `hotcold serve` with the demo model, or `--model`. Clients ask without pause: greedy and
 drawn answers to prompts of 1 to 400 tokens, streamed or not, some of which they leave in the
 middle, and bad requests. Every whole answer is compared with that of the same server asked one
-request at a time. Beside them are hostile clients (`benchmarks.hostile_clients`): they ask nothing, read nothing, or
-ask for far too much. Memory, open files, threads and shared memory of all its processes are read
-from /proc meanwhile, and when everybody has gone; then all places must be free.
+request at a time. Beside them are hostile clients (`benchmarks.hostile_clients`): they ask nothing,
+read nothing, or ask for far too much. Memory, open files, threads and shared memory of all its
+processes are read from /proc meanwhile, and when everybody has gone; then all places must be free.
 
 With `--resident 0.5` half of a model's neurons or experts stay on storage
 (`benchmarks.stored_system`). With `--cpu-memory`, which the server gets too, all that is resident
