@@ -46,33 +46,32 @@ time.sleep(1000)
 class Kind:
     """A kind of fault. `do` returns when what it did is over; recovery may take longer.
 
-    It returns the name of the service that it harmed, "" where it did not choose one.
-    `loses`: that service, always (True), perhaps (None) or never (False); how often the system
-    allows that is bounded. `rest_s`: seconds until the next of this kind.
+    `loses`: a service, always (True), perhaps (None) or never (False); how often the system allows
+    that is bounded. `num_lost`: services at most. `rest_s`: seconds until the next of this kind.
     """
 
     name: str
-    do: Callable[[System, dict[str, int], random.Random], str]
+    do: Callable[[System, dict[str, int], random.Random], None]
     loses: bool | None
     rest_s: float = 0.0
+    num_lost: int = 1
 
 
-def _service(processes: dict[str, int], chance: random.Random) -> str:
-    return chance.choice(sorted(set(processes) - {"driver"}))
+def _service(processes: dict[str, int], chance: random.Random) -> int:
+    return processes[chance.choice(sorted(set(processes) - {"driver"}))]
 
 
-def _kill(system: System, processes: dict[str, int], chance: random.Random) -> str:
-    return _signal(processes, chance, signal.SIGKILL)
+def _kill(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    os.kill(_service(processes, chance), signal.SIGKILL)
 
 
-def _stop(system: System, processes: dict[str, int], chance: random.Random) -> str:
-    return _signal(processes, chance, signal.SIGSTOP)
+def _kill_two(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    for name in chance.sample(sorted(set(processes) - {"driver"}), 2):
+        os.kill(processes[name], signal.SIGKILL)
 
 
-def _signal(processes: dict[str, int], chance: random.Random, number: signal.Signals) -> str:
-    service = _service(processes, chance)
-    os.kill(processes[service], number)
-    return service
+def _stop(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    os.kill(_service(processes, chance), signal.SIGSTOP)
 
 
 def _pause(process_ids: Iterable[int], chance: random.Random, longest_s: float) -> None:
@@ -86,43 +85,37 @@ def _pause(process_ids: Iterable[int], chance: random.Random, longest_s: float) 
             time.sleep(chance.uniform(0.05, longest_s))
 
 
-def _pause_service(system: System, processes: dict[str, int], chance: random.Random) -> str:
-    service = _service(processes, chance)
-    _pause([processes[service]], chance, 3.0)
-    return service
+def _pause_service(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    _pause([_service(processes, chance)], chance, 3.0)
 
 
-def _pause_driver(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _pause_driver(system: System, processes: dict[str, int], chance: random.Random) -> None:
     _pause([processes["driver"]], chance, 2.0)
-    return ""
 
 
-def _pause_all(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _pause_all(system: System, processes: dict[str, int], chance: random.Random) -> None:
     _pause(processes.values(), chance, 4.0)
-    return ""
 
 
-def _fill_shared_memory(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _fill_shared_memory(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """Leave nothing of /dev/shm while a service is replaced, which maps the arena anew."""
     state = os.statvfs(SHM)
     full = SHM / "full"
     with open(full, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_frsize)
-        service = _kill(system, processes, chance)
+        _kill(system, processes, chance)
         time.sleep(chance.uniform(0.5, 3.0))
         full.unlink()
-    return service
 
 
-def _scale(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _scale(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """One CPU service becomes two, two become one; what cannot be had is told, and all goes on."""
     count = sum(name.startswith("cpu") for name in processes)
     with suppress(HotcoldError):
         system.call("scale", 3 - count)
-    return ""
 
 
-def _slow_reads(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _slow_reads(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
     services = {pid for name, pid in processes.items() if name != "driver"}
     files = {file for pid in services for file in _bundle_files(pid)}
@@ -135,7 +128,6 @@ def _slow_reads(system: System, processes: dict[str, int], chance: random.Random
         for pid in services:
             with suppress(ProcessLookupError):
                 (group.parent / "cgroup.procs").write_text(str(pid))
-    return ""
 
 
 def _bundle_files(process_id: int) -> Iterator[Path]:
@@ -147,14 +139,13 @@ def _bundle_files(process_id: int) -> Iterator[Path]:
                 yield file
 
 
-def _take_memory(system: System, processes: dict[str, int], chance: random.Random) -> str:
+def _take_memory(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """The kernel kills a service for memory that its cgroup has not."""
     group = new_cgroup()
     if group is None:
         raise RuntimeError("a cgroup was to be had before")
     limit = next(group / name for name in _LIMIT_FILES if (group / name).exists())
-    name = _service(processes, chance)
-    service = psutil.Process(processes[name])
+    service = psutil.Process(_service(processes, chance))
     limit.write_text(str(_PRESSURE_BYTES))
     command = [sys.executable, "-S", "-c", _EATER, str(2 * _PRESSURE_BYTES)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as eater:
@@ -172,15 +163,15 @@ def _take_memory(system: System, processes: dict[str, int], chance: random.Rando
     while time.monotonic() < end_s:
         with suppress(OSError):  # until the last of its processes is gone
             group.rmdir()
-            break
+            return
         time.sleep(0.05)
-    return name
 
 
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("kill -9", _kill, loses=True),
+        Kind("kill -9 of two", _kill_two, loses=True, num_lost=2),
         Kind("SIGSTOP", _stop, loses=True),
         Kind("service paused", _pause_service, loses=None),
         Kind("driver paused", _pause_driver, loses=False),

@@ -13,11 +13,10 @@ Every answer is compared with that of an undisturbed run of the same system, wit
 services. One that ran with two numbers of them added up in two orders: it must be as long.
 
 The time to recover is from the end of what was done to the first token after that; where a service
-was lost, to the first one once all services serve again, that one in another process. Time in which
-this process did not run is left out: of a machine that was suspended, or busy with others. Faults
-keep the pace that the system allows: fewer
-than ten lost services in a minute in which services serve. In the end no slot and no page of the KV
-cache may be lent.
+was lost, to the first one once all services run again. Time in which this process did not run is
+left out: of a machine that was suspended, or busy with others. Faults keep the pace that the system
+allows: fewer than ten lost services in a minute in which services serve. In the end no slot and no
+page of the KV cache may be lent.
 """
 
 import itertools
@@ -26,6 +25,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -70,17 +70,16 @@ def inject(
     began_s = load.clock.now_s
     if kind.name == SCALED:
         load.era = Era(number, 0)
-    harmed = kind.do(system, processes, chance)
+    kind.do(system, processes, chance)
     if kind.name == SCALED:
         load.era = Era(number, len(system.call("processes")) - len(("driver", "gpu")))
     over_s = load.clock.now_s if kind.loses is not True else began_s
-    lost = {harmed: processes[harmed]} if kind.loses else {}
     harmed_s = over_s  # the last moment at which the system was not seen whole
     while not load.wrong:
         time.sleep(_LOOK_S)
         now = load.clock.now_s
         try:
-            is_whole = serves(system, lost)
+            is_whole = serves(system)
         except HotcoldError as error:
             load.wrong.append(f"after fault {number}, {kind.name}: {error}")
             break
@@ -95,23 +94,20 @@ def inject(
     return None
 
 
-def serves(system: System, lost: dict[str, int]) -> bool:
-    """Whether all processes of a system live, and none is being replaced.
-
-    `lost`: process ids, by names, of services that must be others by now
-    """
+def serves(system: System) -> bool:
+    """Whether all processes of a system run, and no service is being replaced."""
     processes: dict[str, int] = system.call("processes")
-    is_whole = not system.call("progress").stage.startswith("restarting")
-    for name, process_id in processes.items():
-        is_whole = is_whole and lost.get(name) != process_id and _lives(process_id)
-    return is_whole
-
-
-def _lives(process_id: int) -> bool:
-    try:
-        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    if system.call("progress").stage.startswith("restarting"):
         return False
+    return all(map(_runs, processes.values()))
+
+
+def _runs(process_id: int) -> bool:
+    """Whether a process has neither ended nor been stopped."""
+    ended_or_stopped = psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process_id).status() not in ended_or_stopped
+    return False
 
 
 class Pace:
@@ -135,9 +131,10 @@ class Pace:
             return False
         if kind.loses is not False:
             served_s = now - self._mended_s
-            if len(self._losses) == _MAX_A_MINUTE and served_s - self._losses[0] < _A_MINUTE_S:
+            recent = sum(served_s - at_s < _A_MINUTE_S for at_s in self._losses)
+            if recent + kind.num_lost > _MAX_A_MINUTE:
                 return False
-            self._losses.append(served_s)
+            self._losses += kind.num_lost * [served_s]
         self._last[kind.name] = now
         return True
 
