@@ -163,7 +163,7 @@ def _part(
         pace.mended(took_s)
         click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
     load.stop()
-    if SCALED in names:
+    if SCALED in names and not load.wrong:
         system.call("scale", 2)
     lent = leaks(system)
     if load.wrong or lent:
@@ -258,6 +258,8 @@ def main(
             load = Load(system, requests, is_scaled=SCALED in names)
             end_s = time.monotonic() + minutes * 30  # half of them
             parts[name] = _part(system, load, names, spans[count], seed, pace, end_s)
+            if parts[name]["wrong"]:
+                break
     report = where_and_when(path, config.num_threads) | {
         "parts": parts, "exchange": exchange, "seed": seed,
     }  # fmt: skip
