@@ -10,18 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import psutil
 
+from benchmarks.limited_run import disk_cgroup, unlimit
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 
 SHM = Path("/dev/shm")
-SCALED, STARVED = "scaled", "out of memory"
+SCALED, STARVED, SLOW_READS = "scaled", "out of memory", "slow reads"
 _SHM_BYTES = 256 << 20  # of the /dev/shm that is ours alone, so that filling it harms nobody
 _CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 _LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
@@ -45,13 +47,14 @@ class Kind:
     """A kind of fault. `do` returns when what it did is over; recovery may take longer.
 
     `loses`: a service, always (True), perhaps (None) or never (False); how often the system allows
-    that is bounded. `rest_s`: seconds until the next of this kind.
+    that is bounded. `num_lost`: services at most. `rest_s`: seconds until the next of this kind.
     """
 
     name: str
     do: Callable[[System, dict[str, int], random.Random], None]
     loses: bool | None
     rest_s: float = 0.0
+    num_lost: int = 1
 
 
 def _service(processes: dict[str, int], chance: random.Random) -> int:
@@ -60,6 +63,11 @@ def _service(processes: dict[str, int], chance: random.Random) -> int:
 
 def _kill(system: System, processes: dict[str, int], chance: random.Random) -> None:
     os.kill(_service(processes, chance), signal.SIGKILL)
+
+
+def _kill_two(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    for name in chance.sample(sorted(set(processes) - {"driver"}), 2):
+        os.kill(processes[name], signal.SIGKILL)
 
 
 def _stop(system: System, processes: dict[str, int], chance: random.Random) -> None:
@@ -107,6 +115,30 @@ def _scale(system: System, processes: dict[str, int], chance: random.Random) -> 
         system.call("scale", 3 - count)
 
 
+def _slow_reads(system: System, processes: dict[str, int], chance: random.Random) -> None:
+    """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
+    services = {pid for name, pid in processes.items() if name != "driver"}
+    files = {file for pid in services for file in _bundle_files(pid)}
+    with disk_cgroup(files.pop(), round(10 ** chance.uniform(4, 7))) as group:
+        for pid in services:
+            with suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(pid))
+        time.sleep(chance.uniform(0.5, 5.0))
+        unlimit(group)
+        for pid in services:
+            with suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(str(pid))
+
+
+def _bundle_files(process_id: int) -> Iterator[Path]:
+    """The files with neurons that a process has open."""
+    for link in Path(f"/proc/{process_id}/fd").iterdir():
+        with suppress(OSError):
+            file = link.readlink()
+            if file.name.startswith("bundles-"):
+                yield file
+
+
 def _take_memory(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """The kernel kills a service for memory that its cgroup has not."""
     group = new_cgroup()
@@ -139,11 +171,13 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("kill -9", _kill, loses=True),
+        Kind("kill -9 of two", _kill_two, loses=True, num_lost=2),
         Kind("SIGSTOP", _stop, loses=True),
         Kind("service paused", _pause_service, loses=None),
         Kind("driver paused", _pause_driver, loses=False),
         Kind("all paused", _pause_all, loses=False),
         Kind(SCALED, _scale, loses=False),
+        Kind(SLOW_READS, _slow_reads, loses=False),
         Kind("kill -9, /dev/shm full", _fill_shared_memory, loses=True),
         # Killed so twice within a minute, a service is given up.
         Kind(STARVED, _take_memory, loses=True, rest_s=120.0),
@@ -181,7 +215,12 @@ def possible_kinds() -> list[str]:
         kinds.remove("kill -9, /dev/shm full")
     group = new_cgroup()
     if group is None:
-        kinds.remove("out of memory")
+        kinds.remove(STARVED)
     else:
         group.rmdir()
+    try:
+        with disk_cgroup(Path(__file__), 1 << 20):
+            pass
+    except click.ClickException:
+        kinds.remove(SLOW_READS)
     return kinds

@@ -41,10 +41,16 @@ class RunningClock:
 
 
 def leaks(system: System) -> str:
-    """What nobody uses and is still lent: requests, pages of the KV cache; "" for nothing."""
+    """What nobody uses and is still lent: requests, pages of the KV cache; "" for nothing.
+
+    Of a system that has ended, why it has.
+    """
     end_s = time.monotonic() + _SETTLED_S
     while time.monotonic() < end_s:
-        load = system.call("driver_load")
+        try:
+            load = system.call("driver_load")
+        except HotcoldError as error:
+            return str(error)
         if not (load.num_running or load.num_waiting or load.kv_cache_usage):
             return ""
         time.sleep(0.1)
@@ -88,10 +94,15 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def moments(self) -> list[float]:
-        """When tokens came."""
+    def first_after(self, at_s: float) -> float | None:
+        """When the first token after a moment came; None before there is one."""
+        found = None
         with self._lock:
-            return list(self._moments)
+            for moment in reversed(self._moments):
+                if moment <= at_s:
+                    break
+                found = moment
+        return found
 
     def _run(self, number: int) -> None:
         while not self._stopping.is_set():

@@ -5,18 +5,18 @@
 Half of the faults come over one long generation after another, half over a batch of eight requests
 with prompts of 1 to 400 tokens, greedy and drawn. Each is of a kind of `benchmarks.fault_kinds`:
 services killed, stopped and paused, the driver or everything paused, memory taken, /dev/shm full,
-another number of CPU services. Which, and what it does, its number and `--seed` say; `--only` takes
-the kinds that are named. With `--model` and `--resident 0.5` half of a model's neurons or experts
-stay on storage, in a bundle file beside it.
+another number of CPU services, a disk that hardly reads. Which, and what it does, its number and
+`--seed` say; `--only` takes the kinds that are named. With `--model` and `--resident 0.5` half of a
+model's neurons or experts stay on storage, in a bundle file beside it.
 
 Every answer is compared with that of an undisturbed run of the same system, with as many CPU
 services. One that ran with two numbers of them added up in two orders: it must be as long.
 
-The time to recover is from the end of what was done to the first token after it, or after the
-silence where a service was lost, without time in which this process did not run either: of a
-machine that was suspended, or busy with others. Faults keep the pace that the system allows: fewer
-than ten lost services in a minute in which services serve. In the end no slot and no page of the KV
-cache may be lent.
+The time to recover is from the end of what was done to the first token after that; where a service
+was lost, to the first one once all services run again. Time in which this process did not run is
+left out: of a machine that was suspended, or busy with others. Faults keep the pace that the system
+allows: fewer than ten lost services in a minute in which services serve. In the end no slot and no
+page of the KV cache may be lent.
 """
 
 import itertools
@@ -25,30 +25,29 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import click
+import psutil
 
-from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
+from benchmarks.fault_kinds import KINDS, SCALED, SLOW_READS, STARVED, Kind, possible_kinds
 from benchmarks.fault_load import Era, Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
+from benchmarks.stored_system import on_storage
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.preflight import in_memory, read_model
-from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.system import System
-from hotcold.model.bundles.bundle_file import bundle_path
-from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
 
 _A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
 # The kernel says that it has killed somebody for want of memory, and not whom: a service that is
 # lost soon after is taken for it.
 _STARVED_S = 20.0
-_SILENCE_S = 0.5  # that a lost service causes
-_SETTLED_S = 0.6  # a fault is over when tokens have come for so long
+_LOOK_S = 0.05
+_SETTLED_S = 0.6  # a fault that may lose a service is over when all have served for so long
 _LONGEST_RECOVERY_S = 300.0
 
 
@@ -62,7 +61,7 @@ class Fault:
     recovered_s: float
 
 
-def _inject(
+def inject(
     system: System, load: Load, kind: Kind, number: int, chance: random.Random
 ) -> Fault | None:
     """One fault at a random moment; returns when tokens flow again, None where they do not."""
@@ -75,18 +74,40 @@ def _inject(
     if kind.name == SCALED:
         load.era = Era(number, len(system.call("processes")) - len(("driver", "gpu")))
     over_s = load.clock.now_s if kind.loses is not True else began_s
+    harmed_s = over_s  # the last moment at which the system was not seen whole
     while not load.wrong:
-        time.sleep(0.05)
-        now, moments = load.clock.now_s, load.moments()
-        after = [over_s, *(at for at in moments if at > over_s)]
-        gaps = [(later - at, later) for at, later in itertools.pairwise(after)]
-        silence_s, first_s = max(gaps, default=(0.0, now))
-        is_noticed = silence_s > _SILENCE_S or kind.loses is not True
-        if gaps and is_noticed and (after[-1] - first_s if kind.loses else 1.0) > _SETTLED_S:
-            return Fault(number, kind.name, over_s, first_s if kind.loses else after[1])
+        time.sleep(_LOOK_S)
+        now = load.clock.now_s
+        try:
+            is_whole = serves(system)
+        except HotcoldError as error:
+            load.wrong.append(f"after fault {number}, {kind.name}: {error}")
+            break
+        if not is_whole:
+            harmed_s = now
+        first_s = load.first_after(harmed_s)
+        # A service that was paused may be given up just as it goes on.
+        if first_s is not None and (kind.loses is False or now - harmed_s > _SETTLED_S):
+            return Fault(number, kind.name, over_s, first_s)
         if now - over_s > _LONGEST_RECOVERY_S:
             load.wrong.append(f"no token for long after fault {number}, {kind.name}")
     return None
+
+
+def serves(system: System) -> bool:
+    """Whether all processes of a system run, and no service is being replaced."""
+    processes: dict[str, int] = system.call("processes")
+    if system.call("progress").stage.startswith("restarting"):
+        return False
+    return all(map(_runs, processes.values()))
+
+
+def _runs(process_id: int) -> bool:
+    """Whether a process has neither ended nor been stopped."""
+    ended_or_stopped = psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process_id).status() not in ended_or_stopped
+    return False
 
 
 class Pace:
@@ -110,9 +131,10 @@ class Pace:
             return False
         if kind.loses is not False:
             served_s = now - self._mended_s
-            if len(self._losses) == _MAX_A_MINUTE and served_s - self._losses[0] < _A_MINUTE_S:
+            recent = sum(served_s - at_s < _A_MINUTE_S for at_s in self._losses)
+            if recent + kind.num_lost > _MAX_A_MINUTE:
                 return False
-            self._losses.append(served_s)
+            self._losses += kind.num_lost * [served_s]
         self._last[kind.name] = now
         return True
 
@@ -133,7 +155,7 @@ def _part(
             break
         chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
         kind = next(kind for kind in _drawn(names, chance) if pace.allows(kind))
-        fault = _inject(system, load, kind, number, chance)
+        fault = inject(system, load, kind, number, chance)
         if fault is None:
             break
         faults.append(fault)
@@ -141,7 +163,7 @@ def _part(
         pace.mended(took_s)
         click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
     load.stop()
-    if SCALED in names:
+    if SCALED in names and not load.wrong:
         system.call("scale", 2)
     lent = leaks(system)
     if load.wrong or lent:
@@ -156,17 +178,6 @@ def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
         if count and count % (4 * len(names)) == 0:
             time.sleep(0.5)
         yield KINDS[chance.choice(names)]
-
-
-def _on_storage(system: SystemConfig, resident: float) -> SystemConfig:
-    """The system with that share of its neurons in memory, and all of them in a bundle file."""
-    path = Path(system.model_path)
-    system, config = in_memory(path, system, read_model(path))
-    if not has_bundles(path, config):
-        pack_model(path, config)
-    kept = int(resident * config.num_neurons)
-    file = bundle_path(path, BundleGeometry.of(config))
-    return replace(system, storage=NeuronStorage(str(file), kept, kept))
 
 
 def table_of(report: Json) -> str:
@@ -222,8 +233,9 @@ def main(
 ) -> None:
     """Do a system harm while requests run, and compare what they answer."""
     names = [name for name in possible_kinds() if not only or name in only]
-    if resident < 1 and SCALED in names:
-        names.remove(SCALED)  # a system with neurons on storage refuses it
+    # A system with neurons on storage refuses to be scaled; another reads nothing.
+    needless = SCALED if resident < 1 else SLOW_READS
+    names = [name for name in names if name != needless]
     if not names:
         raise click.ClickException(f"not permitted here: {', '.join(only)}")
     path = locate_model(model)
@@ -236,7 +248,7 @@ def main(
         exchange=exchange,
     )
     if resident < 1:
-        config = _on_storage(config, resident)
+        config = on_storage(config, resident)
     parts: Json = {}
     pace, half = Pace(), faults // 2
     spans = {1: range(half), 8: range(half, faults)}
@@ -246,6 +258,8 @@ def main(
             load = Load(system, requests, is_scaled=SCALED in names)
             end_s = time.monotonic() + minutes * 30  # half of them
             parts[name] = _part(system, load, names, spans[count], seed, pace, end_s)
+            if parts[name]["wrong"]:
+                break
     report = where_and_when(path, config.num_threads) | {
         "parts": parts, "exchange": exchange, "seed": seed,
     }  # fmt: skip

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from hotcold.jobs.support.options import Bytes
 from hotcold.model.mapped_file import forget_pages
 
 _CGROUPS = Path("/sys/fs/cgroup")
+PEAK = "memory.max_usage_in_bytes"
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"
+_READ_LIMIT = "blkio.throttle.read_bps_device"
 _POLLS, _POLL_S = 50, 0.1
 _PAGE_BYTES, _WORD_BYTES = 4096, 8
 _PRESENT, _FRAME = np.uint64(1 << 63), np.uint64((1 << 55) - 1)  # of an entry of /proc/PID/pagemap
@@ -67,13 +69,8 @@ def run_limited(
             disk = stack.enter_context(disk_cgroup(files[0], limits.disk_bytes_per_s))
         out = stack.enter_context(TemporaryFile("w+"))
         err = stack.enter_context(TemporaryFile())
-        groups = [folder for folder in (memory, disk) if folder is not None]
-
-        def join() -> None:
-            for folder in groups:
-                (folder / "cgroup.procs").write_text("0")
-
-        running = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=join)
+        joins = joining([memory, disk])
+        running = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=joins)
         peak = _watched(running, memory, others_every_s)
         out.seek(0)
         err.seek(0)
@@ -81,6 +78,17 @@ def run_limited(
             text = err.read().decode(errors="replace")[-2000:]
             raise click.ClickException(f"{' '.join(command)}\n{text}")
         return out.read(), peak
+
+
+def joining(folders: Sequence[Path | None]) -> Callable[[], None]:
+    """What a program calls before it begins, to be in these cgroups."""
+
+    def join() -> None:
+        for folder in folders:
+            if folder is not None:
+                (folder / "cgroup.procs").write_text("0")
+
+    return join
 
 
 @contextmanager
@@ -104,11 +112,16 @@ def disk_cgroup(file: Path, bytes_per_s: int) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(_cgroup(_DISK))
-            limit = folder / "blkio.throttle.read_bps_device"
-            limit.write_text(f"{disk_of(file)} {bytes_per_s}")
+            (folder / _READ_LIMIT).write_text(f"{disk_of(file)} {bytes_per_s}")
         except OSError as problem:
             raise click.ClickException(f"reads of {file} cannot be limited: {problem}") from None
         yield folder
+
+
+def unlimit(folder: Path) -> None:
+    """Let the processes of a cgroup read at the disk's own speed; what waited is read at once."""
+    for line in (folder / _READ_LIMIT).read_text().splitlines():
+        (folder / _READ_LIMIT).write_text(f"{line.split()[0]} 0")
 
 
 def disk_of(file: Path, devices: Path = Path("/sys/dev/block")) -> str:
@@ -149,7 +162,7 @@ def _watched(running: subprocess.Popen[bytes], folder: Path | None, others_every
         time.sleep(_POLL_S)
     if folder is None:
         return peak
-    most = int((folder / "memory.max_usage_in_bytes").read_text())
+    most = int((folder / PEAK).read_text())
     return replace(peak, total=most, others=others)
 
 

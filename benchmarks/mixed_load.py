@@ -2,12 +2,17 @@
 
     python -m benchmarks.mixed_load --minutes 60 --out benchmarks/results/mixed-load
 
-Starts `hotcold serve` with the demo model. Clients ask without pause: greedy and drawn answers to
-prompts of 1 to 400 tokens, streamed or not, some of which they leave in the middle, and bad
-requests. Every whole answer is compared with that of the same server asked one request at a time.
-Beside them are hostile clients (`benchmarks.hostile_clients`): they ask nothing, read nothing, or
-ask for far too much. Memory, open files, threads and shared memory of all its processes are read
-from /proc meanwhile, and when everybody has gone; then all places must be free.
+Starts `hotcold serve` with the demo model, or `--model`. Clients ask without pause: greedy and
+drawn answers to prompts of 1 to 400 tokens, streamed or not, some of which they leave in the
+middle, and bad requests. Every whole answer is compared with that of the same server asked one
+request at a time. Beside them are hostile clients (`benchmarks.hostile_clients`): they ask nothing,
+read nothing, or ask for far too much. Memory, open files, threads and shared memory of all its
+processes are read from /proc meanwhile, and when everybody has gone; then all places must be free.
+
+With `--resident 0.5` half of a model's neurons or experts stay on storage
+(`benchmarks.stored_system`). With `--cpu-memory`, which the server gets too, all that is resident
+must be within that, and as root it runs in a memory cgroup that is a little larger, whose peak has
+the page cache too.
 """
 
 import http.client
@@ -25,14 +30,17 @@ import click
 import psutil
 
 from benchmarks.hostile_clients import Flood, SilentClient, StalledReader
+from benchmarks.limited_run import PEAK, joining, memory_cgroup
 from benchmarks.load_clients import CONTEXT, Client, Tally, make_questions, post
 from benchmarks.process_memory import memory_of, shared_memory_bytes
 from benchmarks.runs import Json, table_option, where_and_when, write_report
+from benchmarks.storage import ROOM
 from hotcold.jobs.support.listening import listen
+from hotcold.jobs.support.options import Bytes
 from hotcold.model.files.locate import locate_model
 from hotcold.placement.machine.survey import usable_cores
 
-_START_S = 180.0
+_START_S = 900.0  # kernels may have to be compiled
 _SAMPLE_S = 10.0
 _WARM_S = 300.0  # growth is looked for after that
 _SETTLE_S = 60.0  # for what has ended to be cleaned up
@@ -47,6 +55,7 @@ def role_of(process: psutil.Process) -> str:
         "DriverActor": "driver",
         "ServiceActor": "services",
         "hotcold.jobs.cli serve": "server",
+        "benchmarks.stored_system": "server",
     }.items():
         if word in command:
             return role
@@ -102,6 +111,11 @@ def growth(before: Json, samples: list[Json], after: Json) -> Json:
     return found
 
 
+def total_mb(sample: Json) -> float:
+    """Megabytes resident of all processes together."""
+    return float(sum(sample["resident_mb"].values()))
+
+
 def _four(values: list[float], length: int) -> list[float]:
     """The first, medians of `length` at both ends of what is between, and the last."""
     first, *between, last = values
@@ -116,9 +130,11 @@ def percentiles(values: list[float]) -> list[float]:
 
 def table_of(report: Json) -> str:
     """The report as Markdown."""
+    name, kept = report.get("model", "The demo model"), report.get("resident", 1.0)
+    stored = f"; {kept:.0%} of the neurons in memory" if kept < 1 else ""
     lines = [
-        f"The demo model: {report['shape']}; {report['machine']}; {report['date']}; "
-        f"{report['clients']} clients for {report['minutes']:g} minutes",
+        f"{name}: {report['shape']}; {report['machine']}; {report['date']}; "
+        f"{report['clients']} clients for {report['minutes']:g} minutes{stored}",
         "",
         f"{sum(report['outcomes'].values())} requests: "
         + ", ".join(f"{count} {name}" for name, count in report["outcomes"].items())
@@ -134,6 +150,11 @@ def table_of(report: Json) -> str:
     ]
     for name, figures in report["growth"].items():
         lines.append(f"| {name} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |")
+    if "promised_mb" in report:
+        lines += ["", f"At most {report['most_resident_mb']:.0f} MB resident at once"]
+        if "cgroup_peak_mb" in report:
+            lines[-1] += f", {report['cgroup_peak_mb']:.0f} MB with the page cache"
+        lines[-1] += f"; {report['promised_mb']:.0f} MB were promised."
     return "\n".join(lines) + "\n"
 
 
@@ -200,42 +221,65 @@ def run_load(port: int, pid: int, clients: int, minutes: float, num_questions: i
         "first_token_s": percentiles(tally.first_token_s),
         "answer_s": percentiles(tally.answer_s),
         "growth": growth(before, sampler.samples, after),
+        "most_resident_mb": max(total_mb(s) for s in (before, *sampler.samples, after)),
         "samples": sampler.samples[:: max(1, len(sampler.samples) // 60)],
     }
+
+
+def serving(port: int, model: Path | None, resident: float, cpu_memory: int | None) -> list[str]:
+    """The command line of the server."""
+    program = ["hotcold.jobs.cli"] if resident >= 1 else ["benchmarks.stored_system", str(resident)]
+    options = ["--log", "none", "--port", str(port), "--queue", str(_PLACES - _PARALLEL)]
+    options += ["--context", str(CONTEXT), "--kv-tokens", str(8 * CONTEXT)]
+    if cpu_memory:
+        options += ["--cpu-memory", str(cpu_memory)]
+    named = [] if model is None else [str(model)]
+    return [sys.executable, "-m", *program, "serve", *named, *options]
 
 
 @click.command()
 @click.option("--minutes", default=60.0, show_default=True)
 @click.option("--clients", default=16, show_default=True)
 @click.option("--questions", default=200, show_default=True)
+@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Else the demo model.")
+@click.option("--resident", default=1.0, show_default=True, help="Neurons in memory, a share.")
+@click.option("--cpu-memory", type=Bytes(), help="What all processes may take.")
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
 @table_option(table_of)
-def main(minutes: float, clients: int, questions: int, out: Path | None) -> None:
+def main(
+    minutes: float,
+    clients: int,
+    questions: int,
+    model: Path | None,
+    resident: float,
+    cpu_memory: int | None,
+    out: Path | None,
+) -> None:
     """Load a server, compare its answers, and see whether it grows."""
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "hotcold.jobs.cli",
-        "serve",
-        "--log",
-        "none",
-        "--port",
-        str(port),
-    ]
-    queue = str(_PLACES - _PARALLEL)
-    server = subprocess.Popen([*command, "--kv-tokens", str(8 * CONTEXT), "--queue", queue])
-    try:
-        wait_until_ready(port, server)
-        report = where_and_when(locate_model(None), len(usable_cores()))
-        report |= run_load(port, server.pid, clients, minutes, questions)
-    finally:
-        server.terminate()
-        server.wait(60)
+    report = where_and_when(model or locate_model(None), len(usable_cores()))
+    with memory_cgroup(int((cpu_memory or 0) * ROOM)) as group:
+        server = subprocess.Popen(
+            serving(port, model, resident, cpu_memory), preexec_fn=joining([group])
+        )
+        try:
+            wait_until_ready(port, server)
+            report |= run_load(port, server.pid, clients, minutes, questions)
+        finally:
+            server.terminate()
+            server.wait(60)
+        if group is not None:
+            report["cgroup_peak_mb"] = int((group / PEAK).read_text()) / 1e6
+    if model is not None:
+        report |= {"model": model.name, "resident": resident}
+    if cpu_memory:
+        report["promised_mb"] = cpu_memory / 1e6
+        if report["most_resident_mb"] > report["promised_mb"]:
+            report["wrong"].append("more memory than was promised")
     write_report(report, table_of(report), out)
     if report["wrong"]:
-        raise click.ClickException(f"{report['outcomes']['wrong']} answers were wrong; see above")
+        raise click.ClickException(f"{len(report['wrong'])} things were wrong; see the report")
 
 
 if __name__ == "__main__":

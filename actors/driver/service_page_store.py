@@ -6,11 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hotcold.actors.protocol.failures import ServiceLost, cause_of
+from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.errors import HotcoldError
 
@@ -22,8 +22,8 @@ _RETRY_S = 5.0
 # Calls a method of each service with attention; returns their answers in order. Errors:
 # HotcoldError of one that is lost: what was called may still run there.
 CallServices = Callable[..., list[Any]]
-# Starts a new process for a service that is lost for some cause. Errors: CacheLost.
-Renew = Callable[[int, str], None]
+# Starts new processes for services that are lost for some cause. Errors: CacheLost.
+Renew = Callable[[Mapping[int, str]], None]
 
 
 class ServicePageStore:
@@ -145,7 +145,7 @@ class ServicePageStore:
         try:
             self._call("open_pages", os.urandom(8), self._identity, False)
         except ServiceLost as problem:
-            self._renew(problem.service, cause_of(problem))
+            self._renew(problem.causes)
 
     def close(self) -> None:
         """Write no more; returns once no page is read any more, or the disk does not answer."""

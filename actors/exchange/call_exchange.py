@@ -16,7 +16,6 @@ from hotcold.actors.exchange.doorbell_exchange import Exchange, Watch
 from hotcold.actors.exchange.watch import POLL_S
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.model.errors import HotcoldError
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
@@ -130,7 +129,9 @@ class CallExchange(Exchange):
             for s in services
         }
         pending: list[Any] = list(refs)
-        failure: HotcoldError | None = None  # raised once no service works on the request any more
+        # Raised once no service works on the request any more.
+        failure: RequestError | None = None
+        lost: list[ServiceLost] = []
         num_polls = 0
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
@@ -140,14 +141,16 @@ class CallExchange(Exchange):
                 except RequestError as error:
                     failure = failure or error
                 except ServiceLost as error:
-                    failure = error
+                    lost.append(error)
             try:
                 if pending:
                     num_polls += 1
                     self._watch.check([refs[ref] for ref in pending], num_polls)
             except ServiceLost as error:
-                failure = error
-                pending = [ref for ref in pending if refs[ref] != error.service]
+                lost.append(error)
+                pending = [ref for ref in pending if refs[ref] not in error.causes]
+        if lost:
+            raise ServiceLost.joined(lost)
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started

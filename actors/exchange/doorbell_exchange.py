@@ -50,7 +50,7 @@ class Exchange(ABC):
         """Send all `services` their request words; returns nanoseconds waited for the replies.
 
         When it ends, none of them works on the request any more, except those that are lost.
-        Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
+        Errors:  ServiceLost naming the services that died or hang, AnswerFailed naming one that
                  failed at this request and lives on
         """
 
@@ -70,7 +70,7 @@ class Watch(Protocol):
     """Polls the health of services while the driver waits for them."""
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """Raise ServiceLost if one of `services` is dead or stuck.
+        """Raise ServiceLost if any of `services` is dead or stuck.
 
         num_polls: how often this was called for the same request, 0 where it may take any time
         """
@@ -107,19 +107,22 @@ class ArenaExchange(Exchange):
         started = time.monotonic_ns()
         number, timeout_ns = self.request_state[NUMBER], self.request_state[TIMEOUT_NS]
         requested, num_done = np.asarray(services, np.int64), int(self.request_state[NUM_DONE])
-        lost, num_polls = None, 0
+        lost: list[ServiceLost] = []
+        num_polls = 0
         while num_done < requested.size:
             num_polls += 1
             try:
                 self._watch.check(requested[num_done:].tolist(), num_polls)
             except ServiceLost as error:
-                lost, requested = error, requested[requested != error.service]
+                lost.append(error)
+                requested = requested[~np.isin(requested, list(error.causes))]
                 # Services that it was to ring would wait for ever, and the next request with them.
-                request = self.buffers.requests[error.service]
-                ring_following(self.buffers.cells, request, np.int32(number))
+                for service in error.causes:
+                    request = self.buffers.requests[service]
+                    ring_following(self.buffers.cells, request, np.int32(number))
             num_done = await_all(self.buffers.cells, requested, num_done, number, timeout_ns)
-        if lost is not None:
-            raise lost
+        if lost:
+            raise ServiceLost.joined(lost)
         for service in services:
             if self.buffers.replies[service, STATUS] == FAILED:
                 raise AnswerFailed(service, self._watch.explain(service))

@@ -101,22 +101,27 @@ class HostsExchange(Exchange):
             return self._local.request(services)
         calls = self._call(services)
         own = [service for service in services if service not in self._remote]
-        failure: RequestError | ServiceLost | None = None  # raised once no service works on it
+        failure: RequestError | None = None  # raised once no service works on it
+        lost: list[ServiceLost] = []
         try:
             if own:
                 self._local.request(own)
-        except (RequestError, ServiceLost) as error:
+        except RequestError as error:
             failure = error
+        except ServiceLost as error:
+            lost.append(error)
         for relay, call in calls:
             try:
                 replies: dict[int, ServiceReply] = relay.result(call)
             except RequestError as error:
                 failure = failure or error
             except ServiceLost as error:
-                failure = error
+                lost.append(error)
             else:
                 for service, reply in replies.items():
                     reply.write(self.buffers, service)
+        if lost:
+            raise ServiceLost.joined(lost)
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started

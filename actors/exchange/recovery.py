@@ -7,7 +7,7 @@ attention service has lost, its KV cache, is for the caller to recompute.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from hotcold.actors.protocol.failures import (
     AnswerFailed,
     CacheLost,
     ServiceLost,
-    cause_of,
     is_killed_for_memory,
     is_lost_device,
     is_out_of_memory,
@@ -28,9 +27,9 @@ from hotcold.numba_kernels.serve.mailbox import OPERATION, WEIGHTS
 MAX_FAILURES = 10
 WINDOW_S = 60.0
 
-# Returns when a new process serves in a service's place, which failed for a given cause.
+# Returns when new processes serve in the places of services, each of which failed for some cause.
 # Errors: ServiceError where it gives up
-Replace = Callable[[int, str], None]
+Replace = Callable[[Mapping[int, str]], None]
 
 
 class RecoveryPolicy:
@@ -151,17 +150,18 @@ class RecoveringExchange(Exchange):
         """Replace a service that replied NaN; False where that was done within a minute."""
         if not (self._is_ready and self._policy.blames(service)):
             return False
-        self.renew(service, cause)
+        self.renew({service: cause})
         return True
 
-    def renew(self, service: int, cause: str) -> None:
-        """Start a new process for a service. Errors: CacheLost for one with a KV cache."""
+    def renew(self, causes: Mapping[int, str]) -> None:
+        """Start new processes for services. Errors: CacheLost for one with a KV cache."""
         pinged = np.s_[:, [OPERATION, WEIGHTS]]  # the words of `Service.try_out`
         words = self.buffers.requests[pinged].copy()
-        self._replace(service, cause)
+        self._replace(causes)
         self.buffers.requests[pinged] = words
-        if service in self._topology.cache_services:
-            raise CacheLost(f"the KV cache was lost: {cause}; start again")
+        for service in self._topology.cache_services:
+            if service in causes:
+                raise CacheLost(f"the KV cache was lost: {causes[service]}; start again")
 
     def _recovering(self, request: Callable[[Sequence[int]], int], services: Sequence[int]) -> int:
         started = time.monotonic_ns()
@@ -172,7 +172,7 @@ class RecoveringExchange(Exchange):
             except (ServiceLost, AnswerFailed) as error:
                 if not (self._is_ready and self._may_help(error)):
                     raise
-                self.renew(error.service, cause_of(error))
+                self.renew(error.causes)
             request = self.inner.request
 
     def _may_help(self, error: ServiceLost | AnswerFailed) -> bool:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.exchange.watch import POLL_S, ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.failures import ServiceLost, cause_of, service_error
+from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
@@ -109,39 +109,55 @@ class ServiceReplacer:
         """Make a replacement under way raise ServiceError."""
         self._closing.set()
 
-    def replace(self, service: int, cause: str) -> None:
-        """Return when a new process serves; one that fails meanwhile is replaced in turn.
+    def replace(self, causes: Mapping[int, str]) -> None:
+        """Return when new processes serve for those that failed, at the same time.
 
+        Where one fails meanwhile, all are replaced anew.
         Errors:  ServiceError after too many failures
         """
-        name = self._specs[service].name
+        causes = new = dict(causes)
+        services = "service" if len(causes) == 1 else "services"
+        names = " and ".join(self._specs[service].name for service in causes)
         try:
-            while True:
-                self._policy.count(name, cause)
-                self.stage = f"restarting the {name} service"
-                try:
-                    self._replace_once(service)
-                    break
-                except ServiceLost as error:
-                    cause = cause_of(error)
-            self.last_replaced = f"{cause}, and was replaced"
-            self.num_replaced += 1
+            while new:
+                for service, cause in new.items():
+                    self._policy.count(self._specs[service].name, cause)
+                self.stage = f"restarting the {names} {services}"
+                new = self._replace_once(causes)
+                causes |= new
+            verb = "was" if len(causes) == 1 else "were"
+            self.last_replaced = f"{', '.join(causes.values())}, and {verb} replaced"
+            self.num_replaced += len(causes)
             self._policy.recovered()
         finally:
             self.stage = ""
 
-    def _replace_once(self, service: int) -> None:
-        handle, place = self._handles[service], self._places[service]
-        process = self._end_old(service)
-        # Known before it is loaded, so that the next attempt ends it if it fails.
-        self._expect(service, process)
-        self._await(service, handle.load.remote(self._specs[service]))
-        self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
-        attached = handle.attach.remote(self._layout, place.arena_refs, place.is_drivers)
-        self._await(service, attached)
-        if self.prepares_prompts:
-            handle.begin_prompts.remote()
-        self._await(service, handle.try_out.remote())
+    def _replace_once(self, services: Iterable[int]) -> dict[int, str]:
+        """Replace all; returns what went wrong with one, {} for nothing."""
+        try:
+            is_killed = {s: self._places[s].end(s, self._processes[s]) for s in services}
+            for service in services:
+                # Known before it is loaded, so that the next attempt ends it if it fails.
+                self._expect(service, self._await_new(service, is_killed[service]))
+            self._each("load", {s: (self._specs[s],) for s in services})
+            held = self._each("held_neurons", dict.fromkeys(services, ()))
+            for service in services:
+                self._require_neurons(service, held[service])
+            places = {s: self._places[s] for s in services}
+            arenas = {s: (self._layout, p.arena_refs, p.is_drivers) for s, p in places.items()}
+            self._each("attach", arenas)
+            if self.prepares_prompts:
+                for service in services:
+                    self._handles[service].begin_prompts.remote()
+            self._each("try_out", dict.fromkeys(services, ()))
+        except ServiceLost as error:
+            return error.causes
+        return {}
+
+    def _each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Call a method of services at once; what each returns. Errors: ServiceLost."""
+        calls = {s: getattr(self._handles[s], method).remote(*a) for s, a in arguments.items()}
+        return {service: self._await(service, call) for service, call in calls.items()}
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:
         """Raise ServiceError unless the new process holds the neurons that were lost."""
@@ -150,13 +166,12 @@ class ServiceReplacer:
             name = self._specs[service].name
             raise ServiceError(f"the {name} service came back with other neurons; start again")
 
-    def _end_old(self, service: int) -> ServiceProcess:
-        """Kill what is left of the old process; returns the one that Ray starts in its place.
+    def _await_new(self, service: int, is_killed: bool) -> ServiceProcess:
+        """The process that Ray starts in the place of one that ends, or was killed already.
 
         Errors:  ServiceError where Ray starts none
         """
         old, handle = self._processes[service], self._handles[service]
-        is_killed = self._places[service].end(service, old)
         deadline = time.monotonic() + _NEW_PROCESS_S
         while time.monotonic() < deadline and not self._closing.wait(POLL_S):
             found: ServiceProcess | None = None

@@ -68,15 +68,18 @@ class ActorWatch:
         self._pulses[service] = self._new_pulse(service)
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
-        """Raise ServiceLost if one of `services` is dead, or leaves too many pings unanswered.
+        """Raise ServiceLost if any of `services` is dead, or leaves too many pings unanswered.
 
         Also if it answers pings, but not the request for which it was polled `num_polls` times.
         """
+        lost = []
         for service in services:
             try:
                 self._poll(service)
             except HotcoldError as error:
-                raise ServiceLost(service, str(error)) from error
+                lost.append(ServiceLost(service, str(error)))
+        if lost:
+            raise ServiceLost.joined(lost)
         if num_polls > _LONGEST_REQUEST_POLLS:
             name = self.name(services[0])
             what = f"the {name} has not answered for {num_polls * POLL_S:.0f} s; start again"

@@ -107,8 +107,8 @@ class CpuServiceChange:
                 failures[service] = cause_of(error)
         services.exchange.change(new.exchange, new.replacer.replace, new.topology)
         services.system, services.connection = new.system, new
-        for service, failure in failures.items():
-            services.exchange.renew(service, failure)
+        if failures:
+            services.exchange.renew(failures)
 
 
 def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig) -> SystemConfig:

@@ -14,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 
 from hotcold.actors.exchange.recovery import RecoveringExchange, RecoveryPolicy
 from hotcold.actors.processes.cluster import await_actors
-from hotcold.actors.protocol.failures import ServiceLost, cause_of
+from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     PREDICTED_MODES,
@@ -182,7 +182,7 @@ class SystemServices:
             return connection.call_each(method, *arguments, services=caches)
 
         if self.system.prefix_cache_bytes:
-            self._store = ServicePageStore(call, lambda *lost: self.exchange.renew(*lost))
+            self._store = ServicePageStore(call, lambda causes: self.exchange.renew(causes))
         return self._store
 
     def _prepare_hosts(self) -> None:
@@ -234,7 +234,7 @@ class SystemServices:
             try:
                 self.connection.prepare_prompts()
             except ServiceLost as error:
-                self.exchange.renew(error.service, cause_of(error))
+                self.exchange.renew(error.causes)
 
     def begin_matmul(self, wait_s: float) -> bool:
         """Whether `prepare_matmul` would return at once, or raise; waits up to `wait_s` for that.

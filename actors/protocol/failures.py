@@ -1,5 +1,7 @@
 """Errors that end a request or the system; Ray's errors turned into them, in one line each."""
 
+from collections.abc import Sequence
+
 import ray
 
 from hotcold.cuda_kernels.device import GPU_FAILED
@@ -26,6 +28,11 @@ class _FromService(HotcoldError):
         self.service = service
         self.text = text
 
+    @property
+    def causes(self) -> dict[int, str]:
+        """Why each service failed, without advice."""
+        return {self.service: cause_of(self)}
+
     def __str__(self) -> str:
         return self.text
 
@@ -35,7 +42,25 @@ class AnswerFailed(_FromService, RequestError):
 
 
 class ServiceLost(_FromService, ServiceError):
-    """A service died, is stuck, or runs in another process than the one that was loaded."""
+    """A service died, is stuck, or runs in another process than the one that was loaded.
+
+    others: those that were found lost in the same wait
+    """
+
+    others: "tuple[ServiceLost, ...]" = ()
+
+    @classmethod
+    def joined(cls, lost: "Sequence[ServiceLost]") -> "ServiceLost":
+        """The first of `lost`, which names the others too."""
+        first = lost[0]
+        every = {each.service: each for error in lost for each in (error, *error.others)}
+        first.others = tuple(each for each in every.values() if each is not first)
+        return first
+
+    @property
+    def causes(self) -> dict[int, str]:
+        """Why each service is lost, without advice."""
+        return {each.service: cause_of(each) for each in (self, *self.others)}
 
 
 class NotLoaded(ServiceError):

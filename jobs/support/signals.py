@@ -56,7 +56,8 @@ class Signals:
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item for each
 
     def __enter__(self) -> "Signals":
-        self._earlier = self._take()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._earlier[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -71,7 +72,6 @@ class Signals:
     def wait(self, poll: Callable[[], object] = lambda: None) -> None:
         """Return at the first signal; `poll` is called once a second, and may raise."""
         self._is_waiting = True
-        self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
             if not self._has_come(1.0):
                 poll()
@@ -87,10 +87,6 @@ class Signals:
         except queue.Empty:
             return False
         return True
-
-    def _take(self) -> dict[int, Any]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        return {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1

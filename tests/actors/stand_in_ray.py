@@ -300,12 +300,13 @@ def stand_in_system(host: StandInRay, system: SystemConfig) -> Iterator[StandInS
         found.actor.stop()
 
 
-def lose_once(host: StandInRay, service: int) -> None:
-    """Let `service` die at the next request that it answers; its half-written answer is garbage."""
+def lose_once(host: StandInRay, *lost: int) -> None:
+    """Let services die at the next request of the first; a half-written answer is garbage."""
 
     def lose(services: Sequence[int]) -> None:
-        if service in services:
+        if lost[0] in services:
             host.on_request = lambda services: None
-            raise ServiceLost(service, f"service {service} died; start again")
+            died = [ServiceLost(each, f"service {each} died; start again") for each in lost]
+            raise ServiceLost.joined(died)
 
     host.on_request = lose

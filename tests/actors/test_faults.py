@@ -145,6 +145,20 @@ def test_a_lost_service_changes_no_token(eight: Eight, capfd: pytest.CaptureFixt
     assert capfd.readouterr().out == ""  # where a user's answers stand
 
 
+@pytest.mark.parametrize("names", [("cpu0", "cpu1"), ("gpu", "cpu1")])
+def test_two_lost_services_change_no_token(eight: Eight, names: tuple[str, ...]) -> None:
+    before = eight.pids()
+
+    def fault() -> None:
+        for name in names:
+            os.kill(before[name], signal.SIGKILL)
+
+    assert eight.complete(fault) == eight.expected
+    assert eight.complete(lambda: None) == eight.expected  # where it came after the last token
+    after = eight.pids()
+    assert tuple(sorted(key for key in after if after[key] != before[key])) == tuple(sorted(names))
+
+
 @pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("service", [0, 1])
 def test_a_service_that_answers_nan_is_replaced(eight: Eight, service: int) -> None:

@@ -75,18 +75,19 @@ def serving_once(
 
 @dataclass
 class Watch:
-    """Says that `lost` is lost, once."""
+    """Says that `lost` are lost, one at a poll."""
 
-    lost: int | None = None
+    lost: tuple[int, ...] = ()
     asked: list[list[int]] = field(default_factory=list)
     has_told: threading.Event = field(default_factory=threading.Event)
 
     def check(self, services: Sequence[int], num_polls: int) -> None:
         self.asked.append(list(services))
         assert num_polls < 600, "nobody answers"
-        if self.lost is not None and self.lost in services:
-            self.has_told.set()
-            raise ServiceLost(self.lost, "it died")
+        for service in self.lost:
+            if service in services:
+                self.has_told.set()
+                raise ServiceLost(service, "it died")
 
     def explain(self, service: int) -> str:
         return "unknown"
@@ -118,7 +119,7 @@ def test_other_operations_are_followed_by_nothing() -> None:
 
 def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
     """Else they would wait for ever, and those that were not rung would miss a number."""
-    buffers, seen, watch = new_buffers(ATTENTION), [], Watch(lost=ATTENTION_SERVICE)
+    buffers, seen, watch = new_buffers(ATTENTION), [], Watch(lost=(ATTENTION_SERVICE,))
     with (
         serving_once(buffers, [FIRST, SECOND], lambda service, number: seen.append(number)),
         pytest.raises(ServiceLost) as caught,
@@ -129,9 +130,25 @@ def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
     assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 0]
 
 
+@pytest.mark.parametrize("lost", [(ATTENTION_SERVICE, SECOND), (SECOND, ATTENTION_SERVICE)])
+def test_all_that_are_lost_in_one_wait_are_told(
+    lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 1_000_000)
+    buffers, seen = new_buffers(ATTENTION), []
+    with (
+        serving_once(buffers, [FIRST], lambda service, number: seen.append(number)),
+        pytest.raises(ServiceLost) as caught,
+    ):
+        ArenaExchange(buffers, Watch(lost), 7).request(ALL)
+    assert caught.value.causes == dict.fromkeys(lost, "it died")
+    assert seen == [7]
+    assert [word(buffers, service, DONE) for service in ALL] == [7, 0, 0]
+
+
 def test_one_that_is_lost_before_it_is_rung_is_rung_before_the_request_ends() -> None:
     """Afterwards its bell is reset, for the process that takes its place."""
-    buffers, watch = new_buffers(ATTENTION), Watch(lost=SECOND)
+    buffers, watch = new_buffers(ATTENTION), Watch(lost=(SECOND,))
 
     def look(service: int, number: int) -> None:
         if service == ATTENTION_SERVICE:

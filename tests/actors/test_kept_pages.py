@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ class Services:
         name = method.removesuffix("_pages")
         return [getattr(one, name)(*arguments) for one in self.kept]
 
-    def renew(self, service: int, cause: str) -> None:
-        self.renewed.append(service)
-        raise CacheLost(cause)
+    def renew(self, causes: Mapping[int, str]) -> None:
+        self.renewed += causes
+        raise CacheLost(causes[0])
 
 
 def at(*pages: int) -> list[Page]:

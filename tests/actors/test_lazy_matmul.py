@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,13 +256,13 @@ def test_a_lost_service_is_replaced_before_the_rest_prepare() -> None:
             self.has_matmul = True
 
     class Exchange:
-        def renew(self, service: int, cause: str) -> None:
-            renewed.append((service, cause))
+        def renew(self, causes: Mapping[int, str]) -> None:
+            renewed.append(causes)
 
     host.connection, host.exchange = Services(), Exchange()
     host.prepare_matmul()
     host.prepare_matmul()  # once is enough
-    assert renewed == [(1, "the cpu0 service died")]
+    assert renewed == [{1: "the cpu0 service died"}]
     assert not answers
 
 

@@ -100,6 +100,7 @@ FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
         (None, LOST, None, (ServiceLost, 2)),
         (None, LOST, FAILED, (ServiceLost, 2)),
         (None, FAILED, LOST, (ServiceLost, 2)),
+        (ServiceLost(1, "x"), LOST, None, (ServiceLost, 1)),
         (AnswerFailed(1, "x"), LOST, None, (ServiceLost, 2)),
         (AnswerFailed(1, "x"), None, FAILED, (AnswerFailed, 1)),
         (None, None, FAILED, (AnswerFailed, 3)),
@@ -116,6 +117,8 @@ def test_the_lost_service_is_raised_when_no_service_works_any_more(
         request_all(Local(near), *relays)
     error: Any = caught.value
     assert (type(error), error.service) == raised
+    lost = [each for each in (near, far, farthest) if isinstance(each, ServiceLost)]
+    assert list(error.causes) == [each.service for each in lost] or not lost
     assert [relay.fetched for relay in relays] == [[2], [3]]
 
 

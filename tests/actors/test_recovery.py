@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,9 +118,9 @@ class Emptying:
         self._system = system
         self.causes: list[str] = []
 
-    def replace(self, service: int, cause: str) -> None:
-        self.causes.append(cause)
-        if service == 0:
+    def replace(self, causes: Mapping[int, str]) -> None:
+        self.causes += causes.values()
+        if 0 in causes:
             arrays = self._system.services[0].arrays  # type: ignore[attr-defined]
             arrays.keys[:], arrays.values[:] = np.nan, np.nan
 
@@ -229,8 +229,8 @@ class Counting:
     def __init__(self) -> None:
         self.replaced: list[int] = []
 
-    def replace(self, service: int, cause: str) -> None:
-        self.replaced.append(service)
+    def replace(self, causes: Mapping[int, str]) -> None:
+        self.replaced += causes
 
 
 def test_who_watches_meanwhile_is_not_forgotten() -> None:
@@ -242,8 +242,8 @@ def test_who_watches_meanwhile_is_not_forgotten() -> None:
     expected = requests.copy()
 
     class Watched(Counting):
-        def replace(self, service: int, cause: str) -> None:
-            requests[service, [OPERATION, WEIGHTS]] = PING, DRAFT  # it is tried out
+        def replace(self, causes: Mapping[int, str]) -> None:
+            requests[next(iter(causes)), [OPERATION, WEIGHTS]] = PING, DRAFT  # it is tried out
             requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
 
     recovering = RecoveringExchange(exchange, Watched().replace, TOPOLOGY)
@@ -399,9 +399,9 @@ def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
     policy = RecoveryPolicy(lambda: now[0])
 
     class Slow(Counting):
-        def replace(self, service: int, cause: str) -> None:
-            policy.count("gpu", cause)
-            super().replace(service, cause)
+        def replace(self, causes: Mapping[int, str]) -> None:
+            policy.count("gpu", causes[0])
+            super().replace(causes)
             now[0] += 5 * WINDOW_S
             policy.recovered()
 
@@ -444,6 +444,6 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
     replacer._places = [NoPlace()]  # type: ignore[list-item]
     replacer._processes = {0: ServiceProcess(1, True)}
     with pytest.raises(ServiceError, match="Ray has not restarted the cpu0 service") as found:
-        replacer.replace(0, "killed")
+        replacer.replace({0: "killed"})
     assert waits and not isinstance(found.value, ServiceLost)
     assert replacer.stage == "" and replacer.num_replaced == 0

@@ -98,6 +98,48 @@ def test_a_service_that_is_stopped_before_it_tells_its_counts(
         assert tokens(system) == expected
 
 
+@pytest.mark.parametrize("lost", [(1, 2), (0, 2), (2, 1, 0)])
+def test_services_that_are_lost_together_are_replaced_together(
+    copied: TinyCheckpoint, host: StandInRay, lost: tuple[int, ...]
+) -> None:
+    """They load at the same time, so it takes as long as for one."""
+    with stand_in_system(host, config_of(copied.path, num_cpu_actors=2)) as system:
+        expected, meeting = tokens(system), threading.Barrier(len(lost))
+        before = [actor.pid for actor in host.alive()]
+
+        def meet() -> None:
+            meeting.wait(60)
+
+        for service in lost:
+            host.alive()[service].before["load"] = meet
+        lose_once(host, *lost)
+        assert tokens(system) == expected
+        after = [actor.pid for actor in host.alive()]
+        assert {each for each in range(3) if after[each] != before[each]} == set(lost)
+        load = system.actor.driver_load()
+        died = ", ".join(f"service {service} died" for service in lost)
+        assert load.num_replaced == len(lost)
+        assert load.last_replaced == f"{died}, and were replaced"
+
+
+def test_one_of_several_that_fails_as_it_is_replaced(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    with stand_in_system(host, config_of(copied.path, num_cpu_actors=2)) as system:
+        expected, cpu = tokens(system), system.service("cpu1")
+
+        def stop_once() -> None:
+            cpu.before.clear()
+            cpu.stop()
+
+        cpu.before["load"] = stop_once
+        lose_once(host, 1, 2)
+        assert tokens(system) == expected and not cpu.before
+        load = system.actor.driver_load()
+        assert load.num_replaced == 2
+        assert load.last_replaced.startswith("service 1 died, the cpu1 service does not answer")
+
+
 @pytest.mark.parametrize("method", ["load", "attach"])
 def test_a_service_that_is_stopped_while_the_system_starts(
     copied: TinyCheckpoint, host: StandInRay, method: str

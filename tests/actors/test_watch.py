@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -63,6 +64,21 @@ def test_a_service_that_swaps_is_slow_not_lost(
     with pytest.raises(ServiceLost, match="the cpu0 service does not answer"):
         for _ in range(POLLS):
             watch.check([0], 0)
+
+
+def test_all_that_are_lost_at_a_poll_are_told(watch: ActorWatch, child: psutil.Process) -> None:
+    handle = SimpleNamespace(ping=SimpleNamespace(remote=object))
+    watch = ActorWatch(["gpu", "cpu0", "cpu1"], 3 * [handle])
+    watch.starting = False
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for service, pid in enumerate((gone.pid, child.pid, gone.pid)):
+        watch.expect(service, ServiceProcess(pid, is_local=True))
+    with pytest.raises(ServiceLost) as caught:
+        watch.check([0, 1, 2], 1)
+    assert caught.value.causes == {0: "the gpu service died", 2: "the cpu1 service died"}
+    again = pickle.loads(pickle.dumps(caught.value))  # as it comes from another host
+    assert again.causes == caught.value.causes and str(again) == str(caught.value)
 
 
 def test_a_watch_of_another_wait_knows_the_same_processes(

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import runpy
+import subprocess
+import threading
+import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+import psutil
 import pytest
 
-from tests.benchmark_programs import ROOT, error_of, rows_of, run_benchmark, table_of
+from benchmarks.limited_run import disk_cgroup
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import resolve_shape
+from tests.benchmark_programs import (
+    ROOT,
+    error_of,
+    output_of,
+    rows_of,
+    run_benchmark,
+    run_in_own_process,
+    table_of,
+)
+
+FAULTS = runpy.run_module("benchmarks.faults")  # nothing imports it
 
 BEFORE_RAY, BEFORE_OUTPUT, IN_OUTPUT, AFTER = (
     "before Ray",
@@ -87,6 +111,125 @@ def test_faults_are_counted_by_load_and_kind(leaks: str, tmp_path: Path) -> None
     ]
     assert "3 faults, seed 3: median 2.00 s, worst 4.00 s." in table
     assert f"Left lent in the end: {leaks or 'no request, no page'}." in table
+
+
+class Replacing:
+    """A system of one service, a process that sleeps; a lost one is replaced after a while."""
+
+    def __init__(self, after_s: float) -> None:
+        self.processes = [subprocess.Popen(["sleep", "1000"])]
+        self.is_restarting = False
+        self._after_s = after_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._replace)
+        self._thread.start()
+
+    def call(self, method: str) -> Any:
+        if method == "processes":
+            return {"driver": os.getpid(), "cpu0": self.processes[-1].pid}
+        assert method == "progress"
+        stage = "restarting the cpu0 service" if self.is_restarting else "ready"
+        return SimpleNamespace(stage=stage)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _replace(self) -> None:
+        while not self._closing.wait(0.01):
+            status = psutil.Process(self.processes[-1].pid).status()
+            if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                self.is_restarting = True
+                self.processes[-1].kill()
+                self._closing.wait(self._after_s)
+                self.processes.append(subprocess.Popen(["sleep", "1000"]))
+                self.is_restarting = False
+
+
+class Tokens:
+    """A load whose tokens never cease, as where those of before a fault come late."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.clock = self
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def first_after(self, at_s: float) -> float | None:
+        return at_s + 0.01 if self.now_s > at_s + 0.01 else None
+
+
+@pytest.fixture
+def replaced_after(request: pytest.FixtureRequest) -> Iterator[Replacing]:
+    system = Replacing(request.param)
+    yield system
+    system.close()
+
+
+@pytest.mark.parametrize("replaced_after", [0.02, 1.0], indirect=True)
+@pytest.mark.parametrize("kind", ["kill -9", "SIGSTOP"])
+def test_a_fault_is_over_when_the_lost_service_is_replaced(
+    replaced_after: Replacing, kind: str
+) -> None:
+    """However soon that is, and however late: not when there was a silence, and tokens again."""
+    load, before = Tokens(), replaced_after.processes[0]
+    fault = FAULTS["inject"](replaced_after, load, FAULTS["KINDS"][kind], 7, random.Random(3))
+    assert (fault.number, fault.kind, load.wrong) == (7, kind, [])
+    assert before.wait() == -9 and len(replaced_after.processes) == 2
+    assert not replaced_after.is_restarting
+    assert fault.recovered_s - fault.over_s >= replaced_after._after_s - 0.1
+
+
+@pytest.mark.parametrize("replaced_after", [1000.0], indirect=True)
+def test_a_service_that_is_never_replaced_is_told(
+    replaced_after: Replacing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAULTS, "_LONGEST_RECOVERY_S", 2.0)
+    load = Tokens()
+    kind = FAULTS["KINDS"]["kill -9"]
+    assert FAULTS["inject"](replaced_after, load, kind, 7, random.Random(3)) is None
+    assert load.wrong == ["no token for long after fault 7, kill -9"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("exchange", ["arena", "calls"])
+def test_a_few_faults(exchange: str, tmp_path: Path) -> None:
+    """On a machine with nothing else to do, too, where a service is back within half a second."""
+    out = tmp_path / "report"
+    kinds = "kill -9", "SIGSTOP", "service paused", "driver paused", "all paused"
+    only = [word for kind in kinds for word in ("--only", kind)]
+    options = ["--faults", 10, "--context", 512, "--exchange", exchange, "--out", out]
+    output_of(run_in_own_process("faults", *options, *only))
+    parts = json.loads(out.with_suffix(".json").read_text())["parts"]
+    assert [len(part["faults"]) for part in parts.values()] == [5, 5]
+    for part in parts.values():
+        assert part["right"] > 0 and part["wrong"] == [] and part["leaks"] == ""
+
+
+@pytest.mark.thorough
+def test_a_few_faults_of_neurons_on_storage(tmp_path: Path) -> None:
+    """The disk is slowed in the midst of a text, if that is allowed here."""
+    try:
+        with disk_cgroup(ROOT, 1 << 20):
+            pass
+    except click.ClickException:
+        pytest.skip("reads cannot be slowed here")
+    shape = resolve_shape("tiny", {"vocab": 4096, "ffn": 2048, "layers": 2, "context": 512})
+    make_model(tmp_path / "model", shape)
+    out = tmp_path / "report"
+    options = ["--faults", 6, "--context", 512, "--out", out, "--only", "slow reads"]
+    stored = ["--model", tmp_path / "model", "--resident", 0.5]
+    output_of(run_in_own_process("faults", *options, *stored))
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["resident"] == 0.5
+    for part in report["parts"].values():
+        assert [kind for kind, *_ in part["faults"]] == 3 * ["slow reads"]
+        assert part["right"] > 0 and part["wrong"] == [] and part["leaks"] == ""
 
 
 def test_an_unknown_kind_of_fault_is_refused() -> None:
