@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol.lanes import num_lanes
-from hotcold.numba_kernels.decode.activations import Thresholds
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -26,7 +25,9 @@ def test_logits_are_the_same_whoever_computes_them(tiny: Tiny, name: str, dtype:
         with InProcessSystem(path, num_services, num_threads, weight_dtype=dtype) as system:
             assert num_lanes(system.config) > 1
             return [
-                system.logits(mode, ids, sizes) for mode in ("dense", "exact") for sizes in ([1], [7, 3])
+                system.logits(mode, ids, sizes)
+                for mode in ("dense", "exact")
+                for sizes in ([1], [7, 3])
             ]
 
     expected = logits(1, 1)
