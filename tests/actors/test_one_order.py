@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import num_lanes
+from hotcold.numba_kernels.decode.activations import Thresholds
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1)]  # services, threads of each
+SOME = Thresholds(np.float32(0.02), np.float32(0.001))
 
 
-@pytest.mark.parametrize("dtype", ["", "q8"])
-@pytest.mark.parametrize("name", ["llama-relu", "opt", "qwen3-moe", "gpt-oss"])
+def all_logits(system: InProcessSystem) -> Iterator[np.ndarray]:
+    """Of two modes and of thresholds, token by token and several at once."""
+    ids = np.random.default_rng(5).integers(3, 60, 17)
+    some = [SOME] * system.config.num_layers
+    for sizes in ([1], [7, 3]):
+        yield system.logits("dense", ids, sizes)
+        yield system.logits("exact", ids, sizes)
+        yield system.logits("threshold", ids, sizes, thresholds=some)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama-relu", ""), ("opt-postnorm", ""), ("qwen3-moe", "q8")]
+)
 def test_logits_are_the_same_whoever_computes_them(tiny: Tiny, name: str, dtype: str) -> None:
     path = tiny(name).path
-    ids = np.random.default_rng(5).integers(3, 60, 17)
-
-    def logits(num_services: int, num_threads: int) -> list[np.ndarray]:
-        with InProcessSystem(path, num_services, num_threads, weight_dtype=dtype) as system:
-            assert num_lanes(system.config) > 1
-            return [
-                system.logits(mode, ids, sizes)
-                for mode in ("dense", "exact")
-                for sizes in ([1], [7, 3])
-            ]
-
-    expected = logits(1, 1)
-    np.testing.assert_array_equal(expected[0], expected[1])
-    for shape in SHAPES:
-        for found, wanted in zip(logits(*shape), expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+    expected = []
+    for shape in [(1, 1), *SHAPES]:
+        with InProcessSystem(path, *shape, weight_dtype=dtype, has_down_norms=True) as system:
+            found = list(all_logits(system))
+        expected = expected or found
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    one_by_one, at_once = expected[:3], expected[3:]
+    for one, other in zip(one_by_one, at_once, strict=True):
+        np.testing.assert_array_equal(one, other)
