@@ -18,8 +18,8 @@ from hotcold.numba_kernels.ffn_arrays import NO_LANES
 if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import ServicePart
 
-_FEWEST_LANES, _MOST_LANES = 16, 64  # as many threads as that can share the work
-_NEURONS_A_LANE = 64  # of those that a token computes at most: sums cost little beside them
+_FEWEST_LANES, _MOST_LANES = 8, 32  # as many threads as that can share the work
+_NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of batches take long
 
 
 class Lanes(NamedTuple):

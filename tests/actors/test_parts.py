@@ -129,7 +129,9 @@ def test_neighbours_are_assigned_apart(num_neurons: int, threads: list[int]) -> 
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, num_blocks=2, num_guessed=3, predictor_words=9)
+    layout = ArenaLayout(
+        3, 5, 7, 11, 13, 2, 4, 6, num_outputs=3, num_blocks=2, num_guessed=3, predictor_words=9
+    )
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
     buffers, others = layout.buffers(arena), layout.buffers(arena)
