@@ -41,9 +41,9 @@ def num_lanes(config: ModelConfig) -> int:
     return min(_MOST_LANES, 1 << most.bit_length() - 1)
 
 
-def share_lanes(total: int, weights: Sequence[float]) -> list[Lanes]:
-    """Each service's lanes, in proportion to `weights`; services beyond `total` may have none."""
-    ends = np.rint(np.cumsum(weights) / max(sum(weights), 1e-9) * total).astype(int)
+def share_lanes(total: int, weights: Sequence[int]) -> list[Lanes]:
+    """Each service's lanes, in proportion to `weights`; services beyond `total` have none."""
+    ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(int)
     return [
         Lanes(int(first), int(end), total) for first, end in zip([0, *ends], ends, strict=False)
     ]

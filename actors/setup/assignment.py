@@ -126,10 +126,8 @@ def service_lanes(
     config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None
 ) -> list[Lanes]:
     """Each CPU service's lanes: in proportion to its planned neurons, or to its threads."""
-    weights: Sequence[float] = threads
-    if planned is not None:
-        weights = [sum(ids.size for ids in layers) for layers in planned]
-    return share_lanes(num_lanes(config), weights)
+    weights = [sum(ids.size for ids in layers) for layers in planned or []]
+    return share_lanes(num_lanes(config), weights if any(weights) else threads)
 
 
 def cold_shards(
