@@ -7,6 +7,7 @@ import numpy as np
 from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS, BlockRows
 
 NO_NORMS = np.empty(0, np.float32)
+NO_LANES = np.empty((1, 0, 0), np.int64)
 
 
 class FfnArrays(NamedTuple):
@@ -16,6 +17,8 @@ class FfnArrays(NamedTuple):
     follow each other; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
     gate_bias, up_bias (N,) or (0,), down_bias (L, B, d) or (L, B, 0) float32;
     down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
+    lanes (L, B, n + 1) int64: first rows of the shard's n lanes in each block (`decode.lanes`), and
+    ends; NO_LANES: each thread's part of the rows is one. first_lane: the first one's number
     """
 
     starts: np.ndarray
@@ -26,6 +29,8 @@ class FfnArrays(NamedTuple):
     up_bias: np.ndarray
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
+    lanes: np.ndarray = NO_LANES
+    first_lane: int = 0
 
 
 def most_rows(starts: np.ndarray) -> int:
@@ -38,7 +43,7 @@ class TransposedArrays(NamedTuple):
 
     Block b's neurons are a whole number of groups of each format, so that its rows are, too. Of
     experts in slots down's places follow what is in them.
-    down_norms: norms of down's columns
+    down_norms: norms of down's columns; lanes: none, as sums are not divided
     """
 
     starts: np.ndarray
@@ -49,6 +54,8 @@ class TransposedArrays(NamedTuple):
     up_bias: np.ndarray
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
+    lanes: np.ndarray = NO_LANES
+    first_lane: int = 0
 
 
 class ExpertPredictors(NamedTuple):

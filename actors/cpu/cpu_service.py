@@ -7,6 +7,7 @@ import numpy as np
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.lanes import shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
@@ -105,9 +106,16 @@ class CpuService(Service):
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
         starts, is_transposed = self.arrays.starts, isinstance(self.arrays, TransposedArrays)
-        new = new_transposed_scratch if is_transposed else new_scratch
-        num_blocks = starts.shape[1] - 1
-        self._scratch = new(self.num_threads, num_tokens, most_rows(starts), width, num_blocks)
+        num_blocks, threads = starts.shape[1] - 1, self.num_threads
+        if is_transposed:
+            self._scratch = new_transposed_scratch(
+                threads, num_tokens, most_rows(starts), width, num_blocks
+            )
+            return
+        num_lanes = max(1, self.arrays.lanes.shape[2] - 1)
+        self._scratch = new_scratch(
+            threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
+        )
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""
@@ -168,6 +176,7 @@ class CpuService(Service):
         arrays, index = self.layer_arrays(layer)
         x = self.buffers.ffn_input[:num_tokens]
         partial = self.buffers.partials[self.index, :num_tokens]
+        self.buffers.more_partials[self.index] = 0
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
@@ -259,6 +268,7 @@ def load_cpu_service(
         on_bytes=on_bytes,
         touch=touch,
     )
+    lanes = spec.lanes
     arrays = FfnArrays(
         starts=weights.starts,
         gate=weights.gate,
@@ -268,6 +278,8 @@ def load_cpu_service(
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
         down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
+        lanes=shard_lanes(weights.starts, weights.neuron_ids, config, lanes),
+        first_lane=lanes.first if lanes else 0,
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)

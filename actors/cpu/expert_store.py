@@ -295,7 +295,8 @@ class ExpertStore:
         )
         if not geometry.has_outputs:
             of_down = rows(num_rows, geometry.down_row_bytes, down)
-            return FfnArrays(weights.starts, *matrices, of_down, *vectors)
+            lanes = weights.lanes, weights.first_lane
+            return FfnArrays(weights.starts, *matrices, of_down, *vectors, *lanes)
         memory, shape = self._outputs, (*weights.starts[:, 1:].shape, NUM_PLACE_NUMBERS)
         first, second = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
         outputs = BlockRows(first, second, memory.places.reshape(shape))
@@ -391,7 +392,7 @@ class ExpertStore:
         layer, block = divmod(unit, starts.shape[1] - 1)
         first, last = starts[layer, block : block + 2]
         row = int(stored.slots.row_of[unit])
-        for own, rows in zip(stored.own[4:], stored.arrays[4:], strict=True):
+        for own, rows in zip(stored.own[4:8], stored.arrays[4:8], strict=True):
             if own.size and own.ndim == 1:
                 rows[row : row + last - first] = own[first:last]
 

@@ -103,6 +103,8 @@ class NeuronStore:
             weights.up_bias,
             weights.down_bias,
             self._down_norms,
+            weights.lanes,
+            weights.first_lane,
         )
 
     def _new_stored(

@@ -12,6 +12,7 @@ import numpy as np
 from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.lanes import sums_of_services
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.experts import new_block_counts
@@ -106,6 +107,7 @@ class Engine:
             residual_scale=np.float32(config.residual_scale),
             residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
             block_counts=self.block_counts,
+            sums=sums_of_services(topology.parts, config.ffn_bias),
         )
 
     def step(

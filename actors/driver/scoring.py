@@ -93,11 +93,12 @@ class AuditedEngine(Engine):
         num_fired_listed, num_up = self._request_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
-            partials = buffers.partials[:, :num_tokens]
-            chosen = partials.copy()
+            partials = buffers.partials[:, :num_tokens], buffers.more_partials[:, :, :num_tokens]
+            chosen = [part.copy() for part in partials]
             buffers.requests[cpus, NUM_IDS] = ALL_NEURONS
             num_fired, _ = self._request_ffn(self.config.ffn_sizes[layer])
-            partials[:] = chosen
+            for part, kept in zip(partials, chosen, strict=True):
+                part[:] = kept
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0
 

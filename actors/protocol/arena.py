@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -40,6 +41,7 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
+    num_outputs: int = 1  # sums that a service passes on at most, of its neurons
     num_blocks: int = 0  # of a layer's neurons, where there are several
     num_guessed: int = 0  # tokens of a step whose next layer's experts are guessed
     num_buckets: int = NUM_BUCKETS  # in which a layer's neurons are counted
@@ -63,6 +65,7 @@ class ArenaLayout:
             ("block_weights", np.float32, (t, self.num_blocks)),
             ("guessed_weights", np.float32, (self.num_guessed, self.num_blocks)),
             ("partials", np.float32, (s, t, d)),
+            ("more_partials", np.float32, (s, self.num_outputs - 1, min(t, KERNEL_TOKENS), d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, self.num_buckets, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotcold.actors.protocol.arena import ArenaLayout
+    from hotcold.actors.protocol.lanes import Lanes
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
     from hotcold.actors.telemetry.experts import ExpertCounts
     from hotcold.placement.machine.pinning import HostShare
@@ -138,6 +139,7 @@ class ServicePart:
     `SystemConfig.down_transposed` a run, cut at multiples of a block
     has_down_bias: whether its partial output includes the biases of down projections
     host: the address of its Ray node; "": the driver's
+    lanes: that its neurons are in, by which they are ordered; None: where sums are not divided
     """
 
     name: str
@@ -147,6 +149,7 @@ class ServicePart:
     neuron_ids: list[np.ndarray] | None = None
     has_down_bias: bool = False
     host: str = ""
+    lanes: Lanes | None = None
 
     @property
     def is_cpu_service(self) -> bool:

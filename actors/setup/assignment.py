@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.actors.protocol.lanes import Lanes, in_loading_order, num_lanes, share_lanes
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.placement_choice import own_profile
@@ -121,56 +122,28 @@ def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:
     return ranks
 
 
-def assign_neurons(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Neuron ids of one layer for each service, in loading order.
-
-    Service s has threads[s] threads and a share in proportion. Ids go to all threads round-robin:
-    neighbours in the checkpoint may fire alike, so no thread should get a run of them. A service's
-    loading order is one thread's ids after another's. Its threads later cut that order at multiples
-    of four (`numba_kernels.decode.rows.split_range`), so a cut may be a few neurons off.
-    Dtypes:  int32
-    """
-    ids = np.arange(num_neurons, dtype=np.int32)
-    turns = range(max(threads))
-    owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
-    parts = [ids[thread :: len(owners)] for thread in range(len(owners))]
-    return [
-        np.concatenate(
-            [part for part, owner in zip(parts, owners, strict=True) if owner == service]
-        )
-        for service in range(len(threads))
-    ]
-
-
-def assign_in_blocks(
-    ids: np.ndarray, block_sizes: Sequence[int], threads: Sequence[int]
-) -> list[np.ndarray]:
-    """`assign_neurons` of each block's part of `ids`, one block after another.
-
-    So each thread of each service has its share of every block.
-    Shapes:  ids (A,) int32, ascending; block_sizes (B,): the layer's
-    """
-    parts = np.split(ids, np.searchsorted(ids, np.cumsum(block_sizes[:-1])))
-    assigned = [assign_neurons(part.size, threads) for part in parts]
-    return [
-        np.concatenate([part[own[s]] for part, own in zip(parts, assigned, strict=True)])
-        for s in range(len(threads))
-    ]
+def service_lanes(
+    config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None
+) -> list[Lanes]:
+    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads."""
+    weights = [sum(ids.size for ids in layers) for layers in planned or []]
+    return share_lanes(num_lanes(config), weights if any(weights) else threads)
 
 
 def cold_shards(
-    config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None, others: Layers
+    config: ModelConfig, planned: list[Layers] | None, others: Layers, lanes: Sequence[Lanes]
 ) -> list[Layers]:
-    """Each CPU service's neurons in loading order: its planned ones and its share of `others`."""
-    sizes = [layer.ffn.block_sizes for layer in config.layers]
-    assigned = [assign_in_blocks(ids, own, threads) for ids, own in zip(others, sizes, strict=True)]
-    shards = [list(layers) for layers in zip(*assigned, strict=True)]
-    if planned is None:
-        return shards
-    for s, layers in enumerate(planned):
-        for layer, own in enumerate(layers):
-            ids = np.union1d(own, shards[s][layer]).astype(np.int32)
-            (shards[s][layer],) = assign_in_blocks(ids, sizes[layer], [threads[s]])
+    """Each CPU service's neurons in loading order: those of `planned` and `others` in its lanes.
+
+    A plan says how many neurons each service has, not which: in which order they are added must not
+    depend on it.
+    """
+    shards: list[Layers] = [[] for _ in lanes]
+    for layer, ids in enumerate(others):
+        sizes = config.layers[layer].ffn.block_sizes
+        every = np.unique(np.concatenate([ids, *(own[layer] for own in planned or [])]))
+        for shard, own_lanes in zip(shards, lanes, strict=True):
+            shard.append(in_loading_order(every, sizes, own_lanes))
     return shards
 
 

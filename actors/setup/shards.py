@@ -9,6 +9,12 @@ import numpy as np
 
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import Window, num_pages_of
+from hotcold.actors.protocol.lanes import (
+    Lanes,
+    most_outputs,
+    num_lanes,
+    num_outputs,
+)
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
     THRESHOLD,
@@ -25,6 +31,7 @@ from hotcold.actors.setup.assignment import (
     cold_shards,
     hot_neurons,
     runs_of_layers,
+    service_lanes,
     system_plan,
 )
 from hotcold.actors.telemetry.snapshot import num_buckets
@@ -57,10 +64,13 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
+    lanes: list[Lanes] | None = None
     if system.down_transposed:
         cold = runs_of_layers(threads, config)
     else:
-        cold = cold_shards(config, threads, *cold_neurons(system, config, plan, [hot]))
+        planned, others = cold_neurons(system, config, plan, [hot])
+        lanes = service_lanes(config, threads, planned)
+        cold = cold_shards(config, planned, others, lanes)
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -82,7 +92,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         gpu_layout=None if system.device == "cpu" else arena_layout(system, config),
         storage=system.storage,
     )
-    return [gpu, *_cpu_specs(system, [gpu], threads, cold)]
+    return [gpu, *_cpu_specs(system, [gpu], threads, cold, lanes)]
 
 
 def changed_specs(
@@ -94,18 +104,20 @@ def changed_specs(
     services round-robin.
     """
     threads = service_threads(system)
+    lanes: list[Lanes] | None = None
     if system.down_transposed:
         shards = runs_of_layers(threads, config)
     else:
         hot = [spec.neuron_ids for spec in attention]
         _, others = cold_neurons(system, config, None, hot)
-        shards = cold_shards(config, threads, None, others)
+        lanes = service_lanes(config, threads, None)
+        shards = cold_shards(config, None, others, lanes)
     share, layout = host_share(system, threads, None), arena_layout(system, config)
     kept = [
         replace(spec, system=system, share=share, gpu_layout=layout if spec.on_gpu else None)
         for spec in attention
     ]
-    return [*kept, *_cpu_specs(system, kept, threads, shards)]
+    return [*kept, *_cpu_specs(system, kept, threads, shards, lanes)]
 
 
 def _cpu_specs(
@@ -113,10 +125,12 @@ def _cpu_specs(
     attention: Sequence[ServiceSpec],
     threads: Sequence[int],
     shards: Sequence[Layers],
+    lanes: Sequence[Lanes] | None,
 ) -> list[ServiceSpec]:
     """The CPU services after those with attention, which have the same model and formats.
 
-    CPU service i has threads[i] threads and neurons shards[i]. Hosts have them round-robin.
+    CPU service i has threads[i] threads and neurons shards[i], in lanes[i]. Hosts have them
+    round-robin.
     """
     like = attention[0]
     return [
@@ -134,6 +148,7 @@ def _cpu_specs(
             if any(ids.size for ids in shard)
             else None,
             among=_among(system, shards, i),
+            lanes=lanes[i] if lanes else None,
         )
         for i, shard in enumerate(shards)
     ]
@@ -279,6 +294,15 @@ def _num_guessed(system: SystemConfig, config: ModelConfig) -> int:
     return MAX_GUESSED
 
 
+def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
+    """Sums that a CPU service passes on at most."""
+    if system.num_cpu_actors == 1 or system.down_transposed:
+        return 1
+    if system.plan_path:
+        return most_outputs(num_lanes(config), config.ffn_bias)
+    return num_outputs(service_lanes(config, service_threads(system), None), config.ffn_bias)
+
+
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
     """The buffers that this system needs."""
     return ArenaLayout(
@@ -291,6 +315,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
+        num_outputs=_num_outputs(system, config),
         num_blocks=num_blocks if (num_blocks := neurons.most_blocks(config)) > 1 else 0,
         num_guessed=_num_guessed(system, config),
         num_buckets=num_buckets(config),

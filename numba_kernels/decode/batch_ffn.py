@@ -21,7 +21,6 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
-    add_scaled1,
     axpy4_ahead,
     dot_ahead,
     prefetch_row,
@@ -334,43 +333,58 @@ def scale_some_kernel(up, bias, ids, rows, masks, spans, gates, x, width, functi
 
 
 @njit(nogil=True, cache=True)
-def _add_fours(down, rows, t, places, count, gates, out):
+def _list_ordered(masks, order, lists):
+    """Append each i of `order` to the list of each token whose bit is set in masks[i]."""
+    some = _ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0])
+    for i in order:
+        bits = masks[i] & some
+        while bits:
+            t = lowest_bit(bits)
+            lists.places[t, lists.counts[t]] = i
+            lists.counts[t] += 1
+            bits &= bits - np.uint32(1)
+
+
+@njit(nogil=True, cache=True)
+def _add_fours(down, rows, t, places, count, gates, out, is_last):
     """out += gates[i, t] * down[rows[i]] for i in places[:count], in whole groups of four.
 
     `out` is read and written once for four rows while the next four are prefetched. Places that are
-    left over move to the front; returns their number.
+    left over move to the front, and their number is returned; with `is_last` they are added too, in
+    a group with rows times zero.
     """
-    k, last = 0, count - 1
-    while k + 4 <= count:
-        i0, i1, i2, i3 = places[k], places[k + 1], places[k + 2], places[k + 3]
+    k, last, zero = 0, count - 1, np.float32(0)
+    while k + 4 <= count or (is_last and k < count):
+        i0, i1 = places[k], places[min(k + 1, last)]
+        i2, i3 = places[min(k + 2, last)], places[min(k + 3, last)]
         a0, a1 = places[min(k + 4, last)], places[min(k + 5, last)]
         a2, a3 = places[min(k + 6, last)], places[min(k + 7, last)]
         axpy4_ahead(
             out, down, rows[i0], rows[i1], rows[i2], rows[i3],
-            gates[i0, t], gates[i1, t], gates[i2, t], gates[i3, t],
+            gates[i0, t], gates[i1, t] if k + 1 < count else zero,
+            gates[i2, t] if k + 2 < count else zero, gates[i3, t] if k + 3 < count else zero,
             rows[a0], rows[a1], rows[a2], rows[a3],
         )  # fmt: skip
         k += 4
     for i in range(count - k):
         places[i] = places[k + i]
-    return count - k
+    return max(count - k, 0)
 
 
 @njit(nogil=True, cache=True)
-def add_some_kernel(down, rows, masks, num_fired, gates, out, lists):
-    """out[t] += gates[i, t] * down[rows[i]] for the tokens t of masks[i]; checks nothing.
+def add_some_kernel(down, rows, masks, order, gates, out, lists):
+    """out[t] += gates[i, t] * down[rows[i]] for i in `order`, tokens t of masks[i]; checks nothing.
 
     `out` (T, d) is in the order of `axpy4`; each token's neurons are added in order, in fours
-    whatever the blocks.
+    whatever the pieces.
     """
     size = block_size(down, 1)
     lists.counts[:] = 0
-    for first in range(0, num_fired, size):
-        _list_active(masks, _ALL_TOKENS, first, min(first + size, num_fired), lists)
+    for first in range(0, order.shape[0], size):
+        last = min(first + size, order.shape[0])
+        _list_ordered(masks, order[first:last], lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
-                down, rows, t, lists.places[t], lists.counts[t], gates, out[t]
-            )
-    for t in range(out.shape[0]):
-        for i in lists.places[t, : lists.counts[t]]:
-            add_scaled1(out[t], down, rows[i], gates[i, t])
+                down, rows, t, lists.places[t], lists.counts[t], gates, out[t],
+                last == order.shape[0],
+            )  # fmt: skip

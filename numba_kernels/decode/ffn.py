@@ -17,7 +17,6 @@ from hotcold.numba_kernels.decode.activations import activate, activate_up, pass
 from hotcold.numba_kernels.decode.candidates import BLOCK, FIRED_END
 from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import (
-    add_scaled1,
     axpy4_ahead,
     dot_ahead,
     dot_row,
@@ -144,22 +143,26 @@ def drop_small(ids, places, masks, num_fired, gates, down_norms, threshold):
 
 
 @njit(nogil=True, cache=True)
-def add_one(down, places, num_fired, h, out):
-    """out += h[i] * down[places[i]] for all i; `out` is read and written once for four rows.
+def add_one(down, places, order, first, last, h, out):
+    """out += h[i] * down[places[i]] for i in order[first:last], four rows at a time.
 
-    `out` (d,) is in the order of `axpy4`. The next four rows are prefetched meanwhile, and the
-    first lines of the four after them.
+    `out` (d,) is in the order of `axpy4`; fewer than four are added with rows times zero. The next
+    four rows are prefetched meanwhile, also those behind `last`, and the first lines of the four
+    after them.
     """
-    i, last = 0, num_fired - 1
-    while i + 4 <= num_fired:
-        for ahead in range(i + 8, min(i + 12, num_fired)):
-            prefetch_row(down, places[ahead])
-        a0, a1, a2, a3 = min(i + 4, last), min(i + 5, last), min(i + 6, last), min(i + 7, last)
+    k, most = first, order.shape[0] - 1
+    while k < last:
+        following, end = min(k + 4, last), last - 1
+        for ahead in range(following + 4, min(following + 8, most + 1)):
+            prefetch_row(down, places[order[ahead]])
+        i0, i1 = order[k], order[min(k + 1, end)]
+        i2, i3 = order[min(k + 2, end)], order[min(k + 3, end)]
+        a0, a1 = order[min(following, most)], order[min(following + 1, most)]
+        a2, a3 = order[min(following + 2, most)], order[min(following + 3, most)]
         axpy4_ahead(
-            out, down, places[i], places[i + 1], places[i + 2], places[i + 3],
-            h[i], h[i + 1], h[i + 2], h[i + 3], places[a0], places[a1], places[a2], places[a3],
+            out, down, places[i0], places[i1], places[i2], places[i3],
+            h[i0], h[i1] if k + 1 < last else np.float32(0),
+            h[i2] if k + 2 < last else np.float32(0), h[i3] if k + 3 < last else np.float32(0),
+            places[a0], places[a1], places[a2], places[a3],
         )  # fmt: skip
-        i += 4
-    while i < num_fired:
-        add_scaled1(out, down, places[i], h[i])
-        i += 1
+        k = following

@@ -105,13 +105,13 @@ def _products(source, share, scratch, gates, ups, spans, has_ups, listed):
     rows, selection = share.rows, share.selection
     take_products(
         gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-        spans, rows.gate, rows.gate_bias, listed, share.vectors, share.function, True,
+        spans, share.lanes, rows.gate, rows.gate_bias, listed, share.vectors, share.function, True,
         scratch.values, share.lists,
     )  # fmt: skip
     if has_ups:
         take_products(
             ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-            spans, rows.up, rows.up_bias, listed, share.vectors, share.function, False,
+            spans, share.lanes, rows.up, rows.up_bias, listed, share.vectors, share.function, False,
             scratch.ups, share.lists,
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 A neuron that does not fire costs its gate row. A gate's dot product does not depend on the thread
 that computes it, so gates are shared by work stealing, and with them up rows where all neurons are
-kept. Sums depend on their order: each thread sums its own neurons, and the threads' sums are added
-in order.
+kept. Sums depend on their order: each thread sums the neurons of its own lanes, and adds these up
+as `numba_kernels.decode.lanes` says.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from hotcold.numba_kernels.decode.batch_ffn import (
 from hotcold.numba_kernels.decode.candidates import (
     NUM_SPAN_NUMBERS,
     TOKENS,
+    own_lanes,
     own_part,
     shift_of,
 )
@@ -35,6 +36,7 @@ from hotcold.numba_kernels.decode.ffn import (
     gate_values_kernel,
     scale_by_up,
 )
+from hotcold.numba_kernels.decode.lanes import ALL_LANES, list_by_lane, meet
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
@@ -50,12 +52,15 @@ _NUM_KINDS = 3
 class FfnScratch(NamedTuple):
     """Work space for requests of up to T tokens and N candidates.
 
-    sums (threads, T, d in whole chunks); transposed (1, T, N): numbers that down rows are
-    multiplied with
+    sums (threads * S, T, d in whole chunks): up to S sums of each thread's lanes, which begin at
+    lanes first_lanes (threads, S) int64, of thread t the first num_sums[t]; transposed sums
+    (1, T, N): numbers that down rows are multiplied with
     values, ups (T * N,) float32: of candidates in order, gates and up . x
     fired_ids (N,) int32, fired_masks (N,) uint32, gates (T * N,) float32: neurons that fired, those
     of thread t from firsts[t] on; firsts, counts, up_counts (threads,) int64: counts of neurons
-    that fired, and of up rows read; spans (threads, B, 7) int64: of `decode.candidates`
+    that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by lane;
+    lanes end at lane_ends (threads, lanes) int64; added (threads, 2, threads * S) int64: work space
+    spans (threads, B, 7) int64: of `decode.candidates`
     lists: each token's neurons; inputs: quantized activations; counters (kinds, threads * 16) int32
     of blocks taken
     """
@@ -69,6 +74,11 @@ class FfnScratch(NamedTuple):
     firsts: np.ndarray
     counts: np.ndarray
     up_counts: np.ndarray
+    first_lanes: np.ndarray
+    num_sums: np.ndarray
+    order: np.ndarray
+    lane_ends: np.ndarray
+    added: np.ndarray
     spans: np.ndarray
     lists: TokenLists
     inputs: QuantizedVectors
@@ -77,10 +87,10 @@ class FfnScratch(NamedTuple):
 
 def scratch_of(
     sums: np.ndarray, num_threads: int, num_candidates: int, num_blocks: int, width: int,
-    input_width: int,
+    input_width: int, num_lanes: int = 1,
 ) -> FfnScratch:  # fmt: skip
     """Work space whose `sums` (…, T, …) are given; vectors of up to `input_width` are quantized."""
-    num_tokens = sums.shape[1]
+    num_tokens, num_sums = sums.shape[1], max(1, len(sums) // num_threads)
     return FfnScratch(
         sums=sums,
         values=np.zeros(num_tokens * num_candidates, np.float32),
@@ -91,6 +101,11 @@ def scratch_of(
         firsts=np.zeros(num_threads, np.int64),
         counts=np.zeros(num_threads, np.int64),
         up_counts=np.zeros(num_threads, np.int64),
+        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        num_sums=np.zeros(num_threads, np.int64),
+        order=np.zeros(num_candidates, np.int32),
+        lane_ends=np.zeros((num_threads, num_lanes), np.int64),
+        added=np.zeros((num_threads, 2, num_threads * num_sums), np.int64),
         spans=np.zeros((num_threads, num_blocks, NUM_SPAN_NUMBERS), np.int64),
         lists=empty_lists(num_threads, num_tokens, width),
         inputs=empty_vectors(num_threads, num_tokens, input_width),
@@ -99,11 +114,16 @@ def scratch_of(
 
 
 def new_scratch(
-    num_threads: int, num_tokens: int, num_candidates: int, width: int, num_blocks: int = 1
-) -> FfnScratch:
-    """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons."""
-    sums = np.zeros((num_threads, num_tokens, whole_chunks(width)), np.float32)
-    return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width)
+    num_threads: int, num_tokens: int, num_candidates: int, width: int, num_blocks: int = 1,
+    num_lanes: int = 1,
+) -> FfnScratch:  # fmt: skip
+    """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons.
+
+    num_lanes: of the service. What is not used of the sums takes no memory.
+    """
+    num_sums = 2 * num_lanes.bit_length()
+    sums = np.zeros((num_threads * num_sums, num_tokens, whole_chunks(width)), np.float32)
+    return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width, num_lanes)
 
 
 class Share(NamedTuple):
@@ -114,7 +134,8 @@ class Share(NamedTuple):
     rows: `FfnArrays` of this layer alone; of offloaded neurons with matrices by slot
     fired_ids, fired_masks, flat_gates: the thread's part of `FfnScratch`; gates (N, T) the same
     places: of up and down rows, once `find_fired` has found them; lists: work space
-    out (T, d) float32: the layer's output
+    lanes (B, n + 1): the layer's, or (0, 0)
+    out (T, d), more (M, at least T, d) float32: the layer's output
     """
 
     thread: int
@@ -135,7 +156,9 @@ class Share(NamedTuple):
     flat_gates: np.ndarray
     gates: np.ndarray
     lists: TokenLists
+    lanes: np.ndarray
     out: np.ndarray
+    more: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -164,7 +187,15 @@ def with_matrices(arrays, layer, gate, up, down):
         part_of(arrays.up_bias, first, last),
         arrays.down_bias,
         part_of(arrays.down_norms, first, last),
+        arrays.lanes,
+        arrays.first_lane,
     )
+
+
+@njit(nogil=True, cache=True)
+def lanes_of(arrays, layer):
+    """First rows of a layer's lanes (B, n + 1), or (0, 0)."""
+    return arrays.lanes[min(layer, arrays.lanes.shape[0] - 1)]
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -177,8 +208,8 @@ def layer_rows(source, layer):
 
 @njit(nogil=True, cache=True)
 def take_products(
-    counters, thread, num_threads, num_tokens, width, selection, spans, weights, bias, places, x,
-    function, activates, values, lists,
+    counters, thread, num_threads, num_tokens, width, selection, spans, lanes, weights, bias,
+    places, x, function, activates, values, lists,
 ):  # fmt: skip
     """`share_products` without a `Share`: to pass one takes longer than a short row."""
     products, activates_one = by_neuron(values, num_tokens), False
@@ -189,7 +220,7 @@ def take_products(
         part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
         for span in spans:
-            first, last = own_part(span, selection, part, num_threads)
+            first, last = own_part(span, selection, lanes, part, num_threads)
             shift, tokens = shift_of(span), np.uint32(span[TOKENS])
             count = (last - first + size - 1) // size
             is_gathered = are_all(tokens, num_tokens)
@@ -223,8 +254,8 @@ def share_products(counters, share, weights, bias, places, activates, values):
     """
     take_products(
         counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
-        share.selection, share.spans, weights, bias, places, share.vectors, share.function,
-        activates, values, share.lists,
+        share.selection, share.spans, share.lanes, weights, bias, places, share.vectors,
+        share.function, activates, values, share.lists,
     )  # fmt: skip
 
 
@@ -239,8 +270,7 @@ def begin(source, share, scratch):
 
 @njit(nogil=True, cache=True, inline="always")
 def clear(source, share, scratch):
-    """The thread's sums are zero."""
-    scratch.sums[share.thread, : share.x.shape[0]] = 0
+    """Sums become zero lane by lane."""
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -294,17 +324,60 @@ def scale(source, share, scratch):
             )  # fmt: skip
 
 
+@njit(nogil=True, cache=True)
+def _add_into(sums, target, source, num_tokens, begin, end):
+    """sums[target] += sums[source], of the first `num_tokens`, in columns begin..end-1."""
+    for t in range(num_tokens):
+        own, other = sums[target, t, begin:end], sums[source, t, begin:end]
+        for i in range(own.shape[0]):
+            own[i] += other[i]
+
+
+@njit(nogil=True, cache=True)
+def _add_lanes(
+    down, places, masks, gates, flat_gates, order, ends, first_lane, sums, first_lanes, lists,
+):  # fmt: skip
+    """Add down rows lane by lane, and what meets of the sums; returns how many are left over.
+
+    sums (S, T, d), first_lanes (S,): a thread's; first_lane: the number of its first one
+    """
+    num_tokens, count, first = gates.shape[1], 0, np.int64(0)
+    end_lane, width = first_lane + ends.shape[0], sums.shape[2]
+    for i in range(ends.shape[0] + 1):
+        lane = first_lane + i
+        while count > 1 and meet(first_lanes[count - 2], first_lanes[count - 1], first_lane, lane):
+            count -= 1
+            _add_into(sums, count - 1, count, num_tokens, 0, width)
+        if lane == end_lane:
+            break
+        own = sums[count, :num_tokens]
+        own[:] = 0
+        if num_tokens == 1:
+            add_one(down, places, order, first, ends[i], flat_gates, own[0])
+        else:
+            add_some_kernel(down, places, masks, order[first : ends[i]], gates, own, lists)
+        first_lanes[count] = lane
+        first = ends[i]
+        count += 1
+    return count
+
+
 @njit(nogil=True, cache=True, inline="always")
 def add(source, share, scratch):
-    """Add down rows to the thread's sums, in order."""
-    down, num_fired = share.rows.down, scratch.counts[share.thread]
-    sums = scratch.sums[share.thread, : share.x.shape[0]]
-    if share.x.shape[0] == 1:
-        add_one(down, share.places, num_fired, share.flat_gates, sums[0])
-    else:
-        add_some_kernel(
-            down, share.places, share.fired_masks, num_fired, share.gates, sums, share.lists
-        )  # fmt: skip
+    """Add down rows to the sums of the thread's lanes, and what meets of these."""
+    thread, num_fired = share.thread, scratch.counts[share.thread]
+    begin, end = own_lanes(share.lanes, thread, share.num_threads)
+    ends = scratch.lane_ends[thread, : end - begin]
+    order = scratch.order[scratch.firsts[thread] :][:num_fired]
+    list_by_lane(
+        share.lanes, begin, end, share.spans, share.fired_ids[:num_fired], order, ends
+    )  # fmt: skip
+    height = scratch.first_lanes.shape[1]
+    scratch.num_sums[thread] = _add_lanes(
+        share.rows.down, share.places, share.fired_masks, share.gates, share.flat_gates, order,
+        ends, share.rows.first_lane + begin, scratch.sums[thread * height : (thread + 1) * height],
+        scratch.first_lanes[thread], share.lists,
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -321,19 +394,51 @@ def set_bias(block_weights, biases, out, begin, end):
                     out[t, i] += factor * biases[block, i]
 
 
+@njit(nogil=True, cache=True)
+def _add_sums(sums, first_lanes, num_sums, first, end, num_tokens, begin, last, added):
+    """Add what meets of all threads' sums, in columns begin..last-1; returns how many are left.
+
+    Those are sums[added[0, i]], and begin at lanes added[1, i]. first..end-1: the service's lanes
+    """
+    count, height = 0, first_lanes.shape[1]
+    for thread in range(num_sums.shape[0] + 1):
+        is_end = thread == num_sums.shape[0]
+        for i in range(1 if is_end else num_sums[thread]):
+            lane = end if is_end else first_lanes[thread, i]
+            while count > 1 and meet(added[1, count - 2], added[1, count - 1], first, lane):
+                count -= 1
+                _add_into(sums, added[0, count - 1], added[0, count], num_tokens, begin, last)
+            if not is_end:
+                added[0, count], added[1, count] = thread * height + i, lane
+                count += 1
+    return count
+
+
 @njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
-    """out = all threads' sums and the biases, in this thread's range of columns."""
-    out, sums = share.out, scratch.sums
+    """The sums that are left over, and the biases, in this thread's range of columns.
+
+    Biases are added to the sum of all lanes, or where a service has some only, stand behind those.
+    """
+    out, more, sums, rows, lanes = share.out, share.more, scratch.sums, share.rows, share.lanes
     begin, end = split_range(out.shape[1], share.thread, share.num_threads, CHUNK)
-    set_bias(share.selection.block_weights, share.rows.down_bias[share.layer], out, begin, end)
-    for t in range(out.shape[0]):
-        total = sums[0, t, begin : begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK]
-        for other in range(1, share.num_threads):
-            part = sums[other, t, begin : begin + total.shape[0]]
-            for i in range(total.shape[0]):
-                total[i] += part[i]
-        add_in_order(share.rows.down, sums[0, t], out[t], begin, end)
+    added, biases = scratch.added[share.thread], rows.down_bias[share.layer]
+    end_lane = rows.first_lane + lanes.shape[1] - 1 if lanes.shape[0] else ALL_LANES
+    count = _add_sums(
+        sums, scratch.first_lanes, scratch.num_sums, rows.first_lane, end_lane, out.shape[0], begin,
+        begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK, added,
+    )  # fmt: skip
+    out[:, begin:end] = 0
+    of_biases = out
+    if more.shape[0] and biases.shape[1]:
+        of_biases = more[max(count - 1, 0), : out.shape[0]]
+    set_bias(share.selection.block_weights, biases, of_biases, begin, end)
+    for i in range(count):
+        for t in range(out.shape[0]):
+            target = more[i - 1, t] if i else out[t]
+            if i:
+                target[begin:end] = 0
+            add_in_order(rows.down, sums[added[0, i], t], target, begin, end)
 
 
 @njit(nogil=True, cache=True, inline="always")

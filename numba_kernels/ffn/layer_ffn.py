@@ -40,7 +40,7 @@ from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_k
 from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.ffn import experts, offloaded, transposed
 from hotcold.numba_kernels.ffn import in_memory as rows
-from hotcold.numba_kernels.ffn.in_memory import Share
+from hotcold.numba_kernels.ffn.in_memory import Share, lanes_of
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.offloaded_experts import OffloadedExperts
@@ -128,7 +128,7 @@ def _choose_note(source, reply):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def layer_ffn(
     thread, num_threads, cells, service, layer, selection, thresholds, x, source, scratch, function,
-    out,
+    out, more,
 ):  # fmt: skip
     """A layer's FFN: this thread's part; False where a read failed. Checks nothing.
 
@@ -137,8 +137,10 @@ def layer_ffn(
     Over the neurons and with the weights of a `Selection`, whose ids are rows of the layer.
     `thresholds` decide which of them fire; those of thread t are `scratch.counts[t]` of
     scratch.fired_ids from scratch.firsts[t] on.
-    Shapes:  x, out (T, d), T <= 32; cells of `SharedBuffers`
-    Dtypes:  x, out float32; up as gate, down `is_summed` unless it is transposed
+    Neurons are added up by `decode.lanes`: `out` is the sum that is left over first, `more` others.
+    Shapes:  x, out (T, d), T <= 32; more (M, at least T, d), M = 0 where the service has all lanes;
+             cells of `SharedBuffers`
+    Dtypes:  x, out, more float32; up as gate, down `is_summed` unless it is transposed
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
 
@@ -147,7 +149,8 @@ def layer_ffn(
     """
     num_tokens, rows = x.shape[0], _layer_rows(source, layer)
     spans = list_spans(selection, rows.starts[layer], num_tokens, scratch.spans[thread])
-    first = first_place(spans, selection, thread, num_threads)
+    lanes = lanes_of(rows, layer)
+    first = first_place(spans, selection, lanes, thread, num_threads)
     scratch.firsts[thread], fired_ids = first, scratch.fired_ids[first:]
     flat_gates = scratch.gates[first * num_tokens :]
     share = Share(
@@ -155,7 +158,7 @@ def layer_ffn(
         quantize_activations(rows.gate, x, scratch.inputs, thread), rows,
         fired_ids, _places(source, fired_ids, first), scratch.fired_masks[first:],
         flat_gates, by_neuron(flat_gates, num_tokens),
-        thread_lists(scratch.lists, thread, num_tokens), out,
+        thread_lists(scratch.lists, thread, num_tokens), lanes, out, more,
     )  # fmt: skip
     if not _begin(source, share, scratch):
         return False
@@ -194,7 +197,7 @@ def _keep_fired(share, has_ups, scratch):
     num_tokens, num_fired, selection, rows = share.x.shape[0], 0, share.selection, share.rows
     products, gates = by_neuron(scratch.values, num_tokens), share.gates
     for span in share.spans:
-        begin, end = own_part(span, selection, share.thread, share.num_threads)
+        begin, end = own_part(span, selection, share.lanes, share.thread, share.num_threads)
         before, shift = num_fired, shift_of(span)
         ids, masks = share.fired_ids[before:], share.fired_masks[before:]
         if num_tokens == 1:

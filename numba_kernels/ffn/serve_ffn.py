@@ -90,6 +90,7 @@ def ffn_request(
     is_done = layer_ffn(
         thread, num_threads, buffers.cells, service, layer, selection, read_thresholds(request),
         x, source, scratch, function, buffers.partials[service, :num_tokens],
+        buffers.more_partials[service],
     )  # fmt: skip
     if thread != 0:
         return

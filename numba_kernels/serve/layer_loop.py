@@ -12,6 +12,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair
+from hotcold.numba_kernels.decode.lanes import ALL_LANES, meet
 from hotcold.numba_kernels.decode.norm import norm_kernel
 from hotcold.numba_kernels.serve import mailbox
 from hotcold.numba_kernels.serve.doorbell import now_ns
@@ -79,6 +80,8 @@ class LayerFacts(NamedTuple):
     residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
     block_counts (L, B, 2) int64: how often the model's own weights of each block were chosen so
     far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
+    sums (n, 3) int64: where CPU services have some lanes of neurons each, what they pass on
+    (`decode.lanes`): the service, which of its outputs, the first lane, by which they are ascending
     """
 
     attention_of: np.ndarray
@@ -93,6 +96,7 @@ class LayerFacts(NamedTuple):
     residual_scale: np.float32
     residual: int
     block_counts: np.ndarray = np.zeros((0, 0, 2), np.int64)
+    sums: np.ndarray = np.zeros((0, 3), np.int64)
 
 
 def new_layer_state() -> np.ndarray:
@@ -226,6 +230,10 @@ def _add(layer_state, buffers, facts):
     services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
+    if facts.sums.shape[0] and num_tokens <= buffers.more_partials.shape[2]:
+        add_sums(buffers.partials, buffers.more_partials, facts.sums, num_tokens)
+        while services[services.shape[0] - 1] != facts.sums[0, 0]:
+            services = services[: services.shape[0] - 1]  # all of theirs are in the first one's
     if weight.shape[0] == 0 and facts.residual_scale == 1:
         merge_partials(buffers.mixed, buffers.partials, services, num_tokens, buffers.hidden)
     else:
@@ -252,6 +260,32 @@ def count_blocks(block_weights, num_tokens, counts):
             num_chosen += block_weights[t, block] != 0
         counts[block, CHOSEN] += num_chosen
         counts[block, READ] += num_chosen > 0
+
+
+@njit(nogil=True, cache=True)
+def _add_rows(target, source, num_tokens):
+    for t in range(num_tokens):
+        own, other = target[t], source[t]
+        for i in range(own.shape[0]):
+            own[i] += other[i]
+
+
+@njit(nogil=True, cache=True)
+def add_sums(partials, more_partials, sums, num_tokens):
+    """Add what CPU services passed on, `sums` of `LayerFacts`, to the first; checks nothing."""
+    kept, count = np.empty(sums.shape[0], np.int64), 0
+    for i in range(sums.shape[0] + 1):
+        lane = sums[i, 2] if i < sums.shape[0] else ALL_LANES
+        while count > 1 and meet(sums[kept[count - 2], 2], sums[kept[count - 1], 2], 0, lane):
+            count -= 1
+            target, output, _ = sums[kept[count - 1]]
+            source, other, _ = sums[kept[count]]
+            own = more_partials[target, output - 1] if output else partials[target]
+            added = more_partials[source, other - 1] if other else partials[source]
+            _add_rows(own, added, num_tokens)
+        if i < sums.shape[0]:
+            kept[count] = i
+            count += 1
 
 
 @njit(nogil=True, cache=True)

@@ -20,9 +20,10 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.lanes import Lanes, num_outputs
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.assignment import assign_neurons, cold_shards, require_partition
+from hotcold.actors.setup.assignment import cold_shards, require_partition, service_lanes
 from hotcold.actors.telemetry.snapshot import num_buckets
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
@@ -133,6 +134,7 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            num_outputs=self.num_outputs(),
             num_blocks=self.num_blocks or self.own_blocks(),
             num_guessed=self.num_guessed,
             num_buckets=num_buckets(config),
@@ -190,6 +192,7 @@ class InProcessSystem:
                 self.system(),
                 neuron_ids=shard,
                 has_down_bias=i == 0,
+                lanes=self.lanes()[i],
             )
             for i, shard in enumerate(self.layer_shards())
         ]
@@ -204,6 +207,11 @@ class InProcessSystem:
             has_down_norms=self.has_down_norms,
             draft=self.draft,
         )
+
+    def num_outputs(self) -> int:
+        """Sums that a CPU service passes on at most."""
+        lanes = [part.lanes for part in self.topology.parts if part.is_cpu_service and part.lanes]
+        return num_outputs(lanes, self.config.ffn_bias) if lanes else 1
 
     def own_blocks(self) -> int:
         """Blocks of the model's layers; 0 where each has one."""
@@ -227,7 +235,7 @@ class InProcessSystem:
 
     def shards(self) -> list[np.ndarray]:
         """The neurons of each CPU service, in its loading order; the same in every layer."""
-        return assign_neurons(self.config.ffn_size, [self.num_threads] * self.num_services)
+        return [layers[0] for layers in self.layer_shards()]
 
     def hot_ids(self) -> list[np.ndarray] | None:
         """The GPU service's neurons of each layer; None where it has none."""
@@ -237,13 +245,17 @@ class InProcessSystem:
             return None
         return self.hot(self.config.num_layers, self.config.ffn_size)
 
+    def lanes(self) -> list[Lanes]:
+        """Each CPU service's lanes of neurons."""
+        return service_lanes(self.config, [self.num_threads] * self.num_services, None)
+
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
         if self.specs is not None:
             return [spec.neuron_ids or [] for spec in self.specs if spec.is_cpu_service]
         hot = self.hot_ids() or [np.zeros(0, np.int32)] * self.config.num_layers
         everyone = [np.arange(size, dtype=np.int32) for size in self.config.ffn_sizes]
-        shards = cold_shards(self.config, [self.num_threads] * self.num_services, None, everyone)
+        shards = cold_shards(self.config, None, everyone, self.lanes())
         return [
             [ids[~np.isin(ids, own)] for ids, own in zip(shard, hot, strict=True)]
             for shard in shards

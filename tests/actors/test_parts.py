@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotcold.actors.attention.attention_service import AttentionService
@@ -22,7 +22,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
-from hotcold.actors.setup.assignment import assign_neurons
+from hotcold.actors.protocol.lanes import in_loading_order, share_lanes
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
@@ -108,31 +108,32 @@ def test_no_stop_strings_hold_nothing_back() -> None:
     assert StopStrings([""]).push("text") == "text"
 
 
-@given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6))
-def test_each_neuron_is_assigned_once(
-    num_neurons: int, num_services: int, num_threads: int
-) -> None:
-    shards = assign_neurons(num_neurons, [num_threads] * num_services)
-    assert len(shards) == num_services
+@settings(deadline=None)
+@given(st.integers(0, 500), st.lists(st.integers(1, 8), min_size=1, max_size=6))
+def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> None:
+    lanes, ids = share_lanes(64, threads), np.arange(num_neurons)
+    shards = [in_loading_order(ids, [num_neurons], own) for own in lanes]
     assert all(shard.dtype == np.int32 for shard in shards)
     assert np.sort(np.concatenate(shards)).tolist() == list(range(num_neurons))
-    sizes = [shard.size for shard in shards]
-    assert max(sizes) - min(sizes) <= num_threads
+    for own, count, shard in zip(lanes, threads, shards, strict=True):
+        size = own.end - own.first
+        assert abs(size - 64 * count / sum(threads)) <= 1
+        assert abs(shard.size - num_neurons * size / 64) <= size
 
 
-@given(st.integers(8, 300), st.integers(1, 4), st.integers(2, 4))
-def test_neighbours_are_assigned_apart(
-    num_neurons: int, num_services: int, num_threads: int
-) -> None:
-    """No thread's run of a shard holds two neurons that stand side by side in the checkpoint."""
-    for shard in assign_neurons(num_neurons, [num_threads] * num_services):
-        falls = np.flatnonzero(np.diff(shard) < 0)
-        assert falls.size <= num_threads - 1
-        assert (np.diff(shard) != 1).all() or num_neurons < 2 * num_services * num_threads
+@settings(deadline=None)
+@given(st.integers(128, 600), st.lists(st.integers(1, 8), min_size=1, max_size=6))
+def test_neighbours_are_assigned_apart(num_neurons: int, threads: list[int]) -> None:
+    """No two neurons that stand side by side in the checkpoint do so in a shard."""
+    for own in share_lanes(64, threads):
+        shard = in_loading_order(np.arange(num_neurons), [num_neurons], own)
+        assert (np.diff(shard) != 1).all()
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, num_blocks=2, num_guessed=3, predictor_words=9)
+    layout = ArenaLayout(
+        3, 5, 7, 11, 13, 2, 4, 6, num_outputs=3, num_blocks=2, num_guessed=3, predictor_words=9
+    )
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
     buffers, others = layout.buffers(arena), layout.buffers(arena)

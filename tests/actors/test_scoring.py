@@ -19,7 +19,6 @@ from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowSco
 from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.assignment import assign_neurons
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -168,7 +167,7 @@ class HookedRelu(torch.nn.Module):
 
 def predicting_engine(system: InProcessSystem) -> Engine:
     config = system.config
-    shards = assign_neurons(config.ffn_size, [NUM_THREADS] * NUM_SERVICES)
+    shards = system.shards()
     order = np.concatenate(shards)
     layers: list[AnyLayer | None] = [
         None

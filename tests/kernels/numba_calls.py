@@ -131,7 +131,7 @@ def sparse_ffn(
     def run(thread: int) -> None:
         layer_ffn(
             thread, num_threads, cells, 0, 0, selection, thresholds, x, arrays, scratch, function,
-            out,
+            out, out[None][:0],
         )  # fmt: skip
 
     if num_threads == 1:

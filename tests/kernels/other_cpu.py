@@ -92,7 +92,7 @@ def _listed_sums(gate, down, ids, x, scratch, h, sums, out):
     vectors, last = quantize_activations(gate, x, scratch, 0), ids.shape[0] - 1
     for i in range(ids.shape[0]):
         h[i] = dot_ahead(gate, ids[i], ids[min(i + 1, last)], vectors, 0)
-    add_one(down, ids, ids.shape[0], h, sums)
+    add_one(down, ids, np.arange(ids.size, dtype=np.int32), 0, ids.size, h, sums)
     add_in_order(down, sums, out, 0, out.shape[0])
 
 

@@ -55,7 +55,7 @@ class Source:
         def run(thread: int) -> bool:
             return layer_ffn(
                 thread, num_threads, cells, 0, layer, chosen, thresholds, x, self.rows, scratch,
-                activation(activation_fn), out,
+                activation(activation_fn), out, out[None][:0],
             )  # fmt: skip
 
         with ThreadPoolExecutor(num_threads) as pool:

@@ -14,7 +14,7 @@ import pytest
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
-from hotcold.actors.setup.assignment import cold_shards
+from hotcold.actors.setup.assignment import cold_shards, service_lanes
 from hotcold.model.bundles import geometry as geometries
 from hotcold.model.bundles.bundle_file import damaged_bundles, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -70,7 +70,8 @@ class Stored:
         self.path = write_bundles(path, config, order, "drawn")
         self.file = read_bundle_file(self.path, self.geometry, ModelIdentity.of(path))
         every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-        ids = cold_shards(config, threads, None, every)[service]
+        lanes = service_lanes(config, threads, None)
+        ids = cold_shards(config, None, every, lanes)[service]
         if "without" in share:  # an expert that others hold; None: all
             assert config.experts is not None
             left_out = share.pop("without")

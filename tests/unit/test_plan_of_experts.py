@@ -13,6 +13,7 @@ from hotcold.actors.setup.assignment import (
     hottest_neurons,
     require_partition,
     runs_of_layers,
+    service_lanes,
 )
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
@@ -230,10 +231,10 @@ def test_division_within_little_memory() -> None:
 
 
 def test_shards_of_threads_have_a_part_of_every_expert() -> None:
-    plan, threads = plan_of(SPARSE, 0.3), [2, 3]
+    plan = plan_of(SPARSE, 0.3)
     planned = [plan.neurons_of(name) for name in ("cpu0", "cpu1")]
     none = [np.zeros(0, np.int32)] * SPARSE.num_layers
-    shards = cold_shards(SPARSE, threads, planned, none)
+    shards = cold_shards(SPARSE, planned, none, service_lanes(SPARSE, [2, 3], planned))
     require_partition(SPARSE, [plan.neurons_of("gpu0"), *shards])
     for shard in shards:
         for layer, ids in enumerate(shard):

@@ -1,0 +1,120 @@
+"""Lanes of neurons: which services have which, so that sums have one order whatever they have.
+
+See `hotcold.numba_kernels.decode.lanes`. Neuron n of a block is in lane n modulo their number:
+neighbours in the checkpoint may fire alike, so no thread should get a run of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.decode.lanes import OF_BIASES, first_lanes
+from hotcold.numba_kernels.ffn_arrays import NO_LANES
+
+if TYPE_CHECKING:
+    from hotcold.actors.protocol.messages import ServicePart
+
+_FEWEST_LANES, _MOST_LANES = 8, 32  # as many threads as that can share the work
+_NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of batches take long
+
+
+class Lanes(NamedTuple):
+    """A service's lanes first..end-1 of the model's `total`, a power of two."""
+
+    first: int
+    end: int
+    total: int
+
+
+def num_lanes(config: ModelConfig) -> int:
+    """How many lanes a model's neurons have: a function of the model alone."""
+    most = _FEWEST_LANES
+    for layer in config.layers:
+        sizes = sorted(layer.ffn.block_sizes, reverse=True)
+        router = layer.ffn.router
+        chosen = sizes if router is None else sizes[: router.num_chosen]
+        most = max(most, sum(chosen) // _NEURONS_A_LANE)
+    return min(_MOST_LANES, 1 << most.bit_length() - 1)
+
+
+def share_lanes(total: int, weights: Sequence[int]) -> list[Lanes]:
+    """Each service's lanes, in proportion to `weights`; services beyond `total` have none."""
+    ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(int)
+    return [
+        Lanes(int(first), int(end), total) for first, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def lanes_of(ids: np.ndarray, block_sizes: Sequence[int], total: int) -> np.ndarray:
+    """The lane of each neuron, of a layer's ids. Shapes: ids, result (N,)."""
+    starts = np.append(0, np.cumsum(block_sizes))
+    places: np.ndarray = ids - starts[np.searchsorted(starts, ids, side="right") - 1]
+    return places % total
+
+
+def in_loading_order(ids: np.ndarray, block_sizes: Sequence[int], lanes: Lanes) -> np.ndarray:
+    """Those of a layer's `ids` that are in these lanes: by block, by lane, ascending; int32."""
+    ids = np.sort(ids)
+    lane = lanes_of(ids, block_sizes, lanes.total)
+    own = (lane >= lanes.first) & (lane < lanes.end)
+    ids, lane = ids[own], lane[own]
+    blocks = np.searchsorted(np.cumsum(block_sizes), ids, side="right")
+    return ids[np.lexsort((ids, lane, blocks))].astype(np.int32)
+
+
+def shard_lanes(
+    starts: np.ndarray, neuron_ids: np.ndarray, config: ModelConfig, lanes: Lanes | None
+) -> np.ndarray:
+    """Where a shard's lanes begin in each block, and ends: `FfnArrays.lanes`.
+
+    Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); result (L, B, lanes + 1)
+    Errors:  ValueError unless each block's neurons come lane after lane, and are in these lanes
+    """
+    if lanes is None:
+        return NO_LANES
+    num_blocks, count = starts.shape[1] - 1, lanes.end - lanes.first
+    found = np.zeros((len(starts), num_blocks, count + 1), np.int64)
+    for layer, spec in enumerate(config.layers):
+        first, last = int(starts[layer, 0]), int(starts[layer, -1])
+        own = lanes_of(neuron_ids[first:last], spec.ffn.block_sizes, lanes.total) - lanes.first
+        blocks = np.repeat(np.arange(num_blocks), np.diff(starts[layer]))
+        if own.size and (own.min() < 0 or own.max() >= count):
+            raise ValueError(f"layer {layer} has neurons of other lanes than {lanes}")
+        if (np.diff(blocks * count + own) < 0).any():
+            raise ValueError(f"the neurons of layer {layer} do not come lane after lane")
+        sizes = np.bincount(blocks * count + own, minlength=num_blocks * count)
+        found[layer, :, 1:] = np.cumsum(sizes.reshape(num_blocks, count), axis=1)
+        found[layer] += starts[layer, :-1, None]
+    return found
+
+
+def num_outputs(services: Sequence[Lanes], has_bias: bool) -> int:
+    """How many sums a service passes on at most, with that of the biases; 1 where one has all."""
+    if len(services) == 1:
+        return 1
+    return has_bias + max(len(first_lanes(lanes.first, lanes.end)) for lanes in services)
+
+
+def most_outputs(total: int, has_bias: bool) -> int:
+    """`num_outputs` of several services, whatever their lanes."""
+    return has_bias + 2 * total.bit_length()
+
+
+def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray:
+    """What several CPU services pass on: (n, 3) int64, of each service, output, and first lane.
+
+    In the order of lanes; nothing where one service has all.
+    """
+    found = []
+    own = {s: part for s, part in enumerate(parts) if part.is_cpu_service and part.lanes}
+    for service, part in own.items() if len(own) > 1 else ():
+        assert part.lanes is not None
+        lanes = first_lanes(part.lanes.first, part.lanes.end).tolist()
+        lanes += [OF_BIASES] if has_bias and part.has_down_bias else []
+        found += [(service, output, lane) for output, lane in enumerate(lanes)]
+    sums: np.ndarray = np.array(sorted(found, key=lambda each: each[2]), np.int64).reshape(-1, 3)
+    return sums
