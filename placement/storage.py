@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
@@ -40,11 +40,14 @@ class Reads:
 class Disk:
     """A disk under many parallel reads: seconds a read plus bytes over bandwidth.
 
+    most_bytes_per_s: in the long run, where short bursts are read faster, as a volume in a cloud or
+    a cgroup with a limit lets them
     Defaults are those of a virtual disk whose host caches reads (docs/lab_log.md).
     """
 
     read_s: float = 20e-6
     bytes_per_s: float = 1.5e9
+    most_bytes_per_s: float = inf
 
     @classmethod
     def of_rates(cls, small: tuple[int, float], large: tuple[int, float]) -> Disk:
@@ -55,22 +58,30 @@ class Disk:
         return cls(max(0.0, seconds[0] - small[0] / bytes_per_s), bytes_per_s)
 
     def seconds(self, reads: Reads) -> float:
-        """The time of a token's reads alone."""
+        """The time of a token's reads alone, in bursts."""
         return reads.number * self.read_s + reads.num_bytes / self.bytes_per_s
 
+    def least_seconds(self, reads: Reads) -> float:
+        """What a token takes at least, in the long run."""
+        return max(self.seconds(reads), reads.num_bytes / self.most_bytes_per_s)
 
-def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int) -> float:
+
+def token_seconds(memory_s: float, disk: Disk, reads: Reads, num_threads: int) -> float:
     """The time of a token with neurons on storage.
 
-    memory + max(disk - sum over reads.layers of share * min(memory, multiple * disk),
-                 CPU time of reads / threads)
-    `memory_s` is a token's time with everything in memory, `disk_s` that of its reads. A layer
-    that reads nothing hides nothing.
+    waits = reads - sum over reads.layers of share * min(memory, multiple * reads)
+    token = memory + waits + what reading takes of the computing threads' cores
+    `memory_s` is a token's time with everything in memory. A layer that reads nothing hides
+    nothing. While threads wait, their cores are free for checksums and copies of what comes, no
+    more of it than comes then; the rest is time that they would have computed. No token takes less
+    than the disk's long run.
     Source:  docs/lab_log.md
     """
+    disk_s = disk.seconds(reads)
     waits_s = disk_s - sum(share * min(memory_s, much * disk_s) for share, much in reads.layers)
-    cpu_s = reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S
-    return memory_s + max(waits_s, cpu_s / num_threads)
+    cpu_s = (reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S) / num_threads
+    free_s = min(waits_s, cpu_s * waits_s / max(disk_s, 1e-12))
+    return max(memory_s + waits_s + cpu_s - free_s, disk.least_seconds(reads))
 
 
 def missed_experts(num_slots: float, num_experts: int, num_chosen: int) -> float:

@@ -72,7 +72,7 @@ def _divisions(
 ) -> Iterator[NeuronStorage]:
     """Divisions of `spare` bytes: first all for whole neurons, then more and more for gates."""
     geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
-    num_cold += more_slot_neurons(system, config, len(_routed_layers(config)))
+    num_cold += more_slot_neurons(system, config, len(routed_layers(config)))
     gate_bytes, up_down_bytes = slot_bytes(geometry)
     most = max(0, num_cold - least.num_gates)
     whole = min(most, spare // (gate_bytes + up_down_bytes))
@@ -144,7 +144,7 @@ def _expert_reads(
     """
     assert config.experts is not None
     router, size = config.experts.router, config.experts.size
-    layers = _routed_layers(config)
+    layers = routed_layers(config)
     more = more_slot_neurons(system, config, len(layers))
     outside = num_cold_neurons(system, config) + more - kept.num_up_downs
     num_slots = config.num_experts - outside / (size + more / config.num_experts)
@@ -157,7 +157,8 @@ def _expert_reads(
     return expert_reads(share, len(layers), router.num_chosen, of_expert)
 
 
-def _routed_layers(config: ModelConfig) -> list[int]:
+def routed_layers(config: ModelConfig) -> list[int]:
+    """The layers that have experts."""
     return [at for at, layer in enumerate(config.layers) if layer.ffn.router is not None]
 
 

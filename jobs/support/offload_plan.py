@@ -9,16 +9,16 @@ from pathlib import Path
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.storage_shares import token_reads
+from hotcold.actors.setup.storage_shares import routed_layers, token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.placement.machine.measure_disk import measure_bursts, measure_disk
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
 _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
-_LIMITED_S = 1.0  # a cgroup's limit lets a tenth of a second's bytes pass at once
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,19 @@ def offload_plans(
         return []
     all_bytes = memory_beside_gpu(system, config).total_bytes
     file = Path(system.storage.path)
-    disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
+    disk = _measured(file, config) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
     sizes = [given + int(step * i) for i in range(num_sizes)]
     return list(_plans(path, options, profile, sizes, disk, memory_s))
 
 
-def _measured(file: Path, geometry: BundleGeometry) -> Disk:
-    """By reads of a gate's size, and by larger ones; of experts by those of a bundle."""
-    if geometry.is_mixture:
+def _measured(file: Path, config: ModelConfig) -> Disk:
+    """By reads of a gate's size, and by larger ones; of experts by those of an expert's bundles."""
+    geometry = BundleGeometry.of(config)
+    if config.experts is not None:
         size = _whole_pages(geometry.bundle_bytes)
-        return Disk(0.0, *measure_disk(file, [size], seconds=_LIMITED_S))
+        (number,) = geometry.block_bundles(routed_layers(config)[0], [config.experts.size])
+        return Disk(0.0, *measure_bursts(file, size, number))
     sizes = min(_MAX_SMALL, _whole_pages(geometry.gate_bytes)), _LARGE
     small, large = zip(sizes, measure_disk(file, sizes), strict=True)
     return Disk.of_rates(small, large)
@@ -96,10 +98,10 @@ def _plans(
             return
         share = expected_gpu(system, config)
         reads = token_reads(profile, share, config, system.storage)
-        seconds = disk.seconds(reads)
+        seconds = disk.least_seconds(reads)
         num_neurons = config.num_neurons
         num_cold = num_cold_neurons(share, config)
-        token_s = token_seconds(memory_s, seconds, reads, system.num_threads)
+        token_s = token_seconds(memory_s, disk, reads, system.num_threads)
         yield OffloadPlan(
             size,
             bool(system.storage.predictors),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from hotcold.model.bundles.direct_io import PAGE_BYTES, DirectFile, open_direct
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.measure import read_places, read_places_by_ring
-from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage import BUSY_BYTES, NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,
@@ -23,6 +24,11 @@ from hotcold.numba_kernels.storage.io_ring import (
 )
 
 _MAX_READS = 1 << 16
+_SPENT_S, _LONG_S = (
+    0.2,
+    1.0,
+)  # reads until what may be read at once is spent, and then in the long run
+_BURSTS, _NEVER_NS = 31, 1 << 60
 
 
 def measure_disk(
@@ -39,27 +45,69 @@ def measure_disk(
     Units:   `seconds` a size
     Errors:  OSError
     """
-    file = open_direct(path)
-    try:
-        num_bytes = os.fstat(file.descriptor).st_size
+    with _opened(path) as (file, num_bytes):
         # Without a seed offsets are new each time: the host may cache earlier reads.
         draw = np.random.default_rng(seed)
         max_ns = round(1e9 * seconds)
         drawn = {size: _places(num_bytes, size, draw) for size in sizes}
-        ring = new_ring(RING_DEPTH) if depth is None and file.keeps_pages else None
+        with _ring_of(file, depth, max(drawn)) as ring:
+            if ring is None:
+                return [_rate(file, *each, max_ns, depth or NUM_THREADS) for each in drawn.items()]
+            return [_ring_rate(*ring, file, *each, max_ns) for each in drawn.items()]
+
+
+def measure_bursts(path: Path, size: int, num_reads: int) -> tuple[float, float]:
+    """Bytes a second of `num_reads` reads after a pause, and in the long run.
+
+    The first is the median of several such bursts. Their reads are neighbours, of `size` bytes, a
+    multiple of 4096. Pauses are as long as these reads take in the long run: a limit over some time
+    does not slow bursts that keep within it. Where io_uring is missing, both are the long run.
+    Errors:  OSError
+    """
+    with _opened(path) as (file, num_bytes), _ring_of(file, None, size) as ring:
+        draw = np.random.default_rng()
+        places = _places(num_bytes, size, draw)
         if ring is None:
-            return [_rate(file, *each, max_ns, depth or NUM_THREADS) for each in drawn.items()]
-        try:
-            into = aligned_empty((RING_DEPTH * max(drawn),), np.uint8)
-            register_buffers(ring, into)
-            return [_ring_rate(ring, file, *each, max_ns, into) for each in drawn.items()]
-        except OSError:
-            leak_buffers(into)  # the ring itself may have failed
-            raise
-        finally:
-            close_ring(ring)
+            rate = _rate(file, size, places, round(1e9 * _LONG_S), NUM_THREADS)
+            return rate, rate
+        _ring_rate(*ring, file, size, places, round(1e9 * _SPENT_S))
+        long = _ring_rate(*ring, file, size, places[::-1], round(1e9 * _LONG_S))
+        found, pause_s = [], num_reads * size / long
+        for first in _places(num_bytes, num_reads * size, draw)[:_BURSTS]:
+            time.sleep(pause_s)
+            neighbours = first + np.arange(num_reads) * size
+            found.append(_ring_rate(*ring, file, size, neighbours, _NEVER_NS))
+        return float(np.median(found)), long
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[DirectFile, int]]:
+    """A file, and its bytes."""
+    file = open_direct(path)
+    try:
+        yield file, os.fstat(file.descriptor).st_size
     finally:
         os.close(file.descriptor)
+
+
+@contextmanager
+def _ring_of(
+    file: DirectFile, depth: int | None, size: int
+) -> Iterator[tuple[IoRing, np.ndarray] | None]:
+    """A ring, and memory for its reads of up to `size` bytes; None where threads are to read."""
+    ring = new_ring(RING_DEPTH) if depth is None and file.keeps_pages else None
+    if ring is None:
+        yield None
+        return
+    into = aligned_empty((RING_DEPTH * size,), np.uint8)
+    try:
+        register_buffers(ring, into)
+        yield ring, into
+    except OSError:
+        leak_buffers(into)  # the ring itself may have failed
+        raise
+    finally:
+        close_ring(ring)
 
 
 def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
@@ -70,12 +118,13 @@ def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def _ring_rate(
-    ring: IoRing, file: DirectFile, size: int, places: np.ndarray, max_ns: int, into: np.ndarray
+    ring: IoRing, into: np.ndarray, file: DirectFile, size: int, places: np.ndarray, max_ns: int
 ) -> float:
-    done, into = np.zeros(1, np.int64), into[: RING_DEPTH * size].reshape(RING_DEPTH, size)
-    read_places_by_ring(ring, file.descriptor, places, size, 0, done, into)  # compiled here
+    done, depth = np.zeros(1, np.int64), min(RING_DEPTH, -(-BUSY_BYTES // size))
+    buffers = into[: depth * size].reshape(depth, size)
+    read_places_by_ring(ring, file.descriptor, places, size, 0, done, buffers)  # compiled here
     started = time.monotonic()
-    status = read_places_by_ring(ring, file.descriptor, places, size, max_ns, done, into)
+    status = read_places_by_ring(ring, file.descriptor, places, size, max_ns, done, buffers)
     seconds = time.monotonic() - started
     _require(status)
     return int(done[0]) * size / seconds

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import io
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,8 @@ from hotcold.numba_kernels.storage.io_ring import (
     new_ring,
     register_buffers,
 )
-from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.placement.machine import measure_disk as measure
+from hotcold.placement.machine.measure_disk import measure_bursts, measure_disk
 
 doctor = importlib.import_module(
     "hotcold.jobs.commands.doctor"
@@ -91,6 +94,45 @@ def test_rates_and_what_is_too_short(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in measure_disk(file, (4096, 1 << 16), 3))
     with pytest.raises(OSError, match="of a file of 1048576"):
         measure_disk(file, (2 << 20,))
+
+
+def test_bursts_are_faster_than_a_limit_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that lets a megabyte pass at once, then two a second; the clock is its own."""
+    file, clock, spare = tmp_path / "f", [0.0], [1 << 20]
+    file.write_bytes(bytes(2 << 20))
+
+    def passes(seconds: float) -> None:
+        clock[0] += seconds
+        spare[0] = min(1 << 20, spare[0] + round(seconds * (2 << 20)))
+
+    def read(ring, descriptor, places, size, max_ns, done, into) -> int:  # type: ignore[no-untyped-def]
+        done[0], until = 0, clock[0] + max_ns / 1e9
+        for _ in places:
+            if clock[0] >= until:
+                break
+            passes(1e-4)
+            if spare[0] < size:
+                passes((size - spare[0]) / (2 << 20))
+            spare[0], done[0] = spare[0] - size, done[0] + 1
+        return 0
+
+    ring = object(), np.zeros(2 << 20, np.uint8)
+    monkeypatch.setattr(measure, "_ring_of", lambda *args: nullcontext(ring))
+    monkeypatch.setattr(measure, "read_places_by_ring", read)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=passes))
+    burst, long = measure_bursts(file, 1 << 16, 8)
+    assert long == pytest.approx(2 << 20, rel=0.05)
+    assert burst == pytest.approx((1 << 16) / 1e-4, rel=0.01)
+
+
+def test_bursts_of_this_disk(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(1 << 20))
+    assert all(rate > 0 for rate in measure_bursts(file, 1 << 16, 3))
+    with pytest.raises(OSError, match="of a file of 1048576"):
+        measure_bursts(file, 1 << 16, 17)
 
 
 def test_doctor_says_how_fast_a_models_file_is_read(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -83,17 +81,37 @@ def test_a_disk_of_two_rates() -> None:
 )
 def test_a_token_takes_what_was_measured(disk_ms: float, number: float, token_ms: int) -> None:
     """32 layers of the llama-7b shape in f16, two threads (docs/lab_log.md), within a quarter."""
-    seconds = token_seconds(0.137, disk_ms / 1e3, Reads(number, 0), 2)
+    disk = Disk(disk_ms / 1e3 / number)
+    seconds = token_seconds(0.137, disk, Reads(number, 0), 2)
     assert 0.75 < token_ms / (1e3 * seconds) < 1.25
 
 
 def test_a_token_takes_no_less_than_products_and_reads_take_of_cores() -> None:
-    nothing = Reads(0, 0)
-    assert token_seconds(0.05, 0.0, nothing, 2) == 0.05
-    quick = Reads(10_000, 0)
-    slow = token_seconds(0.05, 0.001, quick, 1)
-    assert slow > token_seconds(0.05, 0.001, quick, 4) > 0.06
-    assert max(0.05, 0.04) < token_seconds(0.05, 0.04, nothing, 2) < 0.05 + 0.04
+    assert token_seconds(0.05, Disk(), Reads(0, 0), 2) == 0.05
+    quick, reads = Disk(1e-7), Reads(10_000, 0)
+    slow = token_seconds(0.05, quick, reads, 1)
+    assert slow > token_seconds(0.05, quick, reads, 4) > 0.0599
+    even = token_seconds(0.05, Disk(0.0, 1e9), Reads(0, 40_000_000), 1 << 20)
+    assert max(0.05, 0.04) < even < 0.05 + 0.04
+
+
+def test_reading_takes_cores_from_products_unless_these_wait() -> None:
+    """40 MB take 10 ms of one core: all of that beside reads that are hidden, else a part."""
+    reads = Reads(0, 40_000_000, ((1.0, 1.0),))
+    assert token_seconds(0.1, Disk(0.0, 1e9), reads, 1) == pytest.approx(0.1 + 0.010)
+    assert token_seconds(0.1, Disk(0.0, 1e9), reads, 2) == pytest.approx(0.1 + 0.005)
+    waits = 0.4 - 0.1  # of 400 ms of reads, so a quarter of the 10 ms falls into products
+    assert token_seconds(0.1, Disk(0.0, 1e8), reads, 1) == pytest.approx(0.1 + waits + 0.0025)
+
+
+def test_in_the_long_run_a_disk_gives_what_it_gives() -> None:
+    """Bursts are read as fast as without a limit, and all tokens together no faster than it."""
+    reads, memory_s = Reads(0, 20_000_000), 0.03
+    free = token_seconds(memory_s, Disk(0.0, 2e9), reads, 2)
+    assert token_seconds(memory_s, Disk(0.0, 2e9, 1e9), reads, 2) == free
+    assert token_seconds(memory_s, Disk(0.0, 2e9, 1e8), reads, 2) == pytest.approx(0.2)
+    assert Disk(0.0, 2e9, 1e8).least_seconds(reads) == pytest.approx(0.2)
+    assert Disk(0.0, 2e9, 1e9).least_seconds(reads) == pytest.approx(0.02)
 
 
 def test_layers_that_miss_nothing_hide_nothing() -> None:
@@ -107,11 +125,13 @@ def test_layers_that_miss_nothing_hide_nothing() -> None:
     for of_expert in (0.0001, 0.002, 0.03):
         disk_s, memory_s = 16 * of_expert, 0.1
         hidden = np.minimum(missed * of_expert, memory_s / num_layers).sum(axis=1).mean()
-        found = token_seconds(memory_s, disk_s, replace(reads, number=0, num_bytes=0), 2)
+        disk = Disk(0.0, reads.num_bytes / disk_s)
+        found = token_seconds(memory_s, disk, reads, 1 << 20)
         assert found == pytest.approx(memory_s + disk_s - 0.9 * hidden, rel=0.01)
     # All that is chosen is missed: as of neurons.
-    every = expert_reads(1.0, num_layers, num_chosen, Reads(0, 0))
-    assert token_seconds(0.1, 0.3, every, 2) == pytest.approx(0.4 - 0.9 * 0.1)
+    every = expert_reads(1.0, num_layers, num_chosen, Reads(1, 0))
+    disk = Disk(0.3 / every.number)
+    assert token_seconds(0.1, disk, every, 1 << 20) == pytest.approx(0.4 - 0.9 * 0.1)
     assert expert_reads(0.0, num_layers, num_chosen, Reads(3, 7)) == Reads(0, 0)
 
 
