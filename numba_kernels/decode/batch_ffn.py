@@ -17,7 +17,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
@@ -105,7 +105,7 @@ def _gather_floats(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     row, some = 0, gathered(x, width, lists)
     for t in range(x.shape[0]):
         if np.int64(tokens) >> t & 1:
-            some[row] = x[t]
+            copy_numbers(x[t], some[row])
             row += 1
 
 
@@ -113,9 +113,9 @@ def _gather_vectors(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     groups, row, some = width // QUANT_GROUP, 0, lists.vectors
     for t in range(lists.counts.shape[0]):
         if np.int64(tokens) >> t & 1:
-            some.values[row, :width] = x.values[t, :width]
-            some.scales[row, :groups] = x.scales[t, :groups]
-            some.sums[row, :groups] = x.sums[t, :groups]
+            copy_numbers(x.values[t, :width], some.values[row, :width])
+            copy_numbers(x.scales[t, :groups], some.scales[row, :groups])
+            copy_numbers(x.sums[t, :groups], some.sums[row, :groups])
             row += 1
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair
 from hotcold.numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.serve import mailbox
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -262,7 +263,7 @@ def merge_partials(mixed, partials, services, num_tokens, hidden):
     """
     for t in range(num_tokens):
         target = hidden[t]
-        target[:] = mixed[t]
+        copy_numbers(mixed[t], target)
         for s in services:
             part = partials[s, t]
             for i in range(target.shape[0]):
@@ -277,7 +278,7 @@ def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, s
     """
     for t in range(num_tokens):
         target = hidden[t]
-        target[:] = partials[services[0], t]
+        copy_numbers(partials[services[0], t], target)
         for s in services[1:]:
             part = partials[s, t]
             for i in range(target.shape[0]):

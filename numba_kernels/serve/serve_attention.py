@@ -23,7 +23,7 @@ from hotcold.numba_kernels.decode.attention import (
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, quantize_activations
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.router_arrays import RouterArrays
@@ -114,7 +114,7 @@ def _layer_input(hidden, layer, arrays, residual):
                 vectors.ffn_norm_bias[layer - 1], before.norm_eps, residual[t],
             )  # fmt: skip
         else:
-            residual[t] = hidden[t]
+            copy_numbers(hidden[t], residual[t])
 
 
 @njit(nogil=True, cache=True)
@@ -127,7 +127,7 @@ def _layer_norm_before(residual, layer, arrays, normed):
                 vectors.norm_bias[layer], numbers.norm_eps, normed[t],
             )  # fmt: skip
         else:
-            normed[t] = residual[t]
+            copy_numbers(residual[t], normed[t])
 
 
 @njit(nogil=True, cache=True)
@@ -297,15 +297,15 @@ def _ffn_input(t, layer, buffers, arrays, residual, normed):
         norm_kernel(
             kind, buffers.mixed[t], vectors.norm_weight[layer], vectors.norm_bias[layer], epsilon, x
         )
-        buffers.mixed[t] = x
+        copy_numbers(x, buffers.mixed[t])
     if numbers.norms_ffn_input and numbers.is_parallel:
         norm_kernel(kind, residual[t], weight, bias, epsilon, x)
     elif numbers.norms_ffn_input:
         norm_kernel(kind, buffers.mixed[t], weight, bias, epsilon, x)
     elif numbers.is_parallel:
-        x[:] = normed[t]
+        copy_numbers(normed[t], x)
     else:
-        x[:] = buffers.mixed[t]
+        copy_numbers(buffers.mixed[t], x)
 
 
 @njit(nogil=True, cache=True)
