@@ -116,7 +116,7 @@ def begin_layers(
     layer_state[WEIGHTS] = weights
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def requested_services(layer_state, facts):
     """The services that the loop sends requests to now, or adds partial outputs of: int64."""
     layer = layer_state[AT_LAYER]
@@ -151,7 +151,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request mixed and ffn_input, and behind them the FFN where it needs no choice.
 
@@ -176,7 +176,7 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     return _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _chains(layer_state, request_state, facts, selector):
     """Whether the layer's FFN is requested with its attention: nothing has to be done between."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
@@ -188,7 +188,7 @@ def _chains(layer_state, request_state, facts, selector):
     )
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _choose(layer_state, buffers, facts, selector):
     """Write the FFN's requests, for the neurons that the selector chooses."""
     is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
@@ -212,7 +212,7 @@ def _choose(layer_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _compute(layer_state, request_state, buffers, facts):
     """Request the FFN's partial outputs, if they were not requested with attention."""
     if layer_state[IS_SENT]:
@@ -220,7 +220,7 @@ def _compute(layer_state, request_state, buffers, facts):
     return COMPUTE if layer_state[OWN_FFN] else _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, which some models norm and scale."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
@@ -288,7 +288,7 @@ def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, s
             target[i] = mixed[t, i] + scale * target[i]
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _write_requests(layer_state, buffers, facts, selector):
     """Write the words of what is REQUESTED; of an FFN's the selector writes the others."""
     layer = layer_state[AT_LAYER]
@@ -302,7 +302,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _send(layer_state, request_state, buffers, facts):
     layer_state[IS_SENT], layer_state[REQUEST_WAITED_NS] = 1, 0
     if request_state.shape[0] == 0:
@@ -316,7 +316,7 @@ def _send(layer_state, request_state, buffers, facts):
     return DONE if is_done else RESUME
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _longest_busy(layer_state, buffers, facts):
     longest_ns = 0
     for service in requested_services(layer_state, facts):
@@ -324,7 +324,7 @@ def _longest_busy(layer_state, buffers, facts):
     return longest_ns
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _count_ffn(layer_state, buffers, facts):
     """Add the replies of the FFN to the loop's sums."""
     layer_state[IS_SENT] = 0
