@@ -16,6 +16,7 @@ from numba.extending import overload
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
+from hotcold.numba_kernels.decode.ffn import by_neuron
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
@@ -172,6 +173,13 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
 
 
 @njit(nogil=True, cache=True)
+def _own_products(lists, count):
+    """Work space for products of `count` tokens, in the order of `gates`: (count, neurons)."""
+    flat = lists.products.reshape(lists.products.size)
+    return by_neuron(flat, count).T
+
+
+@njit(nogil=True, cache=True)
 def first_of_rows(ids, token_masks, shift, first, last):
     """Row of candidate `first` where the rows of candidates first..last-1 have no gaps, else -1.
 
@@ -203,11 +211,12 @@ def products_kernel(
     else:
         count, row = count_tokens(tokens, num_tokens), 0
         some_x = gathered(x, width, lists)
-        block_products(weights, some_x, lists.products[:count], first_row, end_row, 0)
+        some = _own_products(lists, count)
+        block_products(weights, some_x, some, first_row, end_row, 0)
         for t in range(num_tokens):
             if tokens & (np.uint32(1) << np.uint32(t)):
                 for i in range(last - first):
-                    products[i, t] = lists.products[row, i]
+                    products[i, t] = some[row, i]
                 row += 1
 
 
@@ -302,17 +311,18 @@ def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, ga
             )  # fmt: skip
         return
     begin, end = np.int64(rows[first]), np.int64(rows[last - 1]) + 1
+    products = _own_products(lists, count)
     if count == gates.shape[1]:
-        block_products(up, x, lists.products, begin, end, 0)
+        block_products(up, x, products, begin, end, 0)
     else:
         gather(x, tokens, width, lists)
-        block_products(up, gathered(x, width, lists), lists.products[:count], begin, end, 0)
+        block_products(up, gathered(x, width, lists), products, begin, end, 0)
     row = 0
     for t in range(gates.shape[1]):
         if tokens >> t & 1:
             for i in range(first, last):
                 shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
-                gates[i, t] *= activate_up(function, lists.products[row, i - first] + shift)
+                gates[i, t] *= activate_up(function, products[row, i - first] + shift)
             row += 1
 
 

@@ -63,7 +63,8 @@ class AttentionArrays(NamedTuple):
 
     numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, row);
     rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none.
-    Compiled code has no routers where there are no experts: that is less to compile.
+    Compiled code has no routers where there are no experts, and no project_out where the head reads
+    the hidden states: that is less to compile.
     """
 
     numbers: np.ndarray
@@ -434,6 +435,20 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
 
 
 @njit(nogil=True, cache=True)
+def _projected(thread, num_threads, service, buffers, project_out, no_bias, normed, scratch):
+    """What the head is multiplied with: `normed` (T, d), or project_out . normed; None: no such."""
+    if project_out is None:
+        return normed
+    vectors = scratch.projected[: normed.shape[0]]
+    work_stealing_rows(
+        scratch.counters[_PROJECT], thread, num_threads, project_out, no_bias, normed, normed[:0],
+        vectors, 0,
+    )  # fmt: skip
+    barrier_wait(buffers.cells, service, num_threads)
+    return vectors
+
+
+@njit(nogil=True, cache=True)
 def head_request(thread, num_threads, service, buffers, arrays, scratch):
     """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
@@ -448,14 +463,9 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
             last.norm_eps, normed[t],
         )  # fmt: skip
     no_bias = arrays.final_norm_weight[:0]
-    vectors = normed
-    if arrays.project_out.shape[0]:
-        vectors = scratch.projected[:count]
-        work_stealing_rows(
-            scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
-            normed[:0], vectors, 0,
-        )  # fmt: skip
-        barrier_wait(buffers.cells, service, num_threads)
+    vectors = _projected(
+        thread, num_threads, service, buffers, arrays.project_out, no_bias, normed, scratch
+    )
     x = quantize_activations(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
