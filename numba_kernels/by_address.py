@@ -7,7 +7,6 @@ an address. Such a tuple owns nothing: who made its arrays keeps them.
 
 from typing import Any
 
-import llvmlite.ir
 from numba.core import cgutils, types
 from numba.core.base import BaseContext
 from numba.core.datamodel import StructModel, register_default

@@ -23,7 +23,11 @@ from hotcold.numba_kernels.decode.attention import (
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, quantize_activations
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    copy_numbers,
+    quantize_activations,
+)
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.router_arrays import RouterArrays
