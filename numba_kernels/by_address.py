@@ -90,9 +90,9 @@ def num_arrays(kind: Any) -> int:
 
 
 def _type_of(tys: Any, pyclass: Any = None) -> Any:
-    if pyclass is not None and pyclass.__module__.startswith(_PACKAGE):
-        if sum(map(num_arrays, tys)) > _FEW:
-            return TupleByAddress(tuple(map(types.unliteral, tys)), pyclass)
+    is_ours = pyclass is not None and pyclass.__module__.startswith(_PACKAGE)
+    if is_ours and sum(map(num_arrays, tys)) > _FEW:
+        return TupleByAddress(tuple(map(types.unliteral, tys)), pyclass)
     return _make_type(tys, pyclass)
 
 

@@ -9,6 +9,9 @@ To Numba a number that is written in a call is a type of its own, and what is ca
 once more for each. Here it is an int64, as any other.
 
 A kernel is always made of such code, so its bits do not depend on what was compiled before it.
+Kernels compute on arrays that Python keeps, so they count no references to them, which would be a
+sixth of the work. What makes arrays has `_nrt=True`; it may not return any to what has not.
+
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
@@ -115,13 +118,13 @@ def _set_waiting(codegen: Any) -> None:
 
 
 def _counts(dispatcher: Any) -> bool:
-    """Whether its code counts references to arrays: what makes arrays does, and says so (`_nrt`)."""
+    """Whether its code counts references to arrays: what makes some does, and says `_nrt`."""
     is_ours = dispatcher.py_func.__module__.startswith(_PACKAGE)
     return bool(dispatcher.targetoptions.get("_nrt", not is_ours))
 
 
 def _check_result(caller: Any, callee: Any) -> None:
-    """Raise TypeError where one counts references and the other does not, and arrays are returned."""
+    """Raise TypeError where one alone counts references, and arrays are returned."""
     for each in callee.overloads.values():
         if num_arrays(each.signature.return_type):
             names = " and ".join(each.py_func.__qualname__ for each in (caller, callee))

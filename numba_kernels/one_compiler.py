@@ -153,7 +153,7 @@ def _few_collections() -> Iterator[None]:
 
 @contextmanager
 def _on_any_core() -> Iterator[None]:
-    """A service's thread is pinned to a core, which others may have as well: it compiles unpinned."""
+    """Compile unpinned: a service's threads have a core each, which other services' have too."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's
     try:
