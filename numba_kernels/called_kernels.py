@@ -9,6 +9,9 @@ To Numba a number that is written in a call is a type of its own, and what is ca
 once more for each. Here it is an int64, as any other.
 
 A kernel is always made of such code, so its bits do not depend on what was compiled before it.
+Kernels compute on arrays that Python keeps, so they count no references to them, which would be a
+sixth of the work. What makes arrays has `_nrt=True`; it may not return any to what has not.
+
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
@@ -21,7 +24,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher, _FunctionCompiler
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
+from numba.core.typed_passes import NopythonTypeInference
+from numba.extending import overload
+from numba.np import arrayobj
 
+from hotcold.numba_kernels.by_address import num_arrays
 from hotcold.numba_kernels.kernel_cache import being_compiled, is_called
 
 _PACKAGE = f"{__package__}."
@@ -110,12 +117,42 @@ def _set_waiting(codegen: Any) -> None:
         type(codegen).set_env(codegen, name, _waiting.pop(name))
 
 
+def _counts(dispatcher: Any) -> bool:
+    """Whether its code counts references to arrays: what makes some does, and says `_nrt`."""
+    is_ours = dispatcher.py_func.__module__.startswith(_PACKAGE)
+    return bool(dispatcher.targetoptions.get("_nrt", not is_ours))
+
+
+def _check_result(caller: Any, callee: Any) -> None:
+    """Raise TypeError where one alone counts references, and arrays are returned."""
+    for each in callee.overloads.values():
+        if num_arrays(each.signature.return_type):
+            names = " and ".join(each.py_func.__qualname__ for each in (caller, callee))
+            raise TypeError(f"of {names} one alone has _nrt=True, and an array is returned")
+
+
+def _wrong_shape(source, target):  # type: ignore[no-untyped-def]
+    """Where arrays are assigned to arrays of another shape; for compiled code."""
+    raise NotImplementedError("_wrong_shape() is for compiled code")
+
+
+@overload(_wrong_shape)
+def _say_wrong_shape(source, target):  # type: ignore[no-untyped-def]
+    """Numba's message has both shapes, and twenty functions to write them."""
+
+    def fail(source, target):  # type: ignore[no-untyped-def]
+        raise ValueError("an array is assigned to one of another shape")
+
+    return fail
+
+
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
     customize_flags = _FunctionCompiler._customize_flags
     get_call_template = Dispatcher.get_call_template
+    infer = NopythonTypeInference.run_pass
 
     def compile_variant(self: Any, sig: Any) -> Any:
         """Compile for Python or for a caller; each has what was compiled for it."""
@@ -138,18 +175,34 @@ def compile_called_kernels() -> None:
         if self.py_func.__module__.startswith(_PACKAGE):
             args = tuple(map(types.unliteral, args))
             kws = {name: types.unliteral(given) for name, given in kws.items()}
-        return get_call_template(self, args, kws)
+        found = get_call_template(self, args, kws)
+        if being_compiled and _counts(being_compiled[-1]) != _counts(self):
+            _check_result(being_compiled[-1], self)
+        return found
 
     def without_entries(self: Any, flags: Any) -> Any:
         flags = customize_flags(self, flags)
+        if self.py_func.__module__.startswith(_PACKAGE):
+            flags.nrt = _counts(self)
         flags.no_cfunc_wrapper = True  # nobody calls them through an address
         flags.no_cpython_wrapper = flags.no_cpython_wrapper or is_called()
         return flags
+
+    def infer_types(self: Any, state: Any) -> Any:
+        """Numba's, which without counted references lets nobody return a part of an argument."""
+        was_enabled = state.targetctx.enable_nrt
+        state.targetctx.enable_nrt = True
+        try:
+            return infer(self, state)
+        finally:
+            state.targetctx.enable_nrt = was_enabled
 
     def keep(self: Any, cres: Any) -> None:
         if is_called():
             self.overloads[tuple(cres.signature.args)] = cres
         else:
+            if not _counts(self) and num_arrays(cres.signature.return_type):
+                raise TypeError(f"{self.py_func.__qualname__} returns an array: say _nrt=True")
             add_overload(self, cres)
 
     def set_env(name: str, environment: Any) -> None:
@@ -159,4 +212,6 @@ def compile_called_kernels() -> None:
     Dispatcher.compile, Dispatcher.add_overload = compile_variant, keep
     Dispatcher.get_call_template = call_template
     _FunctionCompiler._customize_flags = without_entries
+    NopythonTypeInference.run_pass = infer_types
+    arrayobj.raise_with_shape_context = _wrong_shape
     codegen._library_class, codegen.set_env = KernelLibrary, set_env

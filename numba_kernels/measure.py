@@ -154,7 +154,7 @@ def read_places(descriptor, unit, keeps_pages, places, size, max_ns, taken, into
     return np.int64(0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def read_places_by_ring(ring, descriptor, places, size, max_ns, done, into):
     """`read_places` by one thread with io_uring, as many reads in flight as `into` has rows.
 
@@ -233,7 +233,7 @@ def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
         finish_request(cells, requests, replies, cells[:0], service, seen, num_threads, started_ns)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def request_in_turn(cells, replies, first, others, rounds, timeout_ns):
     """What each request took beyond the services' longest work, (2 * rounds,) ns."""
     costs_ns = np.full(2 * rounds, NOT_ANSWERED, np.int64)

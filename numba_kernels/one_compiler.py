@@ -9,6 +9,7 @@ This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 import fcntl
 import gc
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -150,12 +151,23 @@ def _few_collections() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _on_any_core() -> Iterator[None]:
+    """Compile unpinned: a service's threads have a core each, which other services' have too."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
 def share_compilers() -> None:
     """Let every function that Numba compiles from now on hold its locks until it is written."""
     compile_function = numba.core.dispatcher.Dispatcher.compile
 
     def compile_alone(self: Any, sig: Any) -> Any:
-        with global_compiler_lock, _few_collections(), ExitStack() as locks:
+        with global_compiler_lock, _few_collections(), _on_any_core(), ExitStack() as locks:
             _locks.append(locks)
             try:
                 return compile_function(self, sig)

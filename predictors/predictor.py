@@ -9,7 +9,7 @@ import numpy as np
 from hotcold.numba_kernels.decode.selection import MASK_TOKENS
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
+from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell_index
 from hotcold.numba_kernels.serve.predict_team import (
     NUM_DOORS,
     NUM_TASK_WORDS,
@@ -149,15 +149,15 @@ class NeuronPredictor:
             return
         self._team.work.task[STOP] = 1
         number, service = self._last_reply(), self._team.service
-        ring(self._cells, cell(service, DONE), np.int32(_NO_REQUEST))
+        ring(self._cells, cell_index(service, DONE), np.int32(_NO_REQUEST))
         for helper in self._helpers:
             helper.join()
         self._helpers = []
-        self._cells[cell(service, DONE) * INTS_A_CELL] = number
+        self._cells[cell_index(service, DONE) * INTS_A_CELL] = number
 
     def _last_reply(self) -> int:
         """The number of the request that the service replied to last."""
-        return int(self._cells[cell(self._team.service, DONE) * INTS_A_CELL])
+        return int(self._cells[cell_index(self._team.service, DONE) * INTS_A_CELL])
 
 
 def no_predictor(num_layers: int) -> NeuronPredictor:

@@ -60,8 +60,9 @@ class AttentionService(Service):
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
-        has_experts = arrays.routers.rows.size > 0
-        self._compiled = arrays if has_experts else arrays._replace(routers=None)  # type: ignore[arg-type]
+        parts = {"routers": arrays.routers.rows, "project_out": arrays.project_out}
+        absent = {name: None for name, rows in parts.items() if rows.size == 0}
+        self._compiled = arrays._replace(**absent)  # type: ignore[arg-type]
         self._hot = hot
         self._outer: AttentionService | None = None
         self._scratch: AttentionScratch

@@ -219,7 +219,7 @@ class Engine:
 
     def _requested(self) -> list[int]:
         """The services that the layer loop sends requests to."""
-        found: list[int] = requested_services(self._layer_state, self._facts).tolist()
+        found: list[int] = requested_services.py_func(self._layer_state, self._facts).tolist()
         return found
 
     def logits(self, num_tokens: int, num_logits: int, weights: int = TARGET) -> np.ndarray:

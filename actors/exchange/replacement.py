@@ -17,7 +17,7 @@ from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, SharedBuffers, cell
+from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, SharedBuffers, cell_index
 
 # Unanswered polls at which a process that starts, loads or compiles counts as stuck.
 _TIMEOUT_POLLS = 100
@@ -55,7 +55,7 @@ def withdraw_request(buffers: SharedBuffers, service: int) -> None:
     Otherwise a reply of the process before it, with the same number, would pass for its own.
     """
     for kind in (REQUEST, DONE):
-        buffers.cells[cell(service, kind) * INTS_A_CELL] = 0
+        buffers.cells[cell_index(service, kind) * INTS_A_CELL] = 0
 
 
 # Where a service runs: which arena a new process is attached to, and who can kill the old one.

@@ -35,7 +35,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     TARGET,
     WEIGHTS,
     SharedBuffers,
-    cell,
+    cell_index,
     finish_request,
     is_for_others,
 )
@@ -125,8 +125,8 @@ class Service(ABC):
             self._draft.prepare(layout)
         cells = self.buffers.cells
         for kind in (ARRIVED, BARRIER_COUNT):
-            cells[cell(self.index, kind) * INTS_A_CELL] = 0
-        seen = int(cells[cell(self.index, DONE) * INTS_A_CELL])
+            cells[cell_index(self.index, kind) * INTS_A_CELL] = 0
+        seen = int(cells[cell_index(self.index, DONE) * INTS_A_CELL])
         self._threads = [
             threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)
             for i in range(self.num_threads)
@@ -140,7 +140,7 @@ class Service(ABC):
         """Keep adapting the threads' cores for as long as they serve this arena."""
         ended = self._ended = threading.Event()
         cells, reply = self.buffers.cells, self.buffers.replies[self.index]
-        bell, done = cell(self.index, REQUEST), cell(self.index, DONE)
+        bell, done = cell_index(self.index, REQUEST), cell_index(self.index, DONE)
 
         def await_work() -> bool:
             # The bell is read first: nothing that rings later is slept through. A request that is

@@ -16,8 +16,9 @@ from numba.extending import overload
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
+from hotcold.numba_kernels.decode.ffn import by_neuron
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
@@ -104,7 +105,7 @@ def _gather_floats(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     row, some = 0, gathered(x, width, lists)
     for t in range(x.shape[0]):
         if np.int64(tokens) >> t & 1:
-            some[row] = x[t]
+            copy_numbers(x[t], some[row])
             row += 1
 
 
@@ -112,9 +113,9 @@ def _gather_vectors(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     groups, row, some = width // QUANT_GROUP, 0, lists.vectors
     for t in range(lists.counts.shape[0]):
         if np.int64(tokens) >> t & 1:
-            some.values[row, :width] = x.values[t, :width]
-            some.scales[row, :groups] = x.scales[t, :groups]
-            some.sums[row, :groups] = x.sums[t, :groups]
+            copy_numbers(x.values[t, :width], some.values[row, :width])
+            copy_numbers(x.scales[t, :groups], some.scales[row, :groups])
+            copy_numbers(x.sums[t, :groups], some.sums[row, :groups])
             row += 1
 
 
@@ -171,6 +172,13 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
 
 
 @njit(nogil=True, cache=True)
+def _own_products(lists, count):
+    """Work space for products of `count` tokens, in the order of `gates`: (count, neurons)."""
+    flat = lists.products.reshape(lists.products.size)
+    return by_neuron(flat, count).T
+
+
+@njit(nogil=True, cache=True)
 def first_of_rows(ids, token_masks, shift, first, last):
     """Row of candidate `first` where the rows of candidates first..last-1 have no gaps, else -1.
 
@@ -202,11 +210,12 @@ def products_kernel(
     else:
         count, row = count_tokens(tokens, num_tokens), 0
         some_x = gathered(x, width, lists)
-        block_products(weights, some_x, lists.products[:count], first_row, end_row, 0)
+        some = _own_products(lists, count)
+        block_products(weights, some_x, some, first_row, end_row, 0)
         for t in range(num_tokens):
             if tokens & (np.uint32(1) << np.uint32(t)):
                 for i in range(last - first):
-                    products[i, t] = lists.products[row, i]
+                    products[i, t] = some[row, i]
                 row += 1
 
 
@@ -301,17 +310,18 @@ def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, ga
             )  # fmt: skip
         return
     begin, end = np.int64(rows[first]), np.int64(rows[last - 1]) + 1
+    products = _own_products(lists, count)
     if count == gates.shape[1]:
-        block_products(up, x, lists.products, begin, end, 0)
+        block_products(up, x, products, begin, end, 0)
     else:
         gather(x, tokens, width, lists)
-        block_products(up, gathered(x, width, lists), lists.products[:count], begin, end, 0)
+        block_products(up, gathered(x, width, lists), products, begin, end, 0)
     row = 0
     for t in range(gates.shape[1]):
         if tokens >> t & 1:
             for i in range(first, last):
                 shift = bias[ids[i]] if bias.shape[0] else np.float32(0)
-                gates[i, t] *= activate_up(function, lists.products[row, i - first] + shift)
+                gates[i, t] *= activate_up(function, products[row, i - first] + shift)
             row += 1
 
 

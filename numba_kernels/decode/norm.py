@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
 RMS_NORM, LAYER_NORM = 0, 1
@@ -54,7 +55,7 @@ def layer_norm_kernel(x, weight, bias, epsilon, out):
 def norm_kernel(kind, x, weight, bias, epsilon, out):
     """The norm of kind RMS_NORM or LAYER_NORM; a norm without weights copies x. No checks."""
     if weight.shape[0] == 0:
-        out[:] = x
+        copy_numbers(x, out)
     elif kind == 0:
         rms_norm_kernel(x, weight, epsilon, out)
     else:

@@ -89,7 +89,7 @@ def lowrank_hidden_kernel(down, scales, x, out, first, last):
             out[t, j] = scales[j] * max(out[t, j], np.float32(0))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def lowrank_scores_kernel(up, hidden, thresholds, out, first, last):
     """out[n] = sum over j of hidden[j] * up[j, n] - thresholds[n] for n in first..last-1.
 

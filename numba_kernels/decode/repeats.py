@@ -5,7 +5,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repeat_lengths(tokens):
     """For each k the number of last tokens that also stand k places earlier; checks nothing.
 

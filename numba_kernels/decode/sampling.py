@@ -35,7 +35,7 @@ def _sift_down(values, ids, parent):
         parent = child
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def largest(logits, count):
     """Ids of the `count` largest logits, largest first, by a heap of that size; checks nothing."""
     values, ids = logits[:count].copy(), np.arange(count)
@@ -48,7 +48,7 @@ def largest(logits, count):
     return ids[np.argsort(-values, kind="mergesort")]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _choose(logits, ids, temperature, top_p, min_p, total, uniform):
     """The id drawn from sorted candidates, or -1 if they hold less than top_p of `total`."""
     top = logits[ids[0]]
@@ -69,7 +69,7 @@ def _choose(logits, ids, temperature, top_p, min_p, total, uniform):
     return ids[kept - 1]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _choose_any(logits, best, temperature, total, uniform):
     target = uniform * total
     for i in range(logits.shape[0]):
@@ -87,7 +87,7 @@ def _total(logits, best, temperature):
     return total
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):
     """One token id; see `sample`. Checks nothing; -1 if a logit is NaN."""
     best = argmax_kernel(logits)

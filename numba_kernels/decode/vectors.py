@@ -8,6 +8,7 @@ from numba.core import types
 from numba.extending import overload
 from numpy.typing import DTypeLike
 
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LINE_BYTES
@@ -49,6 +50,13 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     buffer = np.zeros(num_bytes + 2 * LINE_BYTES, np.uint8)
     start = -buffer.ctypes.data % LINE_BYTES
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+@njit(nogil=True, cache=True)
+def copy_numbers(x, out):
+    """out[:] = x, which do not overlap: Numba's own asks whether they do, and may make a copy."""
+    for i in range(out.shape[0]):
+        out[i] = x[i]
 
 
 def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]

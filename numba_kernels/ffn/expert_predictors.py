@@ -39,6 +39,7 @@ from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
+    copy_numbers,
     empty_vectors,
     quantize_activations,
 )
@@ -207,8 +208,8 @@ def counting_neurons(
     scratch.counts[thread] = found
     barrier_wait(cells, service, num_threads)
     place, total = scratch.counts[:thread].sum(), scratch.counts.sum()
-    scratch.ids[place : place + found] = scratch.own_ids[own : own + found]
-    scratch.masks[place : place + found] = scratch.own_masks[own : own + found]
+    copy_numbers(scratch.own_ids[own : own + found], scratch.ids[place : place + found])
+    copy_numbers(scratch.own_masks[own : own + found], scratch.masks[place : place + found])
     barrier_wait(cells, service, num_threads)
     masks = scratch.masks[: total if num_tokens > 1 else 0]
     return Selection(True, scratch.ids[:total], masks, selection.block_weights)

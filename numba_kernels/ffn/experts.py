@@ -10,6 +10,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, FIRST, LAST, ROW
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.ffn import in_memory, transposed
 from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
 from hotcold.numba_kernels.serve.mailbox import (
@@ -44,7 +45,7 @@ def _first_unit(source, layer):
     return layer * (source.arrays.starts.shape[1] - 1)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _request(source, layer, spans, num_tokens):
     """Thread 0's part of `begin`: lookups and reads, then reads ahead."""
     source.failed[:] = 0
@@ -156,7 +157,7 @@ def places(source, fired_ids, first):
 def _note_rows(source, layer, selection, spans, fired_ids, count, places):
     """Rows in memory of the neurons that fired, whose numbers they are unless ids are listed."""
     if not selection.is_listed:
-        places[:count] = fired_ids[:count]
+        copy_numbers(fired_ids[:count], places[:count])
         return
     row_of, i = source.slots.row_of[_first_unit(source, layer) :], 0
     for span in spans:

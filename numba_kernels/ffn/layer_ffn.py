@@ -72,7 +72,7 @@ def _step(*choices: Any) -> Any:
     def step(source, share, scratch):  # type: ignore[no-untyped-def]
         raise NotImplementedError("a step of layer_ffn is for compiled code")
 
-    @overload(step, inline="always")
+    @overload(step)
     def choose(source, share, scratch):  # type: ignore[no-untyped-def]
         return _choice(source, *choices)
 

@@ -192,7 +192,7 @@ def _values(code, block, codes, out):
             out[k] = scale * float32(int8(codes[k]))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def dequantize_kernel(code, weights, num_bytes, src, src_step, row_ids, first_block, out):
     """out[i] = values of the row row_ids[i] of `src` from block `first_block` on; checks nothing.
 
@@ -210,7 +210,7 @@ def dequantize_kernel(code, weights, num_bytes, src, src_step, row_ids, first_bl
             start += num_bytes
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width, bits):
     """Blocks of Q4_0, Q5_0, Q8_0 or IQ4_NL as rows of Q8, to the bit; Q4_0 also as Q4, Q5_0 as Q5.
 
@@ -240,7 +240,7 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repack_q6_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
     """Blocks of Q6_K as rows of Q6, to the bit. Returns DONE or NOT_FINITE; checks no shapes."""
     codes = np.empty(_GROUP, np.uint8)
@@ -271,7 +271,7 @@ def repack_q6_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repack_k_kernel(bits, num_bytes, src, src_step, row_ids, dst, dst_step, width):
     """Blocks of Q4_K as rows of Q4_K, or of Q5_K as Q5_K, to the bit.
 
@@ -310,7 +310,7 @@ def repack_k_kernel(bits, num_bytes, src, src_step, row_ids, dst, dst_step, widt
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repack_mxfp4_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
     """Blocks of MXFP4 as rows of it, to the bit. Returns DONE or NOT_FINITE; checks no shapes."""
     codes = np.empty(_GROUP, np.uint8)
@@ -349,7 +349,7 @@ def paired_blocks_kernel(values, scales, row_ids, first_group, out):
                 block[2 + 2 * k] = even >> uint8(4) | odd & uint8(0xF0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def repack_with_min_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width):
     """Blocks of Q4_1 or Q4_K as rows of Q4_1: values stay, and Q4_1's scales and minima.
 

@@ -155,7 +155,7 @@ def _gather_rows(src, src_step, row_ids, dst, dst_step, num_columns, exponent):
     return worst != exponent
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _gather_columns(src, src_step, column_ids, dst, dst_step, num_rows, exponent):
     worst = exponent ^ exponent
     # Transposed in a tile that stays in the nearest cache: rows of `dst` often lie a power of two

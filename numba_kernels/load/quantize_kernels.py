@@ -196,7 +196,7 @@ def store_codes(bits, codes, target, group, num_groups):
         store_q6(codes, target, group, num_groups)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
     """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
 
@@ -217,7 +217,7 @@ def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
     """As `quantize_q8_kernel`, into rows of Q4."""
     values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
@@ -235,7 +235,7 @@ def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def quantize_q4_1_kernel(src, src_step, row_ids, dst, dst_step, width):
     """As `quantize_q8_kernel`, into rows of Q4_1."""
     values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
@@ -254,7 +254,7 @@ def quantize_q4_1_kernel(src, src_step, row_ids, dst, dst_step, width):
     return worst
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def quantize_mxfp4_kernel(src, src_step, row_ids, dst, dst_step, width):
     """As `quantize_q8_kernel`, into rows of MXFP4; never returns TOO_LARGE."""
     values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)

@@ -195,7 +195,7 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
             _sum_rows(matrix, h, buffer, sums, own, ids, adds_rows(out), first, last)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
     """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1.
 

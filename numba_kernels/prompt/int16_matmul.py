@@ -65,7 +65,7 @@ def _packed_block(packed, scales, starts, groups, block):
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _pack_groups(x, ids, tokens, scales, buffer, first, last):
     """Groups first..last-1 of `tokens`, `scales` = rounded pairs of x[ids], zeros at the end."""
     row = buffer[: _GROUPS * GROUP_PAIRS]
@@ -109,7 +109,7 @@ def linear_int16_kernel(
             )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _multiply_rows(weights, tokens, token_scales, buffer, sums, out, ids, adds, first, last):
     """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
     num_parts = token_scales.shape[1]

@@ -14,6 +14,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair
 from hotcold.numba_kernels.decode.lanes import ALL_LANES, meet
 from hotcold.numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.serve import mailbox
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -119,7 +120,7 @@ def begin_layers(
     layer_state[WEIGHTS] = weights
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def requested_services(layer_state, facts):
     """The services that the loop sends requests to now, or adds partial outputs of: int64."""
     layer = layer_state[AT_LAYER]
@@ -154,7 +155,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request mixed and ffn_input, and behind them the FFN where it needs no choice.
 
@@ -179,7 +180,7 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     return _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _chains(layer_state, request_state, facts, selector):
     """Whether the layer's FFN is requested with its attention: nothing has to be done between."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
@@ -191,7 +192,7 @@ def _chains(layer_state, request_state, facts, selector):
     )
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _choose(layer_state, buffers, facts, selector):
     """Write the FFN's requests, for the neurons that the selector chooses."""
     is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
@@ -215,7 +216,7 @@ def _choose(layer_state, buffers, facts, selector):
     return DONE
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _compute(layer_state, request_state, buffers, facts):
     """Request the FFN's partial outputs, if they were not requested with attention."""
     if layer_state[IS_SENT]:
@@ -223,7 +224,7 @@ def _compute(layer_state, request_state, buffers, facts):
     return COMPUTE if layer_state[OWN_FFN] else _send(layer_state, request_state, buffers, facts)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, which some models norm and scale."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
@@ -296,7 +297,7 @@ def merge_partials(mixed, partials, services, num_tokens, hidden):
     """
     for t in range(num_tokens):
         target = hidden[t]
-        target[:] = mixed[t]
+        copy_numbers(mixed[t], target)
         for s in services:
             part = partials[s, t]
             for i in range(target.shape[0]):
@@ -311,7 +312,7 @@ def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, s
     """
     for t in range(num_tokens):
         target = hidden[t]
-        target[:] = partials[services[0], t]
+        copy_numbers(partials[services[0], t], target)
         for s in services[1:]:
             part = partials[s, t]
             for i in range(target.shape[0]):
@@ -321,7 +322,7 @@ def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, s
             target[i] = mixed[t, i] + scale * target[i]
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _write_requests(layer_state, buffers, facts, selector):
     """Write the words of what is REQUESTED; of an FFN's the selector writes the others."""
     layer = layer_state[AT_LAYER]
@@ -335,7 +336,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _send(layer_state, request_state, buffers, facts):
     layer_state[IS_SENT], layer_state[REQUEST_WAITED_NS] = 1, 0
     if request_state.shape[0] == 0:
@@ -349,7 +350,7 @@ def _send(layer_state, request_state, buffers, facts):
     return DONE if is_done else RESUME
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _longest_busy(layer_state, buffers, facts):
     longest_ns = 0
     for service in requested_services(layer_state, facts):
@@ -357,7 +358,7 @@ def _longest_busy(layer_state, buffers, facts):
     return longest_ns
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _count_ffn(layer_state, buffers, facts):
     """Add the replies of the FFN to the loop's sums."""
     layer_state[IS_SENT] = 0

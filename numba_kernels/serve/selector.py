@@ -37,7 +37,7 @@ class Selector(NamedTuple):
     bounds: np.ndarray
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def predicts(selector, layer, num_tokens):
     """Whether a predictor chooses the layer's neurons in a step of so many tokens."""
     team = selector.team
@@ -45,7 +45,7 @@ def predicts(selector, layer, num_tokens):
     return is_scored > 0 and num_tokens <= team.work.scores.shape[0]
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def announce(selector, layer, num_tokens, residual, attention, number):
     """Prepare for `select`, before service `attention` is sent request `number`; 0: it has none.
 
@@ -58,7 +58,7 @@ def announce(selector, layer, num_tokens, residual, attention, number):
         write_task(team, layer, num_tokens, input_code, heard)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def select(selector, layer, num_tokens, buffers, asked, cpus):
     """Write the `Selection` of the services `asked`; with predictors once attention has replied.
 

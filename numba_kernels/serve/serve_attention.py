@@ -23,7 +23,11 @@ from hotcold.numba_kernels.decode.attention import (
 from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, quantize_activations
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    copy_numbers,
+    quantize_activations,
+)
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.router_arrays import RouterArrays
@@ -63,7 +67,8 @@ class AttentionArrays(NamedTuple):
 
     numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, row);
     rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none.
-    Compiled code has no routers where there are no experts: that is less to compile.
+    Compiled code has no routers where there are no experts, and no project_out where the head reads
+    the hidden states: that is less to compile.
     """
 
     numbers: np.ndarray
@@ -114,7 +119,7 @@ def _layer_input(hidden, layer, arrays, residual):
                 vectors.ffn_norm_bias[layer - 1], before.norm_eps, residual[t],
             )  # fmt: skip
         else:
-            residual[t] = hidden[t]
+            copy_numbers(hidden[t], residual[t])
 
 
 @njit(nogil=True, cache=True)
@@ -127,7 +132,7 @@ def _layer_norm_before(residual, layer, arrays, normed):
                 vectors.norm_bias[layer], numbers.norm_eps, normed[t],
             )  # fmt: skip
         else:
-            normed[t] = residual[t]
+            copy_numbers(residual[t], normed[t])
 
 
 @njit(nogil=True, cache=True)
@@ -297,15 +302,15 @@ def _ffn_input(t, layer, buffers, arrays, residual, normed):
         norm_kernel(
             kind, buffers.mixed[t], vectors.norm_weight[layer], vectors.norm_bias[layer], epsilon, x
         )
-        buffers.mixed[t] = x
+        copy_numbers(x, buffers.mixed[t])
     if numbers.norms_ffn_input and numbers.is_parallel:
         norm_kernel(kind, residual[t], weight, bias, epsilon, x)
     elif numbers.norms_ffn_input:
         norm_kernel(kind, buffers.mixed[t], weight, bias, epsilon, x)
     elif numbers.is_parallel:
-        x[:] = normed[t]
+        copy_numbers(normed[t], x)
     else:
-        x[:] = buffers.mixed[t]
+        copy_numbers(buffers.mixed[t], x)
 
 
 @njit(nogil=True, cache=True)
@@ -434,6 +439,20 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
 
 
 @njit(nogil=True, cache=True)
+def _projected(thread, num_threads, service, buffers, project_out, no_bias, normed, scratch):
+    """What the head is multiplied with: `normed` (T, d), or project_out . normed; None: no such."""
+    if project_out is None:
+        return normed
+    vectors = scratch.projected[: normed.shape[0]]
+    work_stealing_rows(
+        scratch.counters[_PROJECT], thread, num_threads, project_out, no_bias, normed, normed[:0],
+        vectors, 0,
+    )  # fmt: skip
+    barrier_wait(buffers.cells, service, num_threads)
+    return vectors
+
+
+@njit(nogil=True, cache=True)
 def head_request(thread, num_threads, service, buffers, arrays, scratch):
     """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
@@ -448,14 +467,9 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
             last.norm_eps, normed[t],
         )  # fmt: skip
     no_bias = arrays.final_norm_weight[:0]
-    vectors = normed
-    if arrays.project_out.shape[0]:
-        vectors = scratch.projected[:count]
-        work_stealing_rows(
-            scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
-            normed[:0], vectors, 0,
-        )  # fmt: skip
-        barrier_wait(buffers.cells, service, num_threads)
+    vectors = _projected(
+        thread, num_threads, service, buffers, arrays.project_out, no_bias, normed, scratch
+    )
     x = quantize_activations(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],

@@ -16,8 +16,7 @@ _BLOCK_BYTES = 1 << 18
 _UNIT = 48  # rows; whole tiles of every format
 
 
-@njit(nogil=True, cache=True)
-def new_block_counters(num_kinds, num_threads):
+def new_block_counters(num_kinds: int, num_threads: int) -> np.ndarray:
     """Counters of `num_kinds` kinds of work in one request: (kinds, threads * 16) int32, zero.
 
     A cell counts the blocks taken of a thread's part. A kind is used once, then zeroed: for

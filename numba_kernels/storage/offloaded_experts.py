@@ -87,7 +87,7 @@ class OffloadedExperts(NamedTuple):
     failed: np.ndarray
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def _copy_part(source, target, first, row, count):
     if source.shape[0]:
         target[row : row + count] = source[first : first + count]
@@ -147,7 +147,7 @@ def begin_experts(shard):
         evict_units(slots)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def request_experts(shard, layer, blocks):
     """Look up `blocks` (ascending) of a layer after `begin_experts`, and submit missing reads.
 
@@ -223,7 +223,7 @@ def note_guesses(shard, layer, blocks):
         most[layer] = max(1, most[layer] - 1)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def read_guessed(shard, layer, num_tokens):
     """Submit reads of experts that the layer will probably choose, the likeliest of them."""
     guessed, state, ahead = shard.guessed, shard.ahead_state, shard.ahead
@@ -250,7 +250,7 @@ def read_guessed(shard, layer, num_tokens):
         request_ahead(shard, layer, ahead[:count])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def request_routed(shard, layer, block_weights):
     """Submit reads of experts that tokens have chosen, instead of guessed ones not begun yet.
 

@@ -85,7 +85,7 @@ def ahead_part(num_neurons, thread, num_threads):
     return split_range(num_neurons, thread, num_threads, 4)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def score_ahead(ahead, layer, thread, num_threads, x):
     """scores[n] = the largest score of any token of x (T, d), for this thread's neurons."""
     predictors, scores, planes = ahead.predictors, ahead.scores, ahead.planes[thread]
@@ -103,7 +103,7 @@ def score_ahead(ahead, layer, thread, num_threads, x):
             scores[n] = max(scores[n], other[n])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def likeliest(ahead, layer, first, gates, up_downs):
     """The rows to read ahead: neurons whose loaded gates fire, then those that were predicted.
 

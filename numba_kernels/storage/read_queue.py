@@ -241,7 +241,7 @@ def await_spans(queue, seen):
     sleep_change(queue.cells, _SUBMITTED, seen, _IDLE_NS)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, target):
     """A reading thread's loop until `stop_readers`; `staging` is this thread's own.
 

@@ -59,7 +59,7 @@ def _finish_read(queue, file, span, result, staging, target):
     return read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, spans, busy):
     """Read the spans in flight of a ring that failed, then go on as `serve_reads`.
 

@@ -78,7 +78,7 @@ def serve_routed(shard, attention, cells, requests, block_weights):
         read_routed(shard, attention, cells, requests, block_weights, found)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def read_routed(shard, attention, cells, requests, block_weights, number):
     """`request_routed` for attention's request `number`, unless that is over or the lock is taken.
 

@@ -116,7 +116,7 @@ class Model:
         reply[BUSY_NS] = (1000, 3000, 2000, 1000)[service]
 
     def requested(self) -> np.ndarray:
-        found: np.ndarray = requested_services(self.layer_state, self.facts)
+        found: np.ndarray = requested_services.py_func(self.layer_state, self.facts)
         return found
 
     def answer_all(self) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
 NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
-@njit(nogil=True)
+@njit(nogil=True, _nrt=False)
 def _run(counters, thread, num_threads, weights, bias, x, scratch, addend, out):
     vectors = quantize_activations(weights, x, scratch, thread)
     work_stealing_rows(
