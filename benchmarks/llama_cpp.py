@@ -2,11 +2,13 @@
 
     python -m benchmarks.llama_cpp MODEL.gguf --llama-bench PATH --llama-bench PATH --batch 4
 
-Several builds may be given; each is measured by itself. llama-batched-bench is looked for beside
-each llama-bench. Where there is no llama-bench, llama-cpp-python is driven instead
-(`benchmarks/llama_python.py`), if it is installed; it comes with the `bench` extra.
+Several builds may be given, of llama.cpp or of a fork such as ik_llama.cpp; each is measured by
+itself. llama-batched-bench is looked for beside each llama-bench. Where there is no llama-bench,
+llama-cpp-python is driven instead (`benchmarks/llama_python.py`), if it is installed; it comes with
+the `bench` extra.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -128,32 +130,42 @@ def compiled_for(system_info: str) -> str:
 
 
 def run_program(command: Sequence[str]) -> Answer:
-    """Run a program that prints JSON objects, one a line; other lines are skipped.
+    """Run a program that prints JSON objects, each from the start of a line; all else is skipped.
 
     Errors:  ClickException with the program's last line where it failed
     """
     started, first_row_s, peak_bytes = time.perf_counter(), 0.0, 0
-    rows: list[Json] = []
+    printed: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            if not rows:
-                first_row_s = time.perf_counter() - started
-            rows.append(json.loads(line))
-            peak_bytes = max(peak_bytes, high_water_bytes(process.pid))
+            printed.append(line)
+            if line.lstrip().startswith("{"):
+                first_row_s = first_row_s or time.perf_counter() - started
+                peak_bytes = max(peak_bytes, high_water_bytes(process.pid))
         if process.wait():
             errors.seek(0)
             said = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
             raise click.ClickException(f"{' '.join(command)}: {said[-1]}")
+    rows = _objects("".join(printed))
     return Answer(rows, first_row_s, peak_bytes)
+
+
+def _objects(text: str) -> list[Json]:
+    """The JSON objects that begin a line of `text`, in a list or not."""
+    decoder, found, end = json.JSONDecoder(), list[Json](), 0
+    for start in (each.end() - 1 for each in re.finditer(r"^[ \t]*\{", text, re.MULTILINE)):
+        if start >= end:
+            with contextlib.suppress(json.JSONDecodeError):  # a line of a log
+                row, end = decoder.raw_decode(text, start)
+                found.append(row)
+    return found
 
 
 def _bench(build: Build, gguf: Path, threads: int, prompts: str, tokens: int) -> list[str]:
     run = ["-m", str(gguf), "-t", str(threads), "-p", prompts, "-n", str(tokens)]
-    return [*build.bench, *run, "-r", "1", "-o", "jsonl"]
+    return [*build.bench, *run, "-r", "1", "-o", "json"]
 
 
 def _measure_batches(build: Build, gguf: Path, sizes: Sizes) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """llama-bench's options and output through llama-cpp-python, where no llama-bench is at hand.
 
-    python -m benchmarks.llama_python -m MODEL.gguf -t 2 -p 128,512 -n 64 -r 1 -o jsonl
+    python -m benchmarks.llama_python -m MODEL.gguf -t 2 -p 128,512 -n 64 -r 1 -o json
 
 A line of JSON for each prompt length and one for decoding, with those of llama-bench's keys that
 `benchmarks/llama_cpp.py` reads. As in llama-bench, ids are arbitrary and nothing is sampled.
@@ -36,7 +36,8 @@ def _ids(count: int) -> list[int]:
 @click.option("-p", "prompts", default="512")
 @click.option("-n", "num_tokens", default=128)
 @click.option("-r", "repeat", default=5)
-@click.option("-o", "output", type=click.Choice(["jsonl"]), default="jsonl")
+@click.option("-o", "output", type=click.Choice(["json", "jsonl"]), default="json",
+              help="Either way a line each.")  # fmt: skip
 @click.option("--no-warmup", is_flag=True)
 def main(
     model: str,

@@ -23,6 +23,9 @@ from hotcold.numba_kernels.ir.unpacked_ir import UnpackedRows
 from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
+# Of plain quantized rows without AVX-512: the fewest tokens that are worth unpacking rows for with
+# AVX-VNNI; with AVX2 alone only shorter rows are, whose last chunk is a part of one.
+_FEWEST_PLAIN, _SHORT_GROUPS = 8, 3 * CHUNK_GROUPS
 _MAX_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
 
 
@@ -96,17 +99,22 @@ def tile_shape(typingctx, weights):
 def fewest_tokens(typingctx, weights):
     """Fewer tokens than these are multiplied one after the other, not in tiles.
 
-    With AVX2's byte products plain rows of whole chunks are multiplied as fast as they come.
+    Rows of plain bytes and nibbles are read two tokens at a time as fast as they are unpacked, for
+    few tokens with AVX-VNNI, and for any with AVX2's byte products, unless rows are short and end
+    with a part of a chunk.
     """
     tiles, row_format = tiles_of(weights), format_of(weights.dtype)
-    is_plain = row_format is not None and row_format.is_plain
+    is_plain = UNPACKS and row_format is not None and row_format.is_plain
 
     def emit(given: Arguments) -> Vec:
         fewest = Vec.full(given.builder, tiles.fewest_tokens, I64)
-        if not (is_plain and UNPACKS and not vnni_lanes()):
+        if not is_plain:
             return fewest
-        rest = Weights(given.array(0)).groups & CHUNK_GROUPS - 1
-        return rest.equals(0).where(fewest.like(NEVER), fewest)
+        if vnni_lanes():
+            return fewest.like(_FEWEST_PLAIN)
+        groups = Weights(given.array(0)).groups
+        unpacks = (groups & CHUNK_GROUPS - 1).differs(0) & groups.below(_SHORT_GROUPS)
+        return unpacks.where(fewest, fewest.like(NEVER))
 
     return _INDEX(weights), codegen_of(emit)
 

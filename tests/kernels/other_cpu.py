@@ -53,7 +53,7 @@ WIDTH_IN_BLOCKS = 2304  # eight groups more
 # Row after row; rows side by side, which ask for the next ones or not; rows unpacked twice.
 TOKENS = (1, 5, 13, 35)
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
-LAST_ROWS, LAST_TOKENS = 7, (1, 2, 5)
+LAST_ROWS, LAST_TOKENS = 7, (1, 2, 5, 9)
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
 ATTENTION: tuple[dict[str, Any], ...] = ({}, {"window": 70, "softcap": 2.5})
 PROMPT_TOKENS, PROMPT_PART = 71, range(40, 63)

@@ -20,12 +20,11 @@ options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 with open(__file__ + ".calls", "a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 print("no JSON")
-for length in options["-p"].split(","):
-    if int(length):
-        print(json.dumps({"n_prompt": int(length), "n_gen": 0, "samples_ts": [SPEED * 10],
-                          "build_commit": "abc"}))
-print(json.dumps({"n_prompt": 0, "n_gen": int(options["-n"]), "samples_ts": [SPEED],
-                  "build_commit": "abc"}))
+print("{ no JSON either")
+rows = [{"n_prompt": int(length), "n_gen": 0, "samples_ts": [SPEED * 10], "build_commit": "abc"}
+        for length in options["-p"].split(",") if int(length)]
+rows += [{"n_prompt": 0, "n_gen": int(options["-n"]), "samples_ts": [SPEED], "build_commit": "abc"}]
+print(json.dumps(rows, indent=2))
 """
 # Loses its first line, as llama-batched-bench's log does now and then.
 BATCHED = """
@@ -131,7 +130,7 @@ def test_every_build_is_measured_by_itself(gguf_file: Path, tmp_path: Path) -> N
     load, run = _calls(fast)
     assert load["-n"] == "1" and load["-p"] == "0" and "--no-warmup" in load
     expected = {"-m": str(gguf_file), "-t": "3", "-p": "128,512", "-n": "40", "-r": "1"}
-    assert run == expected | {"-o": "jsonl"}
+    assert run == expected | {"-o": "json"}
     first, again = _calls(fast.with_name("llama-batched-bench"))
     assert (first["-npl"], first["-ntg"], first["-t"]) == ("2,4", "40", "3")
     assert int(first["-c"]) >= 4 * (40 + int(first["-npp"]))
@@ -167,7 +166,7 @@ def test_llama_cpp_python_stands_in(gguf_file: Path, tmp_path: Path) -> None:
     assert (found["name"], found["build"]) == ("llama-cpp-python", "1.2.3")
     assert found["instructions"] == "AVX, AVX2"
     assert found["decode"] > 0 and list(found["prefill"]) == ["16"]
-    direct = ["-m", "some.gguf", "-t", 2, "-p", "16,0", "-n", 3, "-r", 2, "-o", "jsonl"]
+    direct = ["-m", "some.gguf", "-t", 2, "-p", "16,0", "-n", 3, "-r", 2, "-o", "json"]
     said = output_of(
         run_in_own_process("llama_python", *direct, "--no-warmup", modules=modules)
     ).splitlines()
