@@ -21,10 +21,19 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, may_be_running, own_folder
-from hotcold.jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
+from hotcold.jobs.kept.identity import (
+    EMBEDDED,
+    Identity,
+    absolute,
+    identity_of,
+    is_same,
+    model_text,
+    plain_options,
+)
 from hotcold.jobs.kept.registry import Record
 from hotcold.model.current_folder import environment_of_python
-from hotcold.model.errors import ServiceError
+from hotcold.model.errors import ServiceError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 _POLL_S = 0.05
 _MAX_SILENT = 12  # times ten seconds: a daemon imports much before it answers
@@ -46,12 +55,20 @@ def find_system(
     """The running system of this model and these options, ready; None: the command starts its own.
 
     With a `keep_s` other than 0 a daemon is started, whose system stays so long after its last
-    request. A line on standard error says which system is used. `is_own`: always None.
+    request. A line on standard error says which system is used. `is_own`: always None. A `model`
+    that is none, but the name of a running system, is that system.
     Errors:  HotcoldError
     """
     if is_own or not (keep_s or may_be_running()):
         return None
-    model = model_text(model)
+    try:
+        model = model_text(model)
+    except UsageError:
+        named = _named(model, options)
+        if named is not None:
+            with contextlib.suppress(GoneError):
+                return _ready(named, keep_s, None, say)
+        raise
     asked = identity_of(model, options)
     while True:
         found = _found(asked)
@@ -64,6 +81,31 @@ def find_system(
             return None
         with contextlib.suppress(GoneError):
             return _ready(found, keep_s, None, say)
+
+
+def _named(name: str | None, options: SystemOptions) -> tuple[Path, Record] | None:
+    """The running system of that name; options that are left open are its own.
+
+    Errors:  UsageError where it is another one than the options ask for
+    """
+    folder = found_folder()
+    if folder is None:
+        return None
+    for record in registry.running(folder):
+        if record.name != name:
+            continue
+        running = record.identity
+        model = str(DEMO_DIRECTORY) if running["model"] == EMBEDDED else running["model"]
+        asked, left_open = identity_of(model, options), plain_options(SystemOptions())
+        given = {key: value for key, value in asked["options"].items() if value != left_open[key]}
+        asked["options"] = {**running["options"], **given}
+        if not is_same(asked, running, record.resolved):
+            raise UsageError(
+                f"the system {name!r} runs with other options, or its files were changed since; "
+                f"leave the options out, or give its model, {model}"
+            )
+        return folder, record
+    return None
 
 
 def _found(asked: Identity) -> tuple[Path, Record] | None:

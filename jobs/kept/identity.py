@@ -28,7 +28,7 @@ _PACKAGES = (
     "actors", "cuda_kernels", "demo", "jobs", "model", "numba_kernels", "placement", "predictors",
     "ui",
 )  # fmt: skip
-_EMBEDDED = "the embedded model"
+EMBEDDED = "the embedded model"
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT", ARTIFACTS)
 
 Identity = dict[str, Any]
@@ -50,12 +50,17 @@ def identity_of(model: str, options: SystemOptions) -> Identity:
     return {
         "code": str(_CODE),
         "python": sys.prefix,
-        "model": _EMBEDDED if model == str(DEMO_DIRECTORY) else model,
+        "model": EMBEDDED if model == str(DEMO_DIRECTORY) else model,
         "files": _files(Path(model)),
         "cores": sorted(os.sched_getaffinity(0)),
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
-        "options": {name: _plain(value) for name, value in vars(options).items()},
+        "options": plain_options(options),
     }
+
+
+def plain_options(options: SystemOptions) -> dict[str, Any]:
+    """The options as an identity has them, by name."""
+    return {name: _plain(value) for name, value in vars(options).items()}
 
 
 def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> bool:
@@ -67,7 +72,7 @@ def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> boo
     if asked["code"] != running["code"]:
         if _digest(asked["code"]) != _digest(running["code"]):
             return False
-        if asked["model"] == _EMBEDDED:  # the digest is of its content
+        if asked["model"] == EMBEDDED:  # the digest is of its content
             parts -= {"files"}
     if any(asked[part] != running.get(part) for part in parts):
         return False

@@ -1,6 +1,12 @@
-"""Packages that only some commands need, by the extra that installs them."""
+"""Packages that only some commands need, by the extra that installs them.
+
+A message names this program's own Python: another `pip` may be the first on PATH, which would look
+for hotcold anew.
+"""
 
 import importlib.util
+import shlex
+import sys
 
 from hotcold.model.errors import UsageError
 
@@ -18,5 +24,5 @@ def require_extra(name: str, what: str) -> None:
         verb = "is" if len(missing) == 1 else "are"
         raise UsageError(
             f"{what} needs {', '.join(missing)}, which {verb} not installed; "
-            f"pip install 'hotcold[{name}]'"
+            f"{shlex.quote(sys.executable)} -m pip install 'hotcold[{name}]'"
         )

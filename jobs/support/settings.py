@@ -30,6 +30,7 @@ import click
 from click.core import ParameterSource
 
 from hotcold.actors.protocol.options import OPTIONS
+from hotcold.jobs.support.other_names import explained
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.sampling import PARAMETERS
 
@@ -88,7 +89,21 @@ def shared_option(*names: str, **kwargs: Any) -> Callable[..., Any]:
 
 
 class GroupedCommand(click.Command):
-    """A command whose help shows its own options first, and shared ones in a section a group."""
+    """A command whose help shows its own options first, and shared ones in a section a group.
+
+    An error of its command line says which command, and what another program's option is here.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise explained(error, self, given, ctx) from error
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group that has options."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -52,7 +54,8 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", without)
     assert main(line) == 1
     extra = {"serve": "ui", "plan": "plan", "profile": "plot"}[line[0]]
-    expected = f"hotcold: error: {told} not installed; pip install 'hotcold[{extra}]'\n"
+    pip = f"{shlex.quote(sys.executable)} -m pip"
+    expected = f"hotcold: error: {told} not installed; {pip} install 'hotcold[{extra}]'\n"
     assert capsys.readouterr().err == expected
 
 

@@ -26,6 +26,7 @@ from hotcold.connections import KeptConnection
 from hotcold.jobs.chat.conversation import Facts
 from hotcold.jobs.commands.chat import chat
 from hotcold.jobs.kept import commands as kept_commands
+from hotcold.jobs.kept import find as find_module
 from hotcold.jobs.kept import folder as folders
 from hotcold.jobs.kept import identity as identities
 from hotcold.jobs.kept import registry
@@ -274,6 +275,40 @@ def test_the_same_options_are_the_same_system() -> None:
     assert not same(none, SystemOptions(mode="dense"), mode="dense")
     assert not same(SystemOptions(context_length=64), none, context_length=4096)
     assert not same(SystemOptions(cpu_memory_bytes=1 << 30), none)
+
+
+def test_a_running_system_is_found_by_its_name(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `hotcold ps` shows it; a model of that name comes before, and other options are told."""
+    monkeypatch.setattr(find_module, "_ready", lambda found, *rest: found[1].name)
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    started = SystemOptions(context_length=64)
+    model = model_text(str(tmp_path / "weights.gguf"))
+    running = claimed(
+        folders.own_folder(),
+        "mine",
+        identity=identity_of(model, started),
+        resolved={"mode": "exact", "context_length": 64},
+    )
+
+    def named(name: str, **options: Any) -> Any:
+        return find_system(name, SystemOptions(**options), 0.0, False)
+
+    assert named("mine") == named("mine", context_length=64, mode="exact") == "mine"
+    with pytest.raises(UsageError, match=f"leave the options out, or give its model, {model}"):
+        named("mine", context_length=128)
+    with pytest.raises(UsageError, match="'mime' is neither a directory nor"):
+        named("mime")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert named("mine") is None
+    monkeypatch.chdir("/")
+    in_place(tmp_path / "weights.gguf")
+    with pytest.raises(UsageError, match="'mine' runs with other options, or its files"):
+        named("mine")
+    running.remove()
 
 
 def test_a_copy_of_a_checkout_is_the_same_code(
