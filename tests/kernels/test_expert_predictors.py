@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.ffn.expert_predictors import counting_neurons, new_predictor_scratch
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, most_rows, starts_of
@@ -43,6 +44,15 @@ def predictors_of(kind: str) -> ExpertPredictors:
     )
 
 
+@njit(nogil=True, _nrt=False)
+def count_neurons(thread, num_threads, cells, layer, chosen, x, predictors, scratch):
+    found = counting_neurons(
+        thread, num_threads, cells, 0, layer, chosen, STARTS, x, predictors, scratch
+    )
+    assert found.is_listed
+    return found.ids.shape[0], found.token_masks.shape[0]
+
+
 def counting(
     predictors: ExpertPredictors,
     layer: int,
@@ -56,14 +66,15 @@ def counting(
     chosen = Selection(is_listed, *(read_only(each) for each in arrays))
 
     def run(thread: int) -> Selection:
-        return counting_neurons(
-            thread, num_threads, cells, 0, layer, chosen, STARTS, x, predictors, scratch
+        num_ids, num_masks = count_neurons(
+            thread, num_threads, cells, layer, chosen, x, predictors, scratch
         )
+        ids, masks = scratch.ids[:num_ids], scratch.masks[:num_masks]
+        return Selection(True, ids, masks, chosen.block_weights)
 
     with ThreadPoolExecutor(num_threads) as pool:
         found = list(pool.map(run, range(num_threads)))
     for other in found:
-        assert other.is_listed
         assert np.array_equal(other.ids, found[0].ids)
         assert np.array_equal(other.token_masks, found[0].token_masks)
     return found[0]
