@@ -49,8 +49,7 @@ def count_neurons(thread, num_threads, cells, layer, chosen, x, predictors, scra
     found = counting_neurons(
         thread, num_threads, cells, 0, layer, chosen, STARTS, x, predictors, scratch
     )
-    assert found.is_listed
-    return found.ids.shape[0], found.token_masks.shape[0]
+    return found.is_listed, found.ids.shape[0], found.token_masks.shape[0]
 
 
 def counting(
@@ -66,15 +65,16 @@ def counting(
     chosen = Selection(is_listed, *(read_only(each) for each in arrays))
 
     def run(thread: int) -> Selection:
-        num_ids, num_masks = count_neurons(
+        is_listed, num_ids, num_masks = count_neurons(
             thread, num_threads, cells, layer, chosen, x, predictors, scratch
         )
         ids, masks = scratch.ids[:num_ids], scratch.masks[:num_masks]
-        return Selection(True, ids, masks, chosen.block_weights)
+        return Selection(is_listed, ids, masks, chosen.block_weights)
 
     with ThreadPoolExecutor(num_threads) as pool:
         found = list(pool.map(run, range(num_threads)))
     for other in found:
+        assert other.is_listed
         assert np.array_equal(other.ids, found[0].ids)
         assert np.array_equal(other.token_masks, found[0].token_masks)
     return found[0]

@@ -104,9 +104,8 @@ class Listing:
                 buffers.block_weights[:] = routing(at)
             if buffers.requests[service, OPERATION] != FFN:
                 return
-            self.weights[at, service] = read_selection.py_func(
-                buffers, service
-            ).block_weights.copy()
+            found = read_selection.py_func(buffers, service)
+            self.weights[at, service] = found.block_weights.copy()
             self.found[at, service] = self._requested(service)
             self.expected[at, service] = self._chosen(at, service)
 
