@@ -326,7 +326,7 @@ def await_blocks(shard, layer, blocks):
     return is_loaded
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def blocks_of(spans, blocks):
     """The chosen blocks of spans, written to `blocks`; returns those."""
     for k in range(spans.shape[0]):

@@ -78,7 +78,7 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def batch_reads(queue, batch):
     """A batch's neurons and parts, to be written before `submit_reads`."""
     return NeuronReads(queue.rows[batch], queue.parts[batch])
