@@ -74,14 +74,15 @@ def sign_layer(predictors: SignPredictors, layer: int) -> SignLayer:
     """A layer's sign predictor, as views."""
     part = predictors.thresholds[predictors.offsets[layer] : predictors.offsets[layer + 1]]
     center, scale = predictors.centers[layer], predictors.scales[layer]
-    return SignLayer(bit_rows(predictors, layer), part, center, scale)
+    return SignLayer(bit_rows.py_func(predictors, layer), part, center, scale)
 
 
 def lowrank_layer(predictors: LowRankPredictors, layer: int) -> LowRankLayer:
     """A layer's low-rank predictor, as views."""
     part = predictors.thresholds[predictors.offsets[layer] : predictors.offsets[layer + 1]]
     first, last = predictors.hidden_offsets[layer : layer + 2]
-    matrix = int8_matrix if predictors.item_bytes[layer] == 1 else float16_matrix
+    kind = int8_matrix if predictors.item_bytes[layer] == 1 else float16_matrix
+    matrix = kind.py_func
     at_down, at_up = predictors.starts[layer]
     down = matrix(predictors.weights, at_down, last - first, predictors.width)
     up = matrix(predictors.weights, at_up, last - first, part.size)

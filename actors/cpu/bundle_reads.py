@@ -156,7 +156,7 @@ class BundleReads:
         Errors:  ServiceError
         """
         order = np.argsort(self.located.places[rows])
-        wanted = batch_reads(self.queue, NOW)
+        wanted = batch_reads.py_func(self.queue, NOW)
         for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
         # All of a layer is read, so gaps are small, or hold other rows of the same layer.

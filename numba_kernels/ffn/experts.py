@@ -120,6 +120,11 @@ def _products(source, share, scratch, gates, ups, spans, has_ups, listed):
 @njit(nogil=True, cache=True, inline="always")
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products where all are kept: experts in memory first."""
+    return _gates_in_order(source, share, scratch)
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def _gates_in_order(source, share, scratch):
     spans, num_loaded = share.spans[source.order[: share.spans.shape[0]]], source.num_loaded[0]
     selection = share.selection
     has_ups = share.thresholds.gate < 0 and not selection.is_listed and share.rows.up.shape[0] > 0

@@ -119,7 +119,7 @@ class PredictTeam(NamedTuple):
     work: TeamWork
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def bit_rows(predictors, layer):
     """The bits of the layer's neurons: (neurons, words) uint64."""
     count = predictors.offsets[layer + 1] - predictors.offsets[layer]

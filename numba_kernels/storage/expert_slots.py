@@ -88,7 +88,8 @@ def begin_epoch(slots, num_layers):
     slots.weight[0] *= (1 - DECAY) ** (-1 / num_layers)
     if slots.weight[0] > _LARGE:
         smaller = np.float32(1 / slots.weight[0])
-        slots.weights[:] *= smaller
+        for unit in range(slots.weights.shape[0]):
+            slots.weights[unit] *= smaller
         for slot in range(slots.slot_weights.shape[0]):
             if slots.unit_of[slot] >= 0:
                 slots.slot_weights[slot] *= smaller

@@ -96,8 +96,10 @@ def begin_request(slots, num_neurons):
     slots.weight[0] *= (1 - DECAY) ** (-num_neurons / slots.slot_of.shape[0])
     if slots.weight[0] > _LARGE:
         smaller = np.float32(1 / slots.weight[0])
-        slots.weights[:] *= smaller
-        slots.slot_weights[:] *= smaller
+        for row in range(slots.weights.shape[0]):
+            slots.weights[row] *= smaller
+        for slot in range(slots.slot_weights.shape[0]):
+            slots.slot_weights[slot] *= smaller
         slots.weight[0] = 1.0
 
 

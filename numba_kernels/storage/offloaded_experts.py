@@ -6,6 +6,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.storage.expert_slots import (
     ExpertSlots,
@@ -87,10 +88,10 @@ class OffloadedExperts(NamedTuple):
     failed: np.ndarray
 
 
-@njit(nogil=True, cache=True, _nrt=True)
+@njit(nogil=True, cache=True)
 def _copy_part(source, target, first, row, count):
     if source.shape[0]:
-        target[row : row + count] = source[first : first + count]
+        copy_numbers(source[first : first + count], target[row : row + count])
 
 
 @njit(nogil=True, cache=True)
@@ -325,7 +326,7 @@ def await_blocks(shard, layer, blocks):
     return is_loaded
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def blocks_of(spans, blocks):
     """The chosen blocks of spans, written to `blocks`; returns those."""
     for k in range(spans.shape[0]):

@@ -165,7 +165,7 @@ def rescore_ahead(shard, layer, thread, num_threads, x, function, num_tokens):
         scores[n] = score
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def submit_ahead(shard, layer):
     """Submit reads of what the layer will probably need, behind all reads submitted before.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.serve.doorbell import (
     INTS_A_CELL,
     atomic_add,
@@ -78,7 +79,7 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def batch_reads(queue, batch):
     """A batch's neurons and parts, to be written before `submit_reads`."""
     return NeuronReads(queue.rows[batch], queue.parts[batch])
@@ -191,7 +192,7 @@ def next_span(queue, span):
         taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
         if taken == atomic_load(cells, _SUBMITTED * INTS_A_CELL):
             return False
-        span[:] = spans[np.int64(taken) & (spans.shape[0] - 1)]
+        copy_numbers(spans[np.int64(taken) & (spans.shape[0] - 1)], span)
         # A span is only overwritten after it was taken: then this fails.
         if atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, np.int32(taken + 1)):
             return True

@@ -290,6 +290,6 @@ def test_calls_carry_weights_of_blocks_both_ways() -> None:
     service.block_weights[:] = 0
     driver.requests[1, [OPERATION, NUM_IDS, WEIGHS_BLOCKS]] = FFN, ALL_NEURONS, 1
     ServiceRequest.read(driver, 1).write(service, 1)
-    selection = read_selection(service, 1)
+    selection = read_selection.py_func(service, 1)
     assert not selection.is_listed
     np.testing.assert_array_equal(selection.block_weights, weights)

@@ -234,7 +234,7 @@ class Recording(PythonExchange):
     def request(self, services: Sequence[int]) -> int:
         """See Exchange."""
         if 1 in services and self.buffers.requests[1, NUM_IDS] != ALL_NEURONS:
-            selection, tokens = read_selection(self.buffers, 1), range(SHORT)
+            selection, tokens = read_selection.py_func(self.buffers, 1), range(SHORT)
             wanted = [selection.token_masks >> np.uint32(t) & np.uint32(1) > 0 for t in tokens]
             self.listed = [selection.ids[each].tolist() for each in wanted]
         return super().request(services)

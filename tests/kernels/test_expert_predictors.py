@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.ffn.expert_predictors import counting_neurons, new_predictor_scratch
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, most_rows, starts_of
@@ -43,6 +44,14 @@ def predictors_of(kind: str) -> ExpertPredictors:
     )
 
 
+@njit(nogil=True, _nrt=False)
+def count_neurons(thread, num_threads, cells, layer, chosen, x, predictors, scratch):
+    found = counting_neurons(
+        thread, num_threads, cells, 0, layer, chosen, STARTS, x, predictors, scratch
+    )
+    return found.is_listed, found.ids.shape[0], found.token_masks.shape[0]
+
+
 def counting(
     predictors: ExpertPredictors,
     layer: int,
@@ -56,9 +65,11 @@ def counting(
     chosen = Selection(is_listed, *(read_only(each) for each in arrays))
 
     def run(thread: int) -> Selection:
-        return counting_neurons(
-            thread, num_threads, cells, 0, layer, chosen, STARTS, x, predictors, scratch
+        is_listed, num_ids, num_masks = count_neurons(
+            thread, num_threads, cells, layer, chosen, x, predictors, scratch
         )
+        ids, masks = scratch.ids[:num_ids], scratch.masks[:num_masks]
+        return Selection(is_listed, ids, masks, chosen.block_weights)
 
     with ThreadPoolExecutor(num_threads) as pool:
         found = list(pool.map(run, range(num_threads)))

@@ -104,12 +104,13 @@ class Listing:
                 buffers.block_weights[:] = routing(at)
             if buffers.requests[service, OPERATION] != FFN:
                 return
-            self.weights[at, service] = read_selection(buffers, service).block_weights.copy()
+            found = read_selection.py_func(buffers, service)
+            self.weights[at, service] = found.block_weights.copy()
             self.found[at, service] = self._requested(service)
             self.expected[at, service] = self._chosen(at, service)
 
     def _requested(self, service: int) -> list[list[int]] | None:
-        selection = read_selection(self.model.buffers, service)
+        selection = read_selection.py_func(self.model.buffers, service)
         if not selection.is_listed:
             return None
         listed = [*zip(selection.ids.tolist(), selection.token_masks.tolist(), strict=True)]

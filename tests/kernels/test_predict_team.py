@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
 from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
@@ -16,6 +17,7 @@ from hotcold.numba_kernels.serve.predict_team import (
     FFN_INPUT,
     HIDDEN,
     MIXED,
+    NUM_TOKENS,
     score_task,
     write_task,
 )
@@ -77,6 +79,11 @@ def predictor_of(layers: list[AnyLayer | None]) -> NeuronPredictor:
     return NeuronPredictor(list(layers), np.array([[size] for size in SIZES]), "ffn_input")
 
 
+@njit(nogil=True, _nrt=False)
+def score(team, buffers):
+    score_task(team, buffers)
+
+
 class Team:
     """A predictor's threads, of which this one is the driver's."""
 
@@ -90,7 +97,9 @@ class Team:
         write_task(self.compiled, layer, num_tokens, array, number)
 
     def score(self) -> np.ndarray:
-        return score_task(self.compiled, self.buffers)
+        score(self.compiled, self.buffers)
+        work = self.compiled.work
+        return work.scores[: work.task[NUM_TOKENS]]
 
     def answer(self, number: int) -> None:
         ring(self.buffers.cells, cell(SERVICE, DONE), np.int32(number))

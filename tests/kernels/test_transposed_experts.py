@@ -134,7 +134,7 @@ def test_any_choice_of_experts_is_even_work(num_threads: int) -> None:
     weights = np.zeros((1, 128), np.float32)
     weights[0, np.random.default_rng(num_threads).choice(128, 8, replace=False)] = 1
     selection = chosen(weights)
-    spans = list_spans(selection, starts, 1, np.zeros((128, 7), np.int64))
+    spans = list_spans.py_func(selection, starts, 1, np.zeros((128, 7), np.int64))
     counts = np.zeros(num_threads, np.int64)
     for thread in range(num_threads):
         parts = [own_part(span, selection, thread, num_threads) for span in spans]
