@@ -5,14 +5,13 @@ from __future__ import annotations
 from html import escape
 
 import gradio as gr
-import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 420, 92, 30, 66, 14
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 420, 92, 610, 354, 14
 # Distinct to the colour-blind, on white and on black: GPUs are warm, CPUs cool.
 _GPU_COLOURS = ("#d55e00", "#e69f00", "#cc79a7")
 _CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
@@ -74,39 +73,36 @@ def _colours(devices: list[DeviceShare]) -> list[str]:
     return [next(kinds[device.name.startswith("cpu")]) for device in devices]
 
 
-def _place(points: np.ndarray) -> list[str]:
-    x = _LEFT + points[:, 0] * (_WIDTH - _LEFT - _RIGHT)
-    y = _TOP + (1 - points[:, 1]) * (_HEIGHT - _BOTTOM - _TOP)
-    return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
+def _x(share: float) -> float:
+    return round(_LEFT + share * (_RIGHT - _LEFT), 1)
+
+
+def _y(share: float) -> float:
+    return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
 
 
 def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
-    parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        across, up = (_place(np.array([point]))[0] for point in ([0.0, share], [share, 0.0]))
-        (x0, y), (x, y0) = across.split(","), up.split(",")
-        parts.append(
-            f'<line x1="{x0}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" class="grid"/>'
-            f'<text x="{float(x0) - 8}" y="{float(y) + 7}" text-anchor="end">{share:.0%}</text>'
-            f'<text x="{x}" y="{float(y0) + 26}" text-anchor="middle">{share:.0%}</text>'
-        )
+    parts = [
+        f'<line x1="{_LEFT}" y1="{_y(share)}" x2="{_RIGHT}" y2="{_y(share)}" class="grid"/>'
+        f'<text x="{_LEFT - 8}" y="{_y(share) + 7}" text-anchor="end">{share:.0%}</text>'
+        f'<text x="{_x(share)}" y="{_BOTTOM + 26}" text-anchor="middle">{share:.0%}</text>'
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ]
     for device, colour in zip(devices, colours, strict=True):
-        if device.num_neurons == 0:
-            continue
-        line = " ".join(_place(device.curve))
-        floor = device.curve[[-1, 0]] * [1, 0]
-        area = f"{line} {' '.join(_place(floor))}"
-        parts.append(
-            f'<polygon points="{area}" fill="{colour}" opacity="0.25"/>'
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="3"/>'
-        )
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        if device.num_neurons:
+            line = " ".join(f"{_x(across)},{_y(up)}" for across, up in device.curve)
+            first, last = device.curve[[0, -1], 0]
+            parts.append(
+                f'<polygon points="{line} {_x(last)},{_BOTTOM} {_x(first)},{_BOTTOM}"'
+                f' fill="{colour}" opacity="0.25"/>'
+                f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="3"/>'
+            )
     label = "Share of activations against share of neurons, device by device"
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}'
-        f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">share of neurons, each '
+        f'<text x="{_x(0.5)}" y="{_HEIGHT - 6}" text-anchor="middle">share of neurons, each '
         "device's most frequent first</text>"
-        f'<text transform="translate(20 {_HEIGHT / 2 - 26}) rotate(-90)" text-anchor="middle">'
+        f'<text transform="translate(20 {_y(0.5)}) rotate(-90)" text-anchor="middle">'
         "share of activations</text></svg>"
     )
 
