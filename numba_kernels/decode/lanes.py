@@ -28,7 +28,7 @@ def meet(one, other, first, end):
     return begin >= first and begin + (1 << height) <= end
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def first_lanes(first, end):
     """The first lanes of the sums that are left over of lanes first..end-1: int64."""
     found, count = np.empty(max(1, end - first), np.int64), 0

@@ -271,7 +271,7 @@ def _add_rows(target, source, num_tokens):
             own[i] += other[i]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def add_sums(partials, more_partials, sums, num_tokens):
     """Add what CPU services passed on, `sums` of `LayerFacts`, to the first; checks nothing."""
     kept, count = np.empty(sums.shape[0], np.int64), 0

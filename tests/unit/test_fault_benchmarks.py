@@ -234,7 +234,7 @@ def test_a_few_faults_of_neurons_on_storage(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_of_fault_is_refused() -> None:
     told = error_of(run_benchmark("faults", "--only", "earthquake"))
-    assert "'earthquake' is not one of 'kill -9', 'SIGSTOP'" in told
+    assert "'earthquake' is not one of 'kill -9', 'kill -9 of two'" in told
 
 
 def test_mutants_have_their_files_and_tests() -> None:
