@@ -197,13 +197,12 @@ def test_a_service_that_is_never_replaced_is_told(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("exchange", ["arena", "calls"])
-def test_a_few_faults(exchange: str, tmp_path: Path) -> None:
+def test_a_few_faults(tmp_path: Path) -> None:
     """On a machine with nothing else to do, too, where a service is back within half a second."""
     out = tmp_path / "report"
     kinds = "kill -9", "SIGSTOP", "service paused", "driver paused", "all paused"
     only = [word for kind in kinds for word in ("--only", kind)]
-    options = ["--faults", 10, "--context", 512, "--exchange", exchange, "--out", out]
+    options = ["--faults", 10, "--context", 512, "--out", out]
     output_of(run_in_own_process("faults", *options, *only))
     parts = json.loads(out.with_suffix(".json").read_text())["parts"]
     assert [len(part["faults"]) for part in parts.values()] == [5, 5]
