@@ -15,13 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import psutil
 import pytest
 
-from benchmarks.limited_run import disk_cgroup
-from hotcold.model.synthetic.make import make_model
-from hotcold.model.synthetic.shape import resolve_shape
 from tests.benchmark_programs import (
     ROOT,
     error_of,
@@ -197,38 +193,16 @@ def test_a_service_that_is_never_replaced_is_told(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("exchange", ["arena", "calls"])
-def test_a_few_faults(exchange: str, tmp_path: Path) -> None:
+def test_a_few_faults(tmp_path: Path) -> None:
     """On a machine with nothing else to do, too, where a service is back within half a second."""
     out = tmp_path / "report"
     kinds = "kill -9", "SIGSTOP", "service paused", "driver paused", "all paused"
     only = [word for kind in kinds for word in ("--only", kind)]
-    options = ["--faults", 10, "--context", 512, "--exchange", exchange, "--out", out]
+    options = ["--faults", 10, "--context", 512, "--out", out]
     output_of(run_in_own_process("faults", *options, *only))
     parts = json.loads(out.with_suffix(".json").read_text())["parts"]
     assert [len(part["faults"]) for part in parts.values()] == [5, 5]
     for part in parts.values():
-        assert part["right"] > 0 and part["wrong"] == [] and part["leaks"] == ""
-
-
-@pytest.mark.thorough
-def test_a_few_faults_of_neurons_on_storage(tmp_path: Path) -> None:
-    """The disk is slowed in the midst of a text, if that is allowed here."""
-    try:
-        with disk_cgroup(ROOT, 1 << 20):
-            pass
-    except click.ClickException:
-        pytest.skip("reads cannot be slowed here")
-    shape = resolve_shape("tiny", {"vocab": 4096, "ffn": 2048, "layers": 2, "context": 512})
-    make_model(tmp_path / "model", shape)
-    out = tmp_path / "report"
-    options = ["--faults", 6, "--context", 512, "--out", out, "--only", "slow reads"]
-    stored = ["--model", tmp_path / "model", "--resident", 0.5]
-    output_of(run_in_own_process("faults", *options, *stored))
-    report = json.loads(out.with_suffix(".json").read_text())
-    assert report["resident"] == 0.5
-    for part in report["parts"].values():
-        assert [kind for kind, *_ in part["faults"]] == 3 * ["slow reads"]
         assert part["right"] > 0 and part["wrong"] == [] and part["leaks"] == ""
 
 
