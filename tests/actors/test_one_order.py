@@ -31,7 +31,7 @@ def all_logits(system: InProcessSystem) -> Iterator[np.ndarray]:
 )
 def test_logits_are_the_same_whoever_computes_them(tiny: Tiny, name: str, dtype: str) -> None:
     path = tiny(name).path
-    expected = []
+    expected: list[np.ndarray] = []
     for shape in [(1, 1), *SHAPES]:
         with InProcessSystem(path, *shape, weight_dtype=dtype, has_down_norms=True) as system:
             found = list(all_logits(system))
