@@ -399,8 +399,7 @@ def test_the_oldest_used_are_forgotten_first() -> None:
 
 def test_no_client_pushes_out_what_one_with_fewer_has() -> None:
     size = turn(size=1000, name="00").num_bytes
-    for limits in ({"most": 6}, {"most_bytes": 6 * size}):
-        kept = KeptResponses(**limits)
+    for kept in (KeptResponses(most=6), KeptResponses(most_bytes=6 * size)):
         for number, owner in enumerate(["a"] * 2 + ["b"] * 40 + ["a"] + ["c"] * 2):
             client_of_context.set(owner)
             kept.add(f"{number:02}", turn(size=1000, name=f"{number:02}"))
