@@ -257,9 +257,12 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted(monkeypatc
     """What fits is found by prompts alone: the grammar of a schema is compiled once."""
     compiled: list[int] = []
     compile_schema = requests.schema_grammar
-    monkeypatch.setattr(
-        requests, "schema_grammar", lambda *given: compiled.append(1) or compile_schema(*given)
-    )
+
+    def counted(*given: Any) -> Any:
+        compiled.append(1)
+        return compile_schema(*given)
+
+    monkeypatch.setattr(requests, "schema_grammar", counted)
     talk: list[dict[str, Any]] = [{"role": "developer", "content": "Be brief."}]
     for number in range(12):
         talk += [
