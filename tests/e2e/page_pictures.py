@@ -31,6 +31,7 @@ from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
 from tests.e2e.page_server import served_page
+from tests.e2e.page_visit import TIMEOUT_MS, ask
 from tests.e2e.stand_in import StandIn
 from tests.placement_cases import make_machine
 
@@ -81,6 +82,7 @@ def opened_page(model: Path, width: int, height: int) -> Iterator[Any]:
         chromium() as browser,
     ):
         page = browser.new_page(viewport={"width": width, "height": height})
+        page.set_default_timeout(TIMEOUT_MS)
         page.goto(address)
         page.wait_for_selector("body[data-chat=ready] #question textarea")
         yield page
@@ -92,8 +94,8 @@ def take_pictures(folder: Path) -> None:
         for number, question in enumerate(_QUESTIONS):
             if number:
                 page.click("#new")
-            page.fill("#question textarea", question)
-            page.press("#question textarea", "Enter")
+                page.wait_for_selector("#chat .message", state="detached")
+            ask(page, question)
             page.wait_for_function(
                 "q => document.querySelector('#status').innerText.includes('tokens at') &&"
                 " document.querySelector('#chat .message.user')?.innerText.trim() == q",
@@ -131,6 +133,7 @@ def take_states(folder: Path) -> None:
             stand_in.reset()
             stand_in.tokens_per_s = 30.0
             page = browser.new_context(**options).new_page()
+            page.set_default_timeout(TIMEOUT_MS)
             page.goto(address)
             page.wait_for_selector("body[data-chat=ready] #question textarea")
             shown = list(_states(page, stand_in, name == "phone"))
@@ -141,9 +144,11 @@ def take_states(folder: Path) -> None:
 
 def _states(page: Any, stand_in: StandIn, is_phone: bool) -> Iterator[bytes]:
     """Pictures of a page: empty, answering, an error; the settings, or what a phone hides."""
+    if not is_phone:
+        page.wait_for_selector("#live [data-actor=driver]")
     page.wait_for_timeout(_SETTLE_MS)
     yield page.screenshot()
-    _ask(page, _QUESTIONS[0])
+    ask(page, _QUESTIONS[0])
     page.wait_for_selector("#chat .message.bot ol")
     yield page.screenshot()
     page.wait_for_selector("body[data-chat=ready]")
@@ -156,18 +161,15 @@ def _states(page: Any, stand_in: StandIn, is_phone: bool) -> Iterator[bytes]:
     else:
         page.click("#new")
         stand_in.num_tokens, stand_in.error = 0, ServiceError("the cpu0 service died")
-        _ask(page, _QUESTIONS[1])
+        page.wait_for_selector("#welcome h2")
+        page.wait_for_selector("#chat .message", state="detached")
+        ask(page, _QUESTIONS[1])
         page.wait_for_selector("#chat .problem")
         page.wait_for_timeout(_SETTLE_MS)
         yield page.screenshot()
         page.get_by_role("button", name="Settings").click()
     page.wait_for_timeout(_SETTLE_MS)
     yield page.screenshot()
-
-
-def _ask(page: Any, question: str) -> None:
-    page.fill("#question textarea", question)
-    page.press("#question textarea", "Enter")
 
 
 def write_together(pictures: list[bytes], columns: int, file: Path) -> None:

@@ -257,9 +257,12 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted(monkeypatc
     """What fits is found by prompts alone: the grammar of a schema is compiled once."""
     compiled: list[int] = []
     compile_schema = requests.schema_grammar
-    monkeypatch.setattr(
-        requests, "schema_grammar", lambda *given: compiled.append(1) or compile_schema(*given)
-    )
+
+    def counted(*given: Any) -> Any:
+        compiled.append(1)
+        return compile_schema(*given)
+
+    monkeypatch.setattr(requests, "schema_grammar", counted)
     talk: list[dict[str, Any]] = [{"role": "developer", "content": "Be brief."}]
     for number in range(12):
         talk += [
@@ -399,8 +402,7 @@ def test_the_oldest_used_are_forgotten_first() -> None:
 
 def test_no_client_pushes_out_what_one_with_fewer_has() -> None:
     size = turn(size=1000, name="00").num_bytes
-    for limits in ({"most": 6}, {"most_bytes": 6 * size}):
-        kept = KeptResponses(**limits)
+    for kept in (KeptResponses(most=6), KeptResponses(most_bytes=6 * size)):
         for number, owner in enumerate(["a"] * 2 + ["b"] * 40 + ["a"] + ["c"] * 2):
             client_of_context.set(owner)
             kept.add(f"{number:02}", turn(size=1000, name=f"{number:02}"))
