@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+# Set in `state` by who answers that the model is loading: clients ask until it has.
+IS_LOADING = "is_loading"
 # Paths that programs and the page poll are logged only where the request fails.
 _QUIET = (
     "/health",
@@ -50,7 +52,8 @@ class AccessLog:
             await self._app(scope, receive, counted)
         finally:
             path = _MODEL_PAGE.sub("", scope["path"])
-            if status >= 400 or not path.startswith(_QUIET):
+            is_asked_again = scope["state"].get(IS_LOADING) and scope["method"] in ("GET", "HEAD")
+            if not is_asked_again and (status >= 400 or not path.startswith(_QUIET)):
                 seconds = time.perf_counter() - started
                 self._tell(self._line(scope, status, num_bytes, seconds))
 

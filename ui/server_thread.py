@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.actors.protocol.messages import LoadProgress
-from hotcold.ui.access_log import AccessLog
+from hotcold.ui.access_log import IS_LOADING, AccessLog
 from hotcold.ui.api.errors import unavailable
 from hotcold.ui.connections import ConnectionLimits, Connections
 from hotcold.ui.gate import Gate
@@ -43,6 +43,7 @@ class LoadingGate:
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            scope.setdefault("state", {})[IS_LOADING] = True
             await self._loading(Request(scope))(scope, receive, send)
 
     def use(self, app: ASGIApp) -> None:

@@ -65,7 +65,7 @@ def list_models(as_json: bool) -> None:
             table.add_row(model.name, model.form, f"{model.num_bytes / 1e9:.2f}", used)
         Console(highlight=False).print(table)
     else:
-        click.echo("no models yet; `hotcold pull org/repo` fetches one")
+        click.echo("no models yet; `hotcold pull org/repo` fetches one, or `hotcold run qwen3:8b`")
     if as_json:
         kept = [
             {"model": m.name, "form": m.form, "bytes": m.num_bytes, "path": str(m.path)}

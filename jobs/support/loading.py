@@ -40,6 +40,7 @@ def running_system(
     from hotcold.actors.system import System  # imports Ray
 
     tell_draft(system)
+    tell_if_full()  # before minutes go by
     require_bundles(system)
     with loading_bar() as bar:
 
@@ -48,7 +49,7 @@ def running_system(
             bar(progress)
 
         running = System.start(system, on_progress=show, others=others)
-    tell_if_full()
+    tell_if_full()  # it may be since
     with running:
         yield running
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from hotcold.ui.access_log import AccessLog
+from hotcold.ui.server_thread import LoadingGate
 
 
 async def answer(request: Request) -> Response:
@@ -55,6 +56,21 @@ def test_what_is_asked_again_and_again_is_told_only_where_refused(path: str) -> 
     assert lines_of("text", path) == []
     (line,) = lines_of("text", f"{path}/refused")
     assert " 400 " in line and line.endswith(" s 'a model'")
+
+
+def test_questions_whether_it_has_loaded_are_not_told() -> None:
+    """A client that waits asks often; what somebody wants of it is told."""
+    told: list[str] = []
+    gate = LoadingGate("a model")
+    client = TestClient(AccessLog(gate, "text", told.append))
+    for path in ("/health", "/v1/models", "/"):
+        assert client.get(path).status_code == client.head(path).status_code == 503
+    assert told == []
+    assert client.post("/v1/chat/completions", json={}).status_code == 503
+    (line,) = told
+    assert "'POST /v1/chat/completions' 503 " in line
+    gate.use(Starlette(routes=[Route("/{path:path}", answer)]))
+    assert client.get("/health/refused").status_code == 400 and len(told) == 2
 
 
 def test_json() -> None:

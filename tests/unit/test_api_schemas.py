@@ -114,6 +114,24 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "a"},
+                            {"type": "image_url", "image_url": {"url": "b"}},
+                        ],
+                    }
+                ]
+            },
+            "messages.0.content: image_url parts are not read here; models are given text alone",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+            "messages.0.content.0.type must be 'text' or 'refusal'",
+        ),
     ],
 )
 def test_a_refusal_is_a_sentence(changes: dict[str, Any], said: str) -> None:

@@ -93,5 +93,25 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str | N
     with pytest.raises(UsageError) as found:
         locate_model(typed)
     assert str(found.value).endswith(
-        "an org/repo id of Hugging Face" + (f"; did you mean {meant}?" if meant else "")
+        "an org/repo id of Hugging Face" + (f"; did you mean {meant}?" if meant else known_names())
     )
+
+
+def known_names() -> str:
+    return "; known names: gemma3, gpt-oss, llama3.1, llama3.2, mistral, qwen3, smollm2"
+
+
+def test_the_names_that_are_told_are_names() -> None:
+    own_file().write_text('"house:big" = "me/house"\n"qwen3:14b" = "me/qwen"\n')
+    with pytest.raises(UsageError) as found:
+        locate_model("zzz")
+    told = str(found.value).partition("known names: ")[2].split(", ")
+    assert "house:big" in told and "qwen3" in told and "qwen3:14b" not in told
+    assert all(repository_of(name) != name for name in told)
+
+
+@pytest.mark.parametrize("typed", ["", "/no/where", "./zzz", "a/b/c/d"])
+def test_a_path_is_answered_with_no_names(typed: str) -> None:
+    with pytest.raises(UsageError) as found:
+        locate_model(typed)
+    assert str(found.value).endswith("an org/repo id of Hugging Face")

@@ -6,11 +6,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numba.core.caching import NullCache
 
 from hotcold.cuda_kernels import compiled
+from hotcold.jobs.support import loading
 from hotcold.numba_kernels import one_compiler, own_cache
 from hotcold.numba_kernels.load import convert
 from hotcold.numba_kernels.one_compiler import OneCompilerCache
@@ -121,6 +123,26 @@ def test_a_full_folder_is_said_once(
         f"hotcold: nothing more can be kept in {home}/hotcold (File too large), so kernels are "
         "compiled at every start; make room there, or set XDG_CACHE_HOME to another folder\n"
     )
+
+
+def test_a_full_folder_is_said_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Started(Exception):
+        pass
+
+    def start(*arguments: Any, **options: Any) -> None:
+        said.append("started")
+        raise Started
+
+    monkeypatch.setattr(loading, "tell_if_full", lambda: said.append("full"))
+    monkeypatch.setattr(loading, "tell_draft", lambda system: None)
+    monkeypatch.setattr(loading, "require_bundles", lambda system: None)
+    monkeypatch.setattr("hotcold.actors.system.System.start", start)
+    system: Any = None
+    with pytest.raises(Started), loading.running_system(system):
+        pass
+    assert said == ["full", "started"]
 
 
 def test_a_gpus_kernel_for_which_there_is_no_room_is_this_processs(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.cached import Cached
@@ -30,6 +30,7 @@ from hotcold.ui.api.tools.schemas import (
 )
 
 _MAX_CHOICES = 128
+_MEDIA = {"image_url", "input_image", "input_audio", "video_url", "audio_url", "file"}
 _MAX_TOP = 20
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
@@ -146,6 +147,16 @@ class ChatMessage(StrictModel):
     function_call: CalledFunction | None = None  # OpenAI's older form
     reasoning_content: str | None = None  # the reasoning before it
     reasoning: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _has_no_media(cls, content: Any) -> Any:
+        """Refuse what clients send to models that see and hear, by its name."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in _MEDIA:
+                raise ValueError(f"{kind} parts are not read here; models are given text alone")
+        return content
 
     @property
     def for_template(self) -> dict[str, Any]:
