@@ -104,7 +104,7 @@ def _measured(measure: bool, fresh: bool) -> Machine | None:
 def _disk(path: Path) -> dict[str, list[float]]:
     """GB/s of reads of the model's largest file, by how many are under way; {} where it has none.
 
-    Of each of `_READ_SIZES`.
+    Of each of `_READ_SIZES`. Those of a ring are fewer where they are large, as those of neurons.
     """
     from rich.markup import escape
     from rich.progress import BarColumn, TextColumn

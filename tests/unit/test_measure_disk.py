@@ -107,7 +107,7 @@ def test_bursts_are_faster_than_a_limit_over_time(
         clock[0] += seconds
         spare[0] = min(1 << 20, spare[0] + round(seconds * (2 << 20)))
 
-    def read(ring, descriptor, places, size, max_ns, done, into) -> int:  # type: ignore[no-untyped-def]
+    def read(ring, descriptor, places, size, max_ns, done, into) -> int:
         done[0], until = 0, clock[0] + max_ns / 1e9
         for _ in places:
             if clock[0] >= until:
