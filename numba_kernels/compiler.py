@@ -10,7 +10,6 @@ from numba import njit as njit
 from hotcold.numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
 
 if has_compiling_parts():
-    import hotcold.numba_kernels.by_address  # noqa: F401
     from hotcold.numba_kernels.called_kernels import compile_called_kernels
 
     compile_called_kernels()

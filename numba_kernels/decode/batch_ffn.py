@@ -16,7 +16,6 @@ from numba.extending import overload
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
-from hotcold.numba_kernels.decode.ffn import by_neuron
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
@@ -175,7 +174,8 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
 def _own_products(lists, count):
     """Work space for products of `count` tokens, in the order of `gates`: (count, neurons)."""
     flat = lists.products.reshape(lists.products.size)
-    return by_neuron(flat, count).T
+    height = flat.shape[0] // max(1, count)
+    return flat[: height * count].reshape(height, count).T
 
 
 @njit(nogil=True, cache=True)

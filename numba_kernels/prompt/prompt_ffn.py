@@ -14,6 +14,7 @@ from hotcold.numba_kernels.checks import ACTIVATES_UP, CLAMPED_SILU, GELU, GELU_
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up
 from hotcold.numba_kernels.decode.rows import add_in_order
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.ir.activation_ir import (
     clamped_silu_row,
     gelu_row,
@@ -158,7 +159,8 @@ def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last
             own, _ = block_rows(target, tokens, b)
             given, _ = block_rows(source, source_tokens, b)
             for t in range(begin, end):
-                own[t] = given[from_choices[tokens.starts[b] + t] - source_tokens.starts[b]]
+                row = from_choices[tokens.starts[b] + t] - source_tokens.starts[b]
+                copy_numbers(given[row], own[t])
 
 
 @njit(nogil=True, cache=True)
