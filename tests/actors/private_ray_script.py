@@ -27,6 +27,10 @@ class Echo:
     def say(self, what: str) -> str:
         return what
 
+    def imports(self) -> list[str]:
+        """The modules of this process."""
+        return list(sys.modules)
+
     def variable(self, name: str) -> str | None:
         """An environment variable."""
         return os.environ.get(name)
@@ -65,6 +69,7 @@ def main() -> None:
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
+        "imports": ray.get(echoes[0].imports.remote()),
         "folders": [str(path) for path in sorted(set(TempFolder.all()) - folders)],
         **facts_of(processes),
     }

@@ -104,6 +104,7 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
         process.communicate(b"shutdown\n", timeout=60)
         assert ended([int(pid) for pid in told["processes"]])
     assert not list(base.iterdir())
+    assert "ray" in told["imports"] and "pydantic" not in told["imports"]  # 10 MB a worker
     # A worker takes its name once it has begun to work; until then it has its server's.
     servers = of_kind(told, "fork_server")
     forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}

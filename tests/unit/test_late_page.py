@@ -21,7 +21,8 @@ class Building:
     """Builds "page" as long as `may_end` is not set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.may_end, self.problems = threading.Event(), threading.Event(), []
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.problems: list[OSError] = []
         self.times = self.num_opened = 0
         monkeypatch.setattr(page_module, "mount_page", self.mount)
 
