@@ -10,7 +10,8 @@ another number of CPU services, a disk that hardly reads. Which, and what it doe
 model's neurons or experts stay on storage, in a bundle file beside it.
 
 Every answer is compared with that of an undisturbed run of the same system, with as many CPU
-services. One that ran with two numbers of them added up in two orders: it must be as long.
+services. One that ran with two numbers of them may have added up its prompt in two orders: it must
+be as long.
 
 The time to recover is from the end of what was done to the first token after that; where a service
 was lost, to the first one once all services run again. Time in which this process did not run is
@@ -204,7 +205,8 @@ def table_of(report: Json) -> str:
         lines += ["", f"{len(every)} faults, seed {report['seed']}: median {median(every):.2f} s, "
                   f"worst {max(every):.2f} s."]  # fmt: skip
     lent = [part["leaks"] for part in report["parts"].values() if part["leaks"]]
-    lines += ["", "Seconds are from the fault's end to the next token, of any request. "
+    lines += ["", "Seconds are from the fault's end to the next token, of any request; where a "
+              "service is always lost, from its beginning to the first once all run. "
               f"Left lent in the end: {'; '.join(lent) or 'no request, no page'}."]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -55,7 +55,7 @@ class SystemConfig:
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
-    plan_path: str = ""  # where neurons go; assigned in turn without one
+    plan_path: str = ""  # where neurons go; shared out by threads without one
     device: str = "cpu"  # of services with attention: "cpu" or "cuda"
     requires_gpu: bool = False  # an error where "cuda" is not available; else "cpu" is used
     gpu_memory_bytes: int = 0  # VRAM to use; 0: the free VRAM, less a reserve

@@ -66,7 +66,7 @@ def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
 
 
 def test_the_page_comes_at_its_first_view(browser: Any) -> None:
-    """Until then its packages are not even imported; pandas maps libraries, so it is seen."""
+    """Until then pandas, which Gradio imports, is not even imported."""
     with serving("--kv-tokens", "1024", has_page=True) as server:
         libraries = Path(f"/proc/{server.process.pid}/maps")
         assert server.post("/v1/completions", {"prompt": "Return", "max_tokens": 2}).is_success

@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
+pytest.importorskip("gradio")
+
 from hotcold.ui.page import page as page_module
 from hotcold.ui.page.late_page import LatePage
-
-pytest.importorskip("gradio")
 
 
 class Building:
