@@ -118,8 +118,10 @@ def _scale(system: System, processes: dict[str, int], chance: random.Random) -> 
 def _slow_reads(system: System, processes: dict[str, int], chance: random.Random) -> None:
     """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
     services = {pid for name, pid in processes.items() if name != "driver"}
-    files = {file for pid in services for file in _bundle_files(pid)}
-    with disk_cgroup(files.pop(), round(10 ** chance.uniform(4, 7))) as group:
+    file = next((file for pid in services for file in _bundle_files(pid)), None)
+    if file is None:
+        return  # all are being replaced
+    with disk_cgroup(file, round(10 ** chance.uniform(4, 7))) as group:
         for pid in services:
             with suppress(ProcessLookupError):
                 (group / "cgroup.procs").write_text(str(pid))
@@ -132,7 +134,10 @@ def _slow_reads(system: System, processes: dict[str, int], chance: random.Random
 
 def _bundle_files(process_id: int) -> Iterator[Path]:
     """The files with neurons that a process has open."""
-    for link in Path(f"/proc/{process_id}/fd").iterdir():
+    links: list[Path] = []
+    with suppress(OSError):
+        links += Path(f"/proc/{process_id}/fd").iterdir()
+    for link in links:
         with suppress(OSError):
             file = link.readlink()
             if file.name.startswith("bundles-"):

@@ -2,7 +2,9 @@
 
 Numba passes each number of each array of a tuple as an argument of its own, a hundred of them, and
 copies them all wherever one array is read. What lies in memory once costs compilers, and calls,
-an address. Such a tuple owns nothing: who made its arrays keeps them.
+an address. Such a tuple owns nothing: who made its arrays keeps them. It is good for one turn of a
+loop, as the next one makes its own in the same place. Python calls no kernel with one that has
+`_nrt=True`: the references that are counted for its arrays would stay.
 """
 
 from typing import Any

@@ -154,12 +154,15 @@ def _few_collections() -> Iterator[None]:
 @contextmanager
 def _on_any_core() -> Iterator[None]:
     """Compile unpinned: a service's threads have a core each, which other services' have too."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's
+    own, every = os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())  # the main thread's
+    with suppress(OSError):  # no core of those is left
+        os.sched_setaffinity(0, every)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, own)
+        if os.sched_getaffinity(0) == every:  # nobody has pinned it anew
+            with suppress(OSError):
+                os.sched_setaffinity(0, own)
 
 
 def share_compilers() -> None:

@@ -143,7 +143,8 @@ class BundleReads:
         close_ring(ring)
 
     def _by_thread(self, number: int, staging: np.ndarray) -> None:
-        serve_reads(number, self.queue, self.located, *self._into, staging, self._rows)
+        span = np.zeros(3, np.int32)
+        serve_reads(number, self.queue, self.located, *self._into, staging, self._rows, span)
 
     def _staging(self, num_reads: int) -> np.ndarray:
         """Buffers of so many reads, in huge pages: disks read faster into contiguous memory."""

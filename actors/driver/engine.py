@@ -301,12 +301,15 @@ def _bad_layer(
     """The error of a layer with finite input whose FFN input or output is not finite.
 
     It names the service that made the first NaN: `attention`, or one of `services`, whose partial
-    outputs were added.
+    outputs were added: to those of services before them, so the last one has its own.
     """
     bad = _bad_rows(buffers.mixed[:num_tokens]) | _bad_rows(buffers.ffn_input[:num_tokens])
     guilty = attention if bad.any() else None
-    for service in services:
+    for service in reversed(services):
         bad_partial = _bad_rows(buffers.partials[service, :num_tokens])
+        if num_tokens <= buffers.more_partials.shape[2]:
+            for more in buffers.more_partials[service]:
+                bad_partial |= _bad_rows(more[:num_tokens])
         if guilty is None and bad_partial.any():
             guilty = service
         bad |= bad_partial

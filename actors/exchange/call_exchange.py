@@ -105,10 +105,10 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     if operation == HEAD:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):
-        return {
-            "partials": buffers.partials[service, :num_tokens],
-            "more_partials": buffers.more_partials[service, :, :num_tokens],
-        }
+        found = {"partials": buffers.partials[service, :num_tokens]}
+        if num_tokens <= buffers.more_partials.shape[2]:  # of a prompt there is one sum
+            found["more_partials"] = buffers.more_partials[service, :, :num_tokens]
+        return found
     return {}
 
 

@@ -50,8 +50,8 @@ class RecoveryPolicy:
         self._is_out_of_memory = False  # the failure under repair was for lack of memory
         self._repaired_s = -math.inf  # when the last of those was repaired
 
-    def count(self, name: str, cause: str) -> None:
-        """Count a failed service that must be replaced.
+    def count(self, causes: Mapping[str, str]) -> None:
+        """Count a failure: of services, by name, that failed together and must be replaced.
 
         Errors:  ServiceError at the tenth failure within a minute; at the tenth replacement in a
                  row that failed itself, however long each took; and where a process is killed for
@@ -59,10 +59,11 @@ class RecoveryPolicy:
         """
         now = self._now()
         self._replacing_since = now + self._replacing_s
-        if is_killed_for_memory(cause):
+        name, cause = next(iter(causes.items()))
+        if killed := next(filter(is_killed_for_memory, causes.values()), None):
             if self._is_out_of_memory or now - self._repaired_s <= WINDOW_S:
                 raise ServiceError(
-                    f"{cause}, again within a minute; free memory, or start again with a smaller "
+                    f"{killed}, again within a minute; free memory, or start again with a smaller "
                     "model, --dtype or --context"
                 )
             self._is_out_of_memory = True

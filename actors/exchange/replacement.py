@@ -120,8 +120,7 @@ class ServiceReplacer:
         names = " and ".join(self._specs[service].name for service in causes)
         try:
             while new:
-                for service, cause in new.items():
-                    self._policy.count(self._specs[service].name, cause)
+                self._policy.count({self._specs[s].name: cause for s, cause in new.items()})
                 self.stage = f"restarting the {names} {services}"
                 new = self._replace_once(causes)
                 causes |= new
@@ -155,9 +154,19 @@ class ServiceReplacer:
         return {}
 
     def _each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
-        """Call a method of services at once; what each returns. Errors: ServiceLost."""
+        """Call a method of services at once; what each returns.
+
+        Errors:  ServiceLost as soon as one dies, is stuck or fails
+        """
         calls = {s: getattr(self._handles[s], method).remote(*a) for s, a in arguments.items()}
-        return {service: self._await(service, call) for service, call in calls.items()}
+        results: dict[int, Any] = {}
+        while waiting := [service for service in calls if service not in results]:
+            pending = [calls[service] for service in waiting]
+            done, _ = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+            self._require_open()
+            results |= {s: self._result(s, calls[s]) for s in waiting if calls[s] in done}
+            self._watch.check([service for service in waiting if service not in results], 0)
+        return results
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:
         """Raise ServiceError unless the new process holds the neurons that were lost."""
@@ -204,16 +213,16 @@ class ServiceReplacer:
         if self._places:
             self._places[service].expect(service, process)
 
-    def _await(self, service: int, call: Any, max_polls: int | None = None) -> Any:
-        """What a call returns. Errors: ServiceLost where the service dies, is stuck or fails."""
-        num_polls = 0
-        while not ray.wait([call], timeout=POLL_S)[0]:
-            self._require_open()
-            num_polls += 1
-            if max_polls is None:
-                self._watch.check([service], 0)
-            elif num_polls >= max_polls:
+    def _await(self, service: int, call: Any, max_polls: int) -> Any:
+        """What a call returns. Errors: ServiceLost where it fails, or takes too long."""
+        for _ in range(max_polls):
+            if ray.wait([call], timeout=POLL_S)[0]:
                 break
+            self._require_open()
+        return self._result(service, call)
+
+    def _result(self, service: int, call: Any) -> Any:
+        """What a call has returned. Errors: ServiceLost where it failed, or has not ended."""
         try:
             return ray.get(call, timeout=0)
         except ray.exceptions.RayError as error:

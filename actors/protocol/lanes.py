@@ -114,7 +114,8 @@ def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray
     for service, part in own.items() if len(own) > 1 else ():
         assert part.lanes is not None
         lanes = first_lanes(part.lanes.first, part.lanes.end).tolist()
-        lanes += [OF_BIASES] if has_bias and part.has_down_bias else []
         found += [(service, output, lane) for output, lane in enumerate(lanes)]
+        if has_bias and part.has_down_bias:  # never the first output
+            found.append((service, max(1, len(lanes)), OF_BIASES))
     sums: np.ndarray = np.array(sorted(found, key=lambda each: each[2]), np.int64).reshape(-1, 3)
     return sums

@@ -84,7 +84,7 @@ def find_system(
 
 
 def _named(name: str | None, options: SystemOptions) -> tuple[Path, Record] | None:
-    """The running system of that name; options that are left open are its own.
+    """The running system of that name; options that are left open, or the default, are its own.
 
     Errors:  UsageError where it is another one than the options ask for
     """
@@ -101,8 +101,8 @@ def _named(name: str | None, options: SystemOptions) -> tuple[Path, Record] | No
         asked["options"] = {**running["options"], **given}
         if not is_same(asked, running, record.resolved):
             raise UsageError(
-                f"the system {name!r} runs with other options, or its files were changed since; "
-                f"leave the options out, or give its model, {model}"
+                f"the system {name!r} runs with other options, cores or variables, or files were "
+                f"changed since; leave the options out, or give its model, {model}"
             )
         return folder, record
     return None

@@ -148,7 +148,7 @@ def begin_experts(shard):
         evict_units(slots)
 
 
-@njit(nogil=True, cache=True, _nrt=True)
+@njit(nogil=True, cache=True)
 def request_experts(shard, layer, blocks):
     """Look up `blocks` (ascending) of a layer after `begin_experts`, and submit missing reads.
 
@@ -168,7 +168,8 @@ def request_experts(shard, layer, blocks):
             order[num_blocks - num_pending] = i
     shard.num_loaded[0] = num_loaded
     pending = order[num_loaded:num_blocks]
-    pending[:] = pending[::-1].copy()
+    for i in range(num_pending // 2):
+        pending[i], pending[num_pending - 1 - i] = pending[num_pending - 1 - i], pending[i]
     if num_pending == 0:
         return
     await_batch(queue, NOW)

@@ -242,14 +242,13 @@ def await_spans(queue, seen):
     sleep_change(queue.cells, _SUBMITTED, seen, _IDLE_NS)
 
 
-@njit(nogil=True, cache=True, _nrt=True)
-def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, target):
-    """A reading thread's loop until `stop_readers`; `staging` is this thread's own.
+@njit(nogil=True, cache=True)
+def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, target, span):
+    """A reading thread's loop until `stop_readers`; `staging` and `span` are this thread's own.
 
-    Spans are read into rows of `target` and completed by `complete_span`.
+    Spans are read into rows of `target` and completed by `complete_span`; span (3,) int32.
     """
     counts = queue.counts[thread]
-    span = np.zeros(3, np.int32)
     counts[IS_RUNNING] = 1
     while not is_stopped(queue):
         seen = num_submitted(queue)

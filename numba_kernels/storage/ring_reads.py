@@ -59,18 +59,20 @@ def _finish_read(queue, file, span, result, staging, target):
     return read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
 
 
-@njit(nogil=True, cache=True, _nrt=True)
+@njit(nogil=True, cache=True)
 def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, spans, busy):
     """Read the spans in flight of a ring that failed, then go on as `serve_reads`.
 
     `staging` is not the ring's: the kernel may still write there.
     """
-    for k in np.flatnonzero(busy):
+    for k in range(busy.shape[0]):
+        if not busy[k]:
+            continue
         span = spans[k]
         reads = batch_reads(queue, np.int64(span[BATCH]))
         num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
         complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs)
-    serve_reads(0, queue, file, loaded_gates, loaded_up_downs, staging, target)
+    serve_reads(0, queue, file, loaded_gates, loaded_up_downs, staging, target, spans[0])
 
 
 @njit(nogil=True, cache=True)
@@ -88,7 +90,7 @@ def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring
         seen = num_submitted(queue)
         if not is_stopped(queue):
             in_flight = _begin_spans(queue, file, ring, staging, spans, busy, in_flight)
-        num_reads = busy.sum()
+        num_reads = np.int64(busy.sum())
         if num_reads == 0:
             if is_stopped(queue):
                 return np.int64(0)

@@ -222,7 +222,7 @@ def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
 
     def fail_often(host: Any) -> None:
         for _ in range(MAX_FAILURES - 2):
-            host.services.policy.count("gpu", "a test")
+            host.services.policy.count({"gpu": "a test"})
             host.services.policy.recovered()
 
     ray.get(eight.system._driver.__ray_call__.remote(fail_often))

@@ -319,14 +319,14 @@ def test_ten_failures_in_a_minute_are_enough() -> None:
     policy = RecoveryPolicy(lambda: now[0])
     for _ in range(3 * MAX_FAILURES):  # slowly: without end
         now[0] += WINDOW_S / (MAX_FAILURES - 2)
-        policy.count("gpu", "it died")
+        policy.count({"gpu": "it died"})
         policy.recovered()
     now[0] += 2 * WINDOW_S
     for _ in range(MAX_FAILURES - 1):
-        policy.count("cpu0", "it died")
+        policy.count({"cpu0": "it died"})
         policy.recovered()
     with pytest.raises(ServiceError, match=r"10 failures in a minute.* cpu1 service: it hangs"):
-        policy.count("cpu1", "it hangs")
+        policy.count({"cpu1": "it hangs"})
 
 
 def test_ten_failed_replacements_are_enough_however_slow() -> None:
@@ -335,27 +335,35 @@ def test_ten_failed_replacements_are_enough_however_slow() -> None:
     with pytest.raises(ServiceError, match="in a row, the last one of the gpu service: no file"):
         for _ in range(MAX_FAILURES):
             now[0] += 100
-            policy.count("gpu", "no file")
+            policy.count({"gpu": "no file"})
 
 
 def test_a_service_that_memory_is_taken_from_is_replaced_once() -> None:
     now = [0.0]
     policy, cause = RecoveryPolicy(lambda: now[0]), f"the cpu0 service {KILLED_FOR_MEMORY}"
-    policy.count("cpu0", cause)
+    policy.count({"cpu0": cause})
     now[0] += 500  # a large model's loading
     policy.recovered()
     now[0] += WINDOW_S / 2
-    policy.count("gpu", "the gpu service died")
+    policy.count({"gpu": "the gpu service died"})
     policy.recovered()
     with pytest.raises(ServiceError, match=f"{KILLED_FOR_MEMORY}, again within a minute; free"):
-        policy.count("cpu0", cause)
+        policy.count({"cpu0": cause})
     policy = RecoveryPolicy(lambda: now[0])
-    policy.count("cpu0", cause)
+    policy.count({"cpu0": cause})
     policy.recovered()
     now[0] += WINDOW_S + 1
-    policy.count("cpu0", cause)
+    policy.count({"cpu0": cause})
     with pytest.raises(ServiceError, match="again within a minute"):  # while it was being replaced
-        policy.count("cpu0", cause)
+        policy.count({"cpu0": cause})
+
+
+def test_services_that_fail_together_are_one_failure() -> None:
+    policy, killed = RecoveryPolicy(lambda: 0.0), f"the cpu0 service {KILLED_FOR_MEMORY}"
+    every = {f"cpu{i}": "it died" for i in range(2 * MAX_FAILURES)}
+    policy.count(every | {"cpu0": killed, "cpu1": killed})
+    with pytest.raises(ServiceError, match=f"cpu0 service {KILLED_FOR_MEMORY}, again within"):
+        policy.count({"cpu1": "it died", "cpu0": killed})
 
 
 def test_a_service_is_blamed_once_a_minute() -> None:
@@ -376,7 +384,7 @@ def test_replacing_takes_no_time_of_the_policys() -> None:
 
     def replace(num_attempts: int = 1) -> None:
         for _ in range(num_attempts):
-            policy.count("gpu", "it died")
+            policy.count({"gpu": "it died"})
             now[0] += 5 * WINDOW_S  # large weights
         policy.recovered()
 
@@ -400,7 +408,7 @@ def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
 
     class Slow(Counting):
         def replace(self, causes: Mapping[int, str]) -> None:
-            policy.count("gpu", causes[0])
+            policy.count({"gpu": causes[0]})
             super().replace(causes)
             now[0] += 5 * WINDOW_S
             policy.recovered()

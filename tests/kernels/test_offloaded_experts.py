@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
@@ -322,6 +323,15 @@ def test_a_choice_that_comes_late_leaves_what_is_awaited(unread: Stored) -> None
     assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
     unread.begin()
     unread.store.await_blocks(1, blocks)
+
+
+def test_requests_keep_nothing(unread: Stored) -> None:
+    """References to arrays are not counted where Python calls, or they would stay for ever."""
+    order = unread.store.stored.order
+    before = sys.getrefcount(order)
+    for _ in range(5):
+        unread.store.request(1, np.array([0, 2]))
+    assert sys.getrefcount(order) == before
 
 
 def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> None:

@@ -306,7 +306,7 @@ def test_a_running_system_is_found_by_its_name(
     assert named("mine") is None
     monkeypatch.chdir("/")
     in_place(tmp_path / "weights.gguf")
-    with pytest.raises(UsageError, match="'mine' runs with other options, or its files"):
+    with pytest.raises(UsageError, match="'mine' runs with other options, cores or var"):
         named("mine")
     running.remove()
 

@@ -147,8 +147,9 @@ class Chat:
             system_prompt, sampling = self._settings.read(settings)
             history.require_space(question or "")
         except HotcoldError as error:
-            conversation.refuse(error, is_below=question is not None)
-            yield *self._view(history), gr.skip() if question is None else question
+            is_below = question is not None and conversation is history.open
+            conversation.refuse(error, is_below=is_below)
+            yield *self._view(history), question if is_below else gr.skip()
             return
         conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat, at)
         yield *self._view(history), "" if at is None else gr.skip()

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from contextvars import Context
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,6 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.ui.page import ASSETS
 from hotcold.ui.page.routes import require_allowed
+
+_BUILDING = threading.Lock()  # what Gradio builds a page of is the process's, not the thread's
 
 
 class LatePage:
@@ -38,7 +42,9 @@ class LatePage:
 
     async def _begin(self) -> ASGIApp:
         app = await asyncio.to_thread(self._mounted)
-        await self._opened.enter_async_context(app.router.lifespan_context(app))
+        opening = self._opened.enter_async_context(app.router.lifespan_context(app))
+        # Its tasks are nobody's: in this context they would be those of the first viewer.
+        await asyncio.create_task(opening, context=Context())
         gc.freeze()  # as `ServerThread.use`
         page: ASGIApp = app.routes[-1].app  # type: ignore[attr-defined]
         return page
@@ -47,5 +53,6 @@ class LatePage:
         """An application of which the last route is the page."""
         from hotcold.ui.page.page import mount_page
 
-        app: FastAPI = mount_page(FastAPI(), self._build(), self._path.rstrip("/") or "/")
+        with _BUILDING:
+            app: FastAPI = mount_page(FastAPI(), self._build(), self._path.rstrip("/") or "/")
         return app

@@ -15,7 +15,7 @@ const isOpen = (name) => body.dataset[name] === "open";
 const opener = (name) => find(`[data-open="${name}"]`);
 let kept = {}; // where the browser keeps nothing, choices last as long as the page
 try {
-  kept = localStorage;
+  kept = localStorage ?? kept;
 } catch {
   // It refuses.
 }
