@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.numba_kernels.decode.activations import Thresholds
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
 
 Tiny = Callable[..., TinyCheckpoint]
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1)]  # services, threads of each
@@ -29,11 +31,13 @@ def all_logits(system: InProcessSystem) -> Iterator[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama-relu", ""), ("llama-relu", "q8"), ("llama-relu", "q4"), ("opt-postnorm", ""),
+    [("llama-relu", ""), ("q-llama", "q8"), ("q-llama", "q4"), ("opt-postnorm", ""),
      ("qwen3-moe", "")],
 )  # fmt: skip
-def test_logits_are_the_same_whoever_computes_them(tiny: Tiny, name: str, dtype: str) -> None:
-    path = tiny(name).path
+def test_logits_are_the_same_whoever_computes_them(
+    tiny: Tiny, tmp_path: Path, name: str, dtype: str
+) -> None:
+    path = make_model(name, tmp_path / "model") if dtype else tiny(name).path
     expected: list[np.ndarray] = []
     for shape in [(1, 1), *SHAPES]:
         with InProcessSystem(path, *shape, weight_dtype=dtype, has_down_norms=True) as system:
