@@ -86,13 +86,13 @@ def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
 
 
-@njit(nogil=True)
-def _listed_sums(gate, down, ids, x, scratch, h, sums, out):
+@njit(nogil=True, _nrt=False)
+def _listed_sums(gate, down, ids, order, x, scratch, h, sums, out):
     """h[i] = gate[ids[i]] . x[0]; out = sum over i of h[i] * down[ids[i]]."""
     vectors, last = quantize_activations(gate, x, scratch, 0), ids.shape[0] - 1
     for i in range(ids.shape[0]):
         h[i] = dot_ahead(gate, ids[i], ids[min(i + 1, last)], vectors, 0)
-    add_one(down, ids, np.arange(ids.size, dtype=np.int32), 0, ids.size, h, sums)
+    add_one(down, ids, order, 0, ids.size, h, sums)
     add_in_order(down, sums, out, 0, out.shape[0])
 
 
@@ -111,7 +111,8 @@ def results(kind: str) -> dict[str, np.ndarray]:
     scratch = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
     h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
-    _listed_sums(gate, down, LISTED, x, scratch, h, sums, out)
+    order = np.arange(LISTED.size, dtype=np.int32)
+    _listed_sums(gate, down, LISTED, order, x, scratch, h, sums, out)
     return found | {"listed": h, "sums": out}
 
 

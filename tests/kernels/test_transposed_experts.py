@@ -137,7 +137,10 @@ def test_any_choice_of_experts_is_even_work(num_threads: int) -> None:
     spans = list_spans.py_func(selection, starts, 1, np.zeros((128, 7), np.int64))
     counts = np.zeros(num_threads, np.int64)
     for thread in range(num_threads):
-        parts = [own_part(span, selection, thread, num_threads) for span in spans]
+        parts = [
+            own_part(span, selection, np.zeros((0, 0), np.int64), thread, num_threads)
+            for span in spans
+        ]
         counts[thread] = sum(last - first for first, last in parts)
     assert counts.sum() == 8 * 768
     assert counts.max() - counts.min() <= counts.sum() // 128

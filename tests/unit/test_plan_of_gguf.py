@@ -49,7 +49,7 @@ def loaded_bytes(path: Path, is_dense: bool) -> int:
     spec = ServiceSpec("cpu0", 1, 1, SystemConfig(str(path)), neuron_ids=list(ids))
     load = load_dense_service if is_dense else load_cpu_service
     service: Any = load(spec, config, lambda count: None)
-    held = service.arrays._asdict() | {"starts": None}
+    held = service.arrays._asdict() | {"starts": None, "first_lane": None}
     return sum(array.nbytes for array in held.values() if array is not None) + 4 * 1024
 
 
