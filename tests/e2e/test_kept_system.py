@@ -62,10 +62,13 @@ class Machine:
     def changes(self) -> dict[str, str]:
         return {"XDG_RUNTIME_DIR": str(self.systems.parent)}
 
-    def begin(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def begin(
+        self, *arguments: str, stdin: int = subprocess.DEVNULL, **changes: str
+    ) -> subprocess.Popen[str]:
+        """`changes` are of its environment."""
         return subprocess.Popen(
             command_line(arguments), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(self.ray, self.changes), start_new_session=True, text=True,
+            env=environment(self.ray, self.changes | changes), start_new_session=True, text=True,
         )  # fmt: skip
 
     def run(self, *arguments: str, stdin: str | None = None) -> tuple[str, str]:
@@ -225,8 +228,9 @@ def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
     assert list(machine.systems.iterdir()) == []
 
 
-def test_one_that_loads_is_stopped_and_says_so(machine: Machine) -> None:
-    starting = machine.begin(*machine.question, "--keep", "-1")
+def test_one_that_loads_is_stopped_and_says_so(machine: Machine, tmp_path: Path) -> None:
+    """With no kernel compiled, so that it loads for long enough."""
+    starting = machine.begin(*machine.question, "--keep", "-1", XDG_CACHE_HOME=str(tmp_path))
     await_that(lambda: any(found.get("progress") for found in machine.listed()))
     assert machine.run("stop") == ("the system 'words' has ended\n", "")
     out, err = starting.communicate(timeout=WAIT_S)
