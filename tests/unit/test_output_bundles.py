@@ -20,6 +20,7 @@ from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model, storage_within
 from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
 from hotcold.jobs.cli import main
+from hotcold.jobs.support import offload_plan
 from hotcold.model.bundles import geometry as geometries
 from hotcold.model.bundles.bundle_file import damaged_bundles, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -134,6 +135,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert "1 bundles are damaged, the first is bundle 3" in capsys.readouterr().err
     assert main(["pack", str(path)]) == 0
     assert file.read_bytes() == content
+
+
+def test_a_plan_measures_reads_of_its_experts(tmp_path: Path) -> None:
+    """Of a file whose blocks have bundles of their own numbers, too."""
+    path = MODELS["Q4_0"](tmp_path)
+    assert main(["pack", str(path)]) == 0
+    (file,) = tmp_path.glob("**/bundles-q4-outputs.bin")
+    disk = offload_plan._measured(file, packed_config(path))
+    assert 0 < disk.bytes_per_s and 0 < disk.most_bytes_per_s
 
 
 def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
