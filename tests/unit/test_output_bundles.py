@@ -143,7 +143,7 @@ def test_a_plan_measures_reads_of_its_experts(tmp_path: Path) -> None:
     assert main(["pack", str(path)]) == 0
     (file,) = tmp_path.glob("**/bundles-q4-outputs.bin")
     disk = offload_plan._measured(file, packed_config(path))
-    assert 0 < disk.bytes_per_s and 0 < disk.most_bytes_per_s
+    assert disk.bytes_per_s > 0 and disk.most_bytes_per_s > 0
 
 
 def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
