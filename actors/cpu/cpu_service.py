@@ -176,7 +176,8 @@ class CpuService(Service):
         arrays, index = self.layer_arrays(layer)
         x = self.buffers.ffn_input[:num_tokens]
         partial = self.buffers.partials[self.index, :num_tokens]
-        self.buffers.more_partials[self.index] = 0
+        if num_tokens <= self.buffers.more_partials.shape[2]:  # of more nobody reads them
+            self.buffers.more_partials[self.index] = 0
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
