@@ -24,10 +24,8 @@ from hotcold.numba_kernels.storage.io_ring import (
 )
 
 _MAX_READS = 1 << 16
-_SPENT_S, _LONG_S = (
-    0.2,
-    1.0,
-)  # reads until what may be read at once is spent, and then in the long run
+_SPENT_S = 0.2  # reads until what may be read at once is spent
+_LONG_S = 1.0  # reads after that, in the long run
 _BURSTS, _NEVER_NS = 31, 1 << 60
 
 
