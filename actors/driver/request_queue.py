@@ -183,13 +183,17 @@ class RequestQueue:
                 item.end("cancelled")
                 self._waiting.remove(item)
         while self._waiting and self._start(self._waiting[0]):
-            self._waiting.popleft()
+            pass
 
     def _start(self, item: ActiveRequest | _Job) -> bool:
-        """Whether it could be started."""
+        """Whether the first that waits could be started; it waits no longer then."""
         if isinstance(item, ActiveRequest):
-            return self._scheduler.admit(item)
-        if self._scheduler.is_idle:
-            item.run(self._scheduler.try_replace)
+            if not self._scheduler.admit(item):
+                return False
+            self._waiting.popleft()
             return True
-        return False
+        if not self._scheduler.is_idle:
+            return False
+        self._waiting.popleft()  # before it is done, and who asked for it looks how many wait
+        item.run(self._scheduler.try_replace)
+        return True

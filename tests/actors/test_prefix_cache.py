@@ -74,7 +74,7 @@ def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]
 
     def ask() -> None:
         for request in requests:
-            num_waiting = driver.load().num_waiting  # this function itself waits to be done, too
+            num_waiting = driver.load().num_waiting
             running.append(Background(partial(answer, driver, request)))
             wait_until(lambda num=num_waiting: driver.load().num_waiting > num)  # type: ignore[misc]
 
