@@ -174,5 +174,5 @@ class ExpertsMaker:
 
 
 def predictor_parts(hidden: int) -> int:
-    """Return r of a predictor of 2 r + 1 parts in each expert: hidden / 4, as TurboSparse has."""
-    return max(1, hidden // 8)
+    """Return r of a predictor of 2 r + 2 parts in each expert: hidden / 4, as TurboSparse has."""
+    return max(1, hidden // 8 - 1)

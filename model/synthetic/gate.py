@@ -97,11 +97,12 @@ class _LowRank:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return fc1 and fc2 of low-rank parts, p = relu(p) - relu(-p), and `weights` (N,) * s.x.
 
-        s is `direction`, along which all inputs are positive.
+        s is `direction`, along which all inputs are positive. It is there twice, each for half of
+        its part: 2 r + 2 rows can be whole groups of quantized weights.
         """
-        along = weights - self.left @ (self.right @ direction)
-        fc1 = torch.cat([self.right, -self.right, direction[None]])
-        return fc1, torch.cat([self.left, -self.left, along[:, None]], dim=1)
+        half = (weights - self.left @ (self.right @ direction))[:, None] / 2
+        fc1 = torch.cat([self.right, -self.right, direction[None], direction[None]])
+        return fc1, torch.cat([self.left, -self.left, half, half], dim=1)
 
 
 def _fit_weights(

@@ -80,7 +80,7 @@ def _expert_specs(names: ExpertNames, spec: FfnSpec, hidden: int) -> Iterator[Te
             for name in (names.gate, names.up):
                 yield TensorSpec(name.format(expert), (size, hidden))
             if spec.has_predictors:
-                parts = 2 * predictor_parts(hidden) + 1
+                parts = 2 * predictor_parts(hidden) + 2
                 fc1, fc2 = (name.format(expert) for name in names.predictor)
                 yield TensorSpec(fc1, (parts, hidden))
                 yield TensorSpec(fc2, (size, parts))

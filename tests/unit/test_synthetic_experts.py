@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from hotcold.model.synthetic.make import SyntheticReport, make_model
 from hotcold.model.synthetic.shape import resolve_shape
+from hotcold.numba_kernels.formats import QUANT_GROUP
 from tests import reference_experts
 from tests.patched_models import load_model
 from tests.reference import reference_logits
@@ -150,6 +151,9 @@ def test_predictors_of_turbosparse_leave_few_out(tmp_path: Path) -> None:
     assert right > 0.9 * fired
     assert counted < 0.45 * 100 * 2 * 64
     assert right / (100 * 2 * 64) == pytest.approx(0.1, rel=0.3)
+    rank, hidden = fc1.shape
+    assert rank == hidden // 4
+    assert rank % QUANT_GROUP == 0, "--dtype q4 takes whole groups"
 
 
 def test_a_tensor_is_written_from_its_parts(tmp_path: Path) -> None:
