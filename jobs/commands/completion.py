@@ -1,4 +1,4 @@
-"""`hotcold completion`: what lets bash, zsh or fish complete commands, options and their choices."""
+"""`hotcold completion`: the script by which bash, zsh or fish complete commands and options."""
 
 from __future__ import annotations
 

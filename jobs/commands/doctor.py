@@ -37,7 +37,8 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 @click.option(
     "--measure/--no-measure",
     default=True,
-    help="Measure how fast memory is read, once a machine (5 s a NUMA node, and once a minute of compiling).",
+    help="Measure how fast memory is read, once a machine (5 s a NUMA node, and at "
+    "first a minute of compiling).",
 )
 @click.option("--fresh", is_flag=True, help="Measure again.")
 @click.option(

@@ -355,7 +355,7 @@ def test_sigterm_ends_a_program_as_without_ray(
     program = f"""
 import os, signal, sys
 import ray
-from hotcold.actors.launch import start_private_ray
+from hotcold.actors.launch import start_local_ray
 if {has_own}:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 def register(*given, made=ray._raylet.CoreWorker, **more):
@@ -364,7 +364,7 @@ def register(*given, made=ray._raylet.CoreWorker, **more):
     return worker
 if {when == "registering"}:
     ray._raylet.CoreWorker = register
-start_private_ray(1, 1 << 20)
+start_local_ray(1, 1 << 20)
 os.kill(os.getpid(), signal.SIGTERM)
 """
     done = subprocess.run(
