@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +174,15 @@ def own_sigterm() -> Iterator[None]:
     By itself Ray takes the signal: it prints a stack, and ends with a status of its own. It does so
     once in a process, so that is done here first.
     """
-    from ray._private import utils
+    from ray._private import utils, worker
 
     act = ctypes.CDLL(None).sigaction
     own = ctypes.create_string_buffer(_SIGACTION_BYTES)
     act(signal.SIGTERM, None, own)
-    with replaced(utils, "set_sigterm_handler", lambda handler: None):
+    with (
+        replaced(utils, "set_sigterm_handler", lambda handler: None),
+        replaced(worker, "connect", partial(_uninterrupted, worker.connect)),
+    ):
         try:
             with suppress(AttributeError, OSError):  # another version has no such function
                 library = ctypes.CDLL(ray._raylet.__file__)
@@ -186,6 +191,22 @@ def own_sigterm() -> Iterator[None]:
             yield
         finally:
             act(signal.SIGTERM, own, None)
+
+
+def _uninterrupted(connect: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Connect; SIGTERM takes effect after that: Ray that is half there ends by a memory fault."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        connect(*args, **kwargs)
+        return
+    come: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: come.append(number))
+    try:
+        connect(*args, **kwargs)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if come:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def keep_stdout_clean() -> None:
