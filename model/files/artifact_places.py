@@ -47,11 +47,8 @@ def _folder_elsewhere(model_path: Path) -> Path | None:
     """The folder of many models' artifacts; None: they are beside the model."""
     if given := os.environ.get(ARTIFACTS):
         return Path(os.path.expanduser(given))
-    return (
-        cache_home() / "hotcold" / "artifacts"
-        if resolved_model(model_path) == DEMO_DIRECTORY
-        else None
-    )
+    is_embedded = resolved_model(model_path) == DEMO_DIRECTORY
+    return cache_home() / "hotcold" / "artifacts" if is_embedded else None
 
 
 def artifact_path(model_path: str | Path, file_name: str) -> Path:
