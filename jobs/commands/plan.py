@@ -101,7 +101,7 @@ def plan(
         profile = planned_profile(found, profile_file, density)
         machine = _machine(machine_file, tell)
         described = machine if machine_file else None
-        tell(f"placing neurons, at most {time_limit_s:g} s")
+        tell(f"placing neurons, at most {time_limit_s:g} s", is_brief=True)
         try:
             made, system = _make_plan(
                 found, options, machine, described, profile, time_limit_s, out is not None
