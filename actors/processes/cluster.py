@@ -18,8 +18,8 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from hotcold.actors.private_ray.closed_ray import replaced
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.ray_parts import replaced
 from hotcold.model.current_folder import own_folders
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.placement.machine.numa import slots_of

@@ -28,9 +28,10 @@ import ray
 
 from hotcold.actors import launch
 from hotcold.actors.private_ray import closed_ray, fork_server, start
-from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
+from hotcold.actors.private_ray.closed_ray import closed_to_others
 from hotcold.actors.private_ray.temp_folder import PREFIX, TempFolder
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.ray_parts import replaced
 from hotcold.actors.system import _start_ray
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY

@@ -116,14 +116,14 @@ def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) 
 def test_a_measurement_beside_others_stays_until_there_is_a_better_one(
     measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speeds = iter([3.0, 2.0, 4.0, 8.0, 1.0])
+    speed, found = 0.0, []
     monkeypatch.setattr(
         "hotcold.placement.machine.measure.measure_node",
         lambda cores, *_: NodeRates(speed, speed, speed),
     )
-    found = []
-    for busy, fresh in ((9.0, False), (9.0, False), (9.0, False), (0.0, False), (9.0, True)):
-        speed = next(speeds)
+    for speed, busy, fresh in (
+        (3.0, 9.0, False), (2.0, 9.0, False), (4.0, 9.0, False), (8.0, 0.0, False), (1.0, 9.0, True)
+    ):  # fmt: skip
         monkeypatch.setattr(BusyWatch, "busy_cores", lambda self, busy=busy: busy)
         found.append(this_machine(root=big_root, fresh=fresh).nodes[0].read_gb_per_s)
     assert found == [3.0, 3.0, 4.0, 8.0, 1.0]

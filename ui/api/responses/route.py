@@ -213,7 +213,7 @@ class _Response:
             "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": asked + new,
         }
-        previous = self._previous and self._previous()
+        previous = None if self._previous is None else self._previous()
         if self._given is not None and (previous is not None) == (self._previous is not None):
             turn = Turn(previous, self._given, self.content)
             self._kept.add(self.content["id"], turn)
