@@ -121,9 +121,10 @@ def test_a_measurement_beside_others_stays_until_there_is_a_better_one(
         "hotcold.placement.machine.measure.measure_node",
         lambda cores, *_: NodeRates(speed, speed, speed),
     )
-    for speed, busy, fresh in (
+    for now, busy, fresh in (
         (3.0, 9.0, False), (2.0, 9.0, False), (4.0, 9.0, False), (8.0, 0.0, False), (1.0, 9.0, True)
     ):  # fmt: skip
+        speed = now
         monkeypatch.setattr(BusyWatch, "busy_cores", lambda self, busy=busy: busy)
         found.append(this_machine(root=big_root, fresh=fresh).nodes[0].read_gb_per_s)
     assert found == [3.0, 3.0, 4.0, 8.0, 1.0]
