@@ -12,10 +12,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from hotcold.actors.setup.ray_parts import replaced
 from hotcold.model.errors import ServiceError
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -57,20 +57,6 @@ def closed_to_others(folder: Path) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` within this context; no effect where Ray has no such name."""
-    if not hasattr(owner, name):
-        yield
-        return
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def require_closed() -> None:

@@ -19,9 +19,10 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
+from hotcold.actors.private_ray.closed_ray import closed_to_others
 from hotcold.actors.private_ray.fork_server import ADDRESS, ForkServer
 from hotcold.actors.private_ray.temp_folder import TempFolder
+from hotcold.actors.setup.ray_parts import replaced
 
 _log = logging.getLogger(__name__)
 _STUB_AGENT = Path(__file__).with_name("stub_agent.py")

@@ -1,14 +1,16 @@
 """The Ray cluster of RAY_ADDRESS or of this user: connecting to it, and CPUs in it."""
 
+import ctypes
 import math
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import ray
 from ray.job_config import JobConfig
 
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.ray_parts import replaced
 from hotcold.model.current_folder import own_folders
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.placement.machine.numa import slots_of
@@ -27,6 +30,9 @@ NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
 _MAX_BYTES = 300
+# RayLog::InstallFailureSignalHandler(char const*, bool)
+_TAKE_SIGNALS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
+_SIGACTION_BYTES = 256  # more than a `struct sigaction` has
 _LISTENING = "0A"  # a socket's state in /proc/net/tcp
 _NOT_OURS = (
     "the Ray cluster on this machine is another user's; if you trust it, give its address in "
@@ -163,17 +169,44 @@ def listeners(port: int) -> set[int]:
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """At its end this program's handler of SIGTERM, if it has one, is in place again.
+    """Within it Ray starts, and what this program does at SIGTERM stays.
 
-    Ray takes the signal for itself when it starts: it prints a stack, and ends with a status of its
-    own.
+    By itself Ray takes the signal: it prints a stack, and ends with a status of its own. It does so
+    once in a process, so that is done here first.
     """
+    from ray._private import utils, worker
+
+    act = ctypes.CDLL(None).sigaction
+    own = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    act(signal.SIGTERM, None, own)
+    with (
+        replaced(utils, "set_sigterm_handler", lambda handler: None),
+        replaced(worker, "connect", partial(_uninterrupted, worker.connect)),
+    ):
+        try:
+            with suppress(AttributeError, OSError):  # another version has no such function
+                library = ctypes.CDLL(ray._raylet.__file__)
+                library[_TAKE_SIGNALS](None, ctypes.c_bool(False))
+                act(signal.SIGTERM, own, None)
+            yield
+        finally:
+            act(signal.SIGTERM, own, None)
+
+
+def _uninterrupted(connect: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Connect; SIGTERM takes effect after that: Ray that is half there ends by a memory fault."""
     handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        connect(*args, **kwargs)
+        return
+    come: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: come.append(number))
     try:
-        yield
+        connect(*args, **kwargs)
     finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
+        if come:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def keep_stdout_clean() -> None:

@@ -1,4 +1,4 @@
-"""`hotcold completion`: let bash, zsh or fish complete commands, options and their choices."""
+"""`hotcold completion`: the script by which bash, zsh or fish complete commands and options."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _VARIABLE = "_HOTCOLD_COMPLETE"
 
 @click.command()
 @click.argument("shell", required=False, type=click.Choice(_SHELLS))
-@click.option("--print", "only_print", is_flag=True, help="Print the script, install nothing.")
+@click.option("--install", is_flag=True, help="Write it into your home folder instead.")
 @click.pass_context
-def completion(ctx: click.Context, shell: str | None, only_print: bool) -> None:
-    """Install completion for SHELL, the one you use without it, in your home folder.
+def completion(ctx: click.Context, shell: str | None, install: bool) -> None:
+    """Print the script by which SHELL, the one you use without it, completes commands.
 
-    bash and fish load it by themselves; zsh by a line that is added to .zshrc.
+    What --install writes bash and fish load by themselves; zsh by a line that is added to .zshrc.
     """
     shell = shell or _own_shell()
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(ctx.find_root().command, {}, "hotcold", _VARIABLE).source()
-    if only_print:
+    if not install:
         click.echo(script)
         return
     path = _script_path(shell)

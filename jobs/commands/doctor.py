@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 import hotcold
-from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
+from hotcold.jobs.support.console import json_option, print_json, status_line, transient_progress
 from hotcold.jobs.support.options import system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import CheckpointError, UsageError
@@ -36,7 +37,8 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 @click.option(
     "--measure/--no-measure",
     default=True,
-    help="Measure how fast memory is read, once a machine (5 s a NUMA node).",
+    help="Measure how fast memory is read, once a machine (5 s a NUMA node, and at "
+    "first a minute of compiling).",
 )
 @click.option("--fresh", is_flag=True, help="Measure again.")
 @click.option(
@@ -84,11 +86,22 @@ def doctor(
         findings.append(check_model(machine, need))
     if found is not None:
         findings.extend(check_thresholds(*found))
-    findings.extend(check_services(running_services()))
+    findings.extend(check_services(running_services(), _systems()))
     disk = {} if found is None or not measure else _disk(found[0])
     _print_report(machine, measured, findings, need, disk)
     if as_json:
         _print_json(machine, measured, findings, need, disk)
+
+
+def _systems() -> dict[int, str]:
+    """The names of this user's running systems by the processes that hold them."""
+    from hotcold.jobs.kept.commands import running_systems
+
+    names: dict[int, list[str]] = {}
+    with suppress(UsageError):  # a folder that others may write to
+        for _, record in running_systems():
+            names.setdefault(record.pid, []).append(record.name)
+    return {pid: ", ".join(held) for pid, held in names.items()}
 
 
 def _measured(measure: bool, fresh: bool) -> Machine | None:
@@ -97,8 +110,8 @@ def _measured(measure: bool, fresh: bool) -> Machine | None:
 
     if not measure or missing_features(read_cpu(), platform.machine()):
         return measured_before()  # to compile kernels without those features would end the process
-    with stderr_console().status("looking at this machine") as status:
-        return this_machine(fresh=fresh, on_stage=status.update)
+    with status_line("looking at this machine") as tell:
+        return this_machine(fresh=fresh, on_stage=tell)
 
 
 def _disk(path: Path) -> dict[str, list[float]]:

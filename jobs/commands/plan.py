@@ -13,7 +13,7 @@ import click
 from hotcold.actors.protocol.messages import MODES
 from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.profile.files import require_plot
-from hotcold.jobs.support.console import json_option, print_json, stderr_console
+from hotcold.jobs.support.console import json_option, print_json, status_line
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.options import split_system_options, system_option
 from hotcold.jobs.support.settings import GroupedCommand
@@ -97,11 +97,11 @@ def plan(
     found = planned_model(model, shape, config_source, options.weight_dtype)
     if found.path is None and out is not None:
         raise UsageError("--out writes a plan to load by, of a model that is here; leave it out")
-    with stderr_console().status("looking at this machine") as status:
+    with status_line("looking at this machine") as tell:
         profile = planned_profile(found, profile_file, density)
-        machine = _machine(machine_file, status.update)
+        machine = _machine(machine_file, tell)
         described = machine if machine_file else None
-        status.update(f"placing neurons, at most {time_limit_s:g} s")
+        tell(f"placing neurons, at most {time_limit_s:g} s", is_brief=True)
         try:
             made, system = _make_plan(
                 found, options, machine, described, profile, time_limit_s, out is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.jobs.support.extras import require_extra
+from hotcold.jobs.support.extras import require_extra, require_version
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
@@ -106,6 +106,8 @@ def serve(
     """
     os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
     require_extra("ui", "serve")
+    if not no_page and importlib.util.find_spec("gradio") is not None:
+        require_version("gradio", "the chat page")
     from hotcold.actors.protocol.ray_memory import free_bytes
     from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line

@@ -109,6 +109,24 @@ def transient_progress(*columns: ProgressColumn | str) -> Progress:
 
 
 @contextmanager
+def status_line(text: str) -> Iterator[Callable[..., None]]:
+    """Show on standard error what is being done; gives the function that says what comes next.
+
+    A file or a pipe has a line of each that comes next, as that may take minutes; not with
+    `is_brief`.
+    """
+    console = stderr_console()
+    with console.status(text) as status:
+
+        def tell(stage: str, is_brief: bool = False) -> None:
+            status.update(stage)
+            if not console.is_interactive and not is_brief:
+                click.echo(stage, err=True)
+
+        yield tell
+
+
+@contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error; gives the function to call with bytes written and in all."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn

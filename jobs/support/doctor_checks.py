@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -223,11 +223,17 @@ def _nodes(machine: MachineSurvey) -> Finding:
     return Finding("ok", "NUMA", text)
 
 
-def check_services(services: Sequence[ServiceMemory]) -> Iterator[Finding]:
-    """Yield, for each running service, where its memory lies and whether its threads are there."""
+def check_services(
+    services: Sequence[ServiceMemory], systems: Mapping[int, str]
+) -> Iterator[Finding]:
+    """Yield, for each running service, where its memory lies and whether its threads are there.
+
+    systems: the names of running systems by the processes that hold them
+    """
     for service in services:
         parts = [f"{size >> 20} MiB on node {node}" for node, size in service.node_bytes.items()]
-        text = f"{', '.join(parts) or 'no memory yet'}; runs on " + (
+        whose = systems.get(service.owner) or f"process {service.owner or 'unknown'}"
+        text = f"of {whose}: {', '.join(parts) or 'no memory yet'}; runs on " + (
             f"node{'s' * (len(service.nodes) > 1)} {', '.join(map(str, service.nodes))}"
         )
         subject = f"service {service.pid}"

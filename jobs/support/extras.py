@@ -7,6 +7,7 @@ for hotcold anew.
 import importlib.util
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, requires, version
 
 from hotcold.model.errors import UsageError
 
@@ -23,6 +24,28 @@ def require_extra(name: str, what: str) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise UsageError(
-            f"{what} needs {', '.join(missing)}, which {verb} not installed; "
-            f"{shlex.quote(sys.executable)} -m pip install 'hotcold[{name}]'"
+            f"{what} needs {', '.join(missing)}, which {verb} not installed; {_install(name)}"
         )
+
+
+def require_version(package: str, what: str) -> None:
+    """Raise UsageError where another version of `package` is installed than hotcold takes.
+
+    Nothing where it is not installed, or hotcold itself is not. `package` is not imported.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        found, lines = version(package), requires("hotcold") or ()
+    except PackageNotFoundError:
+        return
+    for asked in map(Requirement, lines):
+        if asked.name == package and not asked.specifier.contains(found, prereleases=True):
+            raise UsageError(
+                f"{what} needs {package}{asked.specifier}, and {found} is installed; "
+                f"{_install('ui')}, or --no-page does without"
+            )
+
+
+def _install(name: str) -> str:
+    return f"{shlex.quote(sys.executable)} -m pip install 'hotcold[{name}]'"

@@ -49,6 +49,13 @@ SHARED_OPTIONS = {
     "System": tuple(one.flag[2:] for one in OPTIONS.values()),
     "Kept system": ("keep", "own"),
 }
+# Those of them that `--help` tells; `--help-all` tells the others, too.
+_COMMON = {
+    "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop",
+    "mode", "dtype", "context", "threads", "cpu-memory", "gpu-memory", "speculate",
+    "keep", "own",
+}  # fmt: skip
+_ALL = f"{__name__}.all"
 
 
 class SharedOption(click.Option):
@@ -60,6 +67,7 @@ class SharedOption(click.Option):
         self.unset = unset
         key = max(self.opts, key=len).lstrip("-")
         (self.section,) = (name for name, keys in SHARED_OPTIONS.items() if key in keys)
+        self.is_common = key in _COMMON
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """See click; with what holds where it is not given."""
@@ -91,8 +99,19 @@ def shared_option(*names: str, **kwargs: Any) -> Callable[..., Any]:
 class GroupedCommand(click.Command):
     """A command whose help shows its own options first, and shared ones in a section a group.
 
+    `--help` leaves out what few need; `--help-all` has all.
     An error of its command line says which command, and what another program's option is here.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not all(_is_common(param) for param in self.params):
+            self.params.append(
+                click.Option(
+                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False,
+                    callback=_show_all, help="Show all options and exit.",
+                )
+            )  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click."""
@@ -108,7 +127,9 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group that has options."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for param in self.get_params(ctx):
+        params = self.get_params(ctx)
+        shown = params if ctx.meta.get(_ALL) else list(filter(_is_common, params))
+        for param in shown:
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 name = f"{param.section} options" if isinstance(param, SharedOption) else "Options"
@@ -117,6 +138,20 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+        if left_out := len(params) - len(shown):
+            formatter.write_paragraph()
+            formatter.write_text(f"{left_out} more options: {ctx.command_path} --help-all")
+
+
+def _is_common(param: click.Parameter) -> bool:
+    return not isinstance(param, SharedOption) or param.is_common
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 class Setting(NamedTuple):

@@ -3,7 +3,8 @@
 Beside it means in the folder `hotcold` of the model's directory, those of a GGUF file in a folder
 of its name there. In HOTCOLD_ARTIFACTS, for models whose folder is shared or read-only, each model
 has a folder of its own, named after it and its path. What is made is written there alone, and what
-lies beside the model is read where that folder lacks it.
+lies beside the model is read where that folder lacks it. The embedded model, a part of the program,
+has such a folder in this user's cache.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import os
 from pathlib import Path
 
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.files.locate import resolved_model
+from hotcold.model.files.locate import DEMO_DIRECTORY, resolved_model
 from hotcold.model.gguf.file_names import is_gguf
+from hotcold.numba_kernels.own_cache import cache_home
 
 ARTIFACTS = "HOTCOLD_ARTIFACTS"
 _BESIDE = "hotcold"
@@ -27,21 +29,26 @@ def artifact_folders(model_path: str | Path) -> list[Path]:
     """
     path = Path(model_path)
     beside = path.parent / _BESIDE / path.stem if is_gguf(path) else path / _BESIDE
-    given = os.environ.get(ARTIFACTS)
-    if not given:
+    folder = _folder_elsewhere(path)
+    if folder is None:
         return [beside]
-    folder = Path(os.path.expanduser(given))
     if not folder.is_absolute():
-        raise UsageError(f"{ARTIFACTS} is {shown(given)}; give an absolute path")
+        raise UsageError(f"{ARTIFACTS} is {shown(str(folder))}; give an absolute path")
     return [folder / _own_name(resolved_model(path)), beside]
 
 
 def artifact_base(model_path: str | Path) -> Path:
     """The folder, made by somebody else, below which a model's artifacts are written."""
+    path = Path(model_path)
+    return _folder_elsewhere(path) or (path.parent if is_gguf(path) else path)
+
+
+def _folder_elsewhere(model_path: Path) -> Path | None:
+    """The folder of many models' artifacts; None: they are beside the model."""
     if given := os.environ.get(ARTIFACTS):
         return Path(os.path.expanduser(given))
-    path = Path(model_path)
-    return path.parent if is_gguf(path) else path
+    is_embedded = resolved_model(model_path) == DEMO_DIRECTORY
+    return cache_home() / "hotcold" / "artifacts" if is_embedded else None
 
 
 def artifact_path(model_path: str | Path, file_name: str) -> Path:

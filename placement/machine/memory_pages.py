@@ -106,17 +106,23 @@ def huge_bytes_around(address: int, num_bytes: int, smaps: Path) -> int | None:
 
 
 _SERVICE_TITLE = b"ray::ServiceActor"
+# In the command lines of processes between a service and the one that started its Ray.
+_BETWEEN = (b"ray::", b"fork_server", b"raylet")
 _PAGES = re.compile(r"\bN(\d+)=(\d+)")
 _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
 
 
 @dataclass(frozen=True)
 class ServiceMemory:
-    """One process: bytes of its large anonymous mappings by node, and its threads' nodes."""
+    """One process: bytes of its large anonymous mappings by node, and its threads' nodes.
+
+    owner: the process that started its Ray, 0 where there is none on this host
+    """
 
     pid: int
     node_bytes: dict[int, int]
     nodes: tuple[int, ...]
+    owner: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -148,10 +154,18 @@ def _service(pid: int, root: Path) -> ServiceMemory | None:
             return None
         node_bytes = anonymous_bytes((folder / "numa_maps").read_text())
         cores = allowed_cores((folder / "status").read_text())
+        owner = _owner(pid, root)
     except OSError:  # it has ended, or is another user's
         return None
     nodes = nodes_with_memory(read_numa_nodes(root), cores)
-    return ServiceMemory(pid, node_bytes, tuple(node.node_id for node in nodes))
+    return ServiceMemory(pid, node_bytes, tuple(node.node_id for node in nodes), owner)
+
+
+def _owner(pid: int, root: Path) -> int:
+    while pid > 1 and any(part in (root / f"proc/{pid}/cmdline").read_bytes() for part in _BETWEEN):
+        stat = (root / f"proc/{pid}/stat").read_text()
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return pid if pid > 1 else 0
 
 
 def anonymous_bytes(numa_maps: str, least_bytes: int = HUGE_PAGE_BYTES) -> dict[int, int]:

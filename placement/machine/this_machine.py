@@ -25,21 +25,31 @@ def this_machine(
     """This machine, measured now or, unless `fresh`, by an earlier process.
 
     A measurement is cached for this processor, its cores, nodes and GPUs; free memory is always
-    read anew. `on_stage` receives what is being measured; proc and sys are read below `root`.
+    read anew. One beside other programs is made again by the next process, and stays only until
+    there is a better one. `on_stage` receives what is being measured; proc and sys are read below
+    `root`.
     Units:   about five seconds a NUMA node
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
     layout = read_layout(root)
-    machine = None if fresh else read_cached(layout)
-    if machine is None:
-        machine = measure_machine(layout, on_stage, root)
+    kept = read_cached(layout)
+    if kept is not None and not fresh and not kept.was_busy:
+        return kept
+    machine = measure_machine(layout, on_stage, root)
+    if kept is None or not machine.was_busy or _worth(machine) > _worth(kept):
         write_cached(layout, machine)
-    return machine
+        return machine
+    return machine if fresh else kept
 
 
 def measured_before(root: Path = Path("/")) -> Machine | None:
     """This machine as cached by an earlier `this_machine`, or None."""
     return read_cached(read_layout(root))
+
+
+def _worth(machine: Machine) -> tuple[bool, float]:
+    """What of two measurements the better one has more of."""
+    return not machine.was_busy, machine.read_gb_per_s
 
 
 _VERSION = 3  # another way to measure gets another number

@@ -28,9 +28,10 @@ import ray
 
 from hotcold.actors import launch
 from hotcold.actors.private_ray import closed_ray, fork_server, start
-from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
+from hotcold.actors.private_ray.closed_ray import closed_to_others
 from hotcold.actors.private_ray.temp_folder import PREFIX, TempFolder
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.ray_parts import replaced
 from hotcold.actors.system import _start_ray
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -344,3 +345,32 @@ def test_every_private_ray_has_a_token_of_its_own_and_leaves_none_behind(
     assert len(set(tokens)) == 2 and min(map(len, tokens)) >= 64
     assert os.environ["RAY_AUTH_TOKEN"] == "that of a cluster"
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} & set(os.environ)
+
+
+@pytest.mark.parametrize(("has_own", "status"), [(True, 143), (False, -signal.SIGTERM)])
+@pytest.mark.parametrize("when", ["registering", "running"])
+def test_sigterm_ends_a_program_as_without_ray(
+    has_own: bool, status: int, when: str, base: Path
+) -> None:
+    """Ray would print a stack, once its part of the program has begun to register."""
+    program = f"""
+import os, signal, sys
+import ray
+from hotcold.actors.launch import start_local_ray
+if {has_own}:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def register(*given, made=ray._raylet.CoreWorker, **more):
+    worker = made(*given, **more)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return worker
+if {when == "registering"}:
+    ray._raylet.CoreWorker = register
+start_local_ray(1, 1 << 20)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+    if has_own:
+        assert list(base.iterdir()) == []

@@ -63,6 +63,7 @@ def book(stand_in: StandIn) -> Iterator[StandIn]:
 def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     """open_page(width): a page of a new visitor at `address`. No request may leave 127.0.0.1.
 
+    `first`: a script that runs in it before all others.
     The browser finds no other host (`browser.py`).
     """
     foreign: list[str] = []
@@ -74,12 +75,13 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         if not is_here and request.failure != "csp":  # which asked nobody
             foreign.append(f"{request.url}: {request.failure}")
 
-    def make(width: int = 1280, height: int = 900, **options: Any) -> Any:
+    def make(width: int = 1280, height: int = 900, first: str = "", **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         context.on("requestfinished", note)
         context.on("requestfailed", note)
         contexts.append(context)
         page = context.new_page()
+        page.add_init_script(first)
         page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(address)

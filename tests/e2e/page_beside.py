@@ -24,6 +24,7 @@ from hotcold.actors.system import System
 from hotcold.model.files.locate import locate_model
 from tests.e2e.browser import chromium
 from tests.e2e.page_server import served_page
+from tests.e2e.page_visit import ask
 
 _QUESTION = "Say what a list is in Python."
 _ACTORS = "[...document.querySelectorAll('#live [data-actor]')].map(row => row.dataset.actor)"
@@ -54,8 +55,7 @@ def load(browser: Any, address: str, actors: list[str], patience_s: float) -> tu
         )
         shown_s = time.monotonic() - began
         page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
-        page.fill("#question textarea", _QUESTION)
-        page.press("#question textarea", "Enter")
+        ask(page, _QUESTION)
         page.wait_for_function(
             "document.querySelectorAll('#live [data-show=parts] tr').length > 0 &&"
             " Number(document.querySelector('#live [data-show=speed]').innerText) > 0"

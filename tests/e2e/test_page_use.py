@@ -82,6 +82,30 @@ def test_settings_reach_the_request(open_page, book) -> None:
     assert problem.count() == 0 and len(book.requests) == asked + 1
 
 
+def test_what_comes_late_takes_no_place_of_a_question(open_page, book) -> None:
+    """A slow browser hears of the first state after the question that was asked meanwhile."""
+    page = open_page(
+        first="""
+            const ask = window.fetch;
+            window.late = 0;
+            window.fetch = async (address, ...more) => {
+                const answer = await ask(address, ...more);
+                if (!String(address.url ?? address).includes("/gradio_api/run/")) return answer;
+                window.late++;
+                await new Promise((go) => setTimeout(go, 3000));
+                window.late--;
+                return answer;
+            };
+        """
+    )
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.wait_for_function("window.late == 0")
+    page.wait_for_timeout(500)
+    assert page.locator("#chat .message-row").count() == 2
+    assert "tokens at" in page.inner_text("#status")
+
+
 @pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("how", ["typed", "suggested"])
 def test_the_panel_watches_an_answer_from_its_question_on(open_page, book, how) -> None:

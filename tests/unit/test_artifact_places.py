@@ -25,6 +25,7 @@ from hotcold.model.files.artifact_places import (
     artifacts_like,
     place_to_write,
 )
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests.tiny_models import make_tiny
 
@@ -93,6 +94,16 @@ def test_what_lies_beside_the_model_is_read_until_there_is_another(
     assert num_tokens() == 2
     monkeypatch.delenv(ARTIFACTS)
     assert num_tokens() == 1
+
+
+def test_nothing_is_written_into_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ARTIFACTS, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    written, read = artifact_folders(locate_model("demo"))
+    assert tmp_path in written.parents and read.resolve() == DEMO_DIRECTORY / "hotcold"
+    assert artifact_path(DEMO_DIRECTORY, PROFILE_FILE) == read.resolve() / PROFILE_FILE
 
 
 def test_models_of_one_name_have_folders_of_their_own(model: Path, elsewhere: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import hotcold
 from hotcold.jobs.cli import main
+from hotcold.jobs.support import extras
 from hotcold.jobs.support.extras import EXTRAS
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -57,6 +58,21 @@ def test_a_missing_extra_is_named(
     pip = f"{shlex.quote(sys.executable)} -m pip"
     expected = f"hotcold: error: {told} not installed; {pip} install 'hotcold[{extra}]'\n"
     assert capsys.readouterr().err == expected
+
+
+def test_another_version_of_gradio_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = extras.version
+    monkeypatch.setattr(
+        extras, "version", lambda name: "6.2.0" if name == "gradio" else found(name)
+    )
+    (asked,) = (one for one in PROJECT["optional-dependencies"]["ui"] if "gradio" in one)
+    assert main(["serve"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith(f"hotcold: error: the chat page needs {asked}, and 6.2.0 is installed; ")
+    assert told.endswith("or --no-page does without\n")
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,12 +24,22 @@ from hotcold.ui.api import requests
 from hotcold.ui.api.cached import client as client_of_context
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.kept import KeptResponses, Turn
+from hotcold.ui.api.responses.route import ResponsesRoute
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
-from tests.unit.ollama_routes import ANSWER, CONTEXT, TOOL, Recording, send, server, with_client
+from tests.unit.ollama_routes import (
+    ANSWER,
+    CONTEXT,
+    TOOL,
+    Recording,
+    backend_of,
+    send,
+    server,
+    with_client,
+)
 from tests.unit.test_server_limits import make_backend
 from tests.unit.test_thoughts import SAID, answering
 from tests.unit.test_thoughts import thinking as thinking
@@ -452,6 +462,45 @@ def test_bytes_are_bounded_also_those_of_forgotten_beginnings() -> None:
     long.add("z", turn(size=1000, name="zz"))
     gc.collect()
     assert long.get("9") is None and long.get("z") is not None and long.num_bytes == size
+
+
+def test_a_request_that_runs_holds_nothing_of_what_it_continues() -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(Recording):
+        async def submit(self, request: GenerateRequest, deliver: Any) -> str:
+            if "wait" in prompt_of(request):
+                begun.set()
+                await may_end.wait()
+            return await super().submit(request, deliver)
+
+    kept = KeptResponses()
+    route = ResponsesRoute(backend_of(Slow()), kept)
+
+    async def respond(owner: str, text: str, previous: str | None = None) -> str:
+        client_of_context.set(owner)
+        body = {"model": "demo", "input": text, "previous_response_id": previous}
+        made = await route.whole(parse(ResponsesRequest, json.dumps(body).encode()))
+        return str(made["id"])
+
+    async def work() -> None:
+        chain = [await respond("a", "One")]
+        for text in ("Two", "Three", "Four"):
+            chain.append(await respond("a", text, chain[-1]))
+        bound = kept.num_bytes * 3 // 2
+        kept._most_bytes = bound
+        running = asyncio.create_task(respond("a", "wait", chain[-1]))
+        await begun.wait()
+        for number in range(8):
+            newest = await respond("b", f"Number {number}")
+            assert kept.num_bytes <= bound and kept.get(newest) is not None
+        may_end.set()
+        chain.append(await running)
+        client_of_context.set("a")
+        assert not any(map(kept.get, chain))
+        assert kept.num_bytes <= bound
+
+    asyncio.run(work())
 
 
 def test_a_conversation_of_many_turns_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +14,9 @@ from starlette.responses import PlainTextResponse
 
 pytest.importorskip("gradio")
 
+from hotcold.model.errors import ServiceError
+from hotcold.ui.api.errors import RETRY_AFTER_S, ApiError
+from hotcold.ui.page import late_page as late_page_module
 from hotcold.ui.page import page as page_module
 from hotcold.ui.page.late_page import LatePage
 
@@ -22,7 +26,7 @@ class Building:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        self.problems: list[OSError] = []
+        self.problems: list[Exception] = []
         self.times = self.num_opened = 0
         monkeypatch.setattr(page_module, "mount_page", self.mount)
 
@@ -86,15 +90,35 @@ def test_who_does_not_look_at_it_does_not_build_it(building: Building) -> None:
     assert building.times == 0
 
 
-def test_it_is_tried_again_after_an_error(building: Building) -> None:
-    building.problems.append(OSError("no memory"))
+def test_it_is_tried_again_some_seconds_after_an_error(
+    building: Building, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(late_page_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    building.problems += [OSError("no\nmemory"), ServiceError("the system has ended")]
     building.may_end.set()
+    told = "the chat page cannot be built: "
+
+    async def refused(client: httpx.AsyncClient) -> str:
+        with pytest.raises(ApiError) as found:
+            await client.get("/")
+        assert found.value.status == 503 and "Retry-After" in found.value.headers
+        return found.value.message
 
     async def ask() -> str:
         async with server(building) as client:
-            with pytest.raises(OSError, match="no memory"):
-                await client.get("/")
+            assert await refused(client) == f"{told}the system has ended"
+            now[0] += RETRY_AFTER_S
+            assert await refused(client) == f"{told}the system has ended"
+            assert building.times == 1
+            now[0] += 0.1
+            for _ in range(3):
+                assert await refused(client) == f"{told}OSError: no memory"
+            now[0] += RETRY_AFTER_S + 0.1
             return (await client.get("/")).text
 
     assert asyncio.run(ask()) == "page at /"
-    assert building.times == 2
+    assert building.times == 3
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == [
+        f"{told}the system has ended", f"{told}OSError: no memory"
+    ]  # fmt: skip

@@ -37,12 +37,13 @@ NUMA_MAPS = """\
 STATUS = "Name:\tray::ServiceHos\nCpus_allowed:\tf0\nCpus_allowed_list:\t4-5,7\nMems_allowed:\t3\n"
 
 
-def write_process(root: Path, pid: int, title: str, numa_maps: str = NUMA_MAPS) -> None:
+def write_process(root: Path, pid: int, title: str, parent: int = 1) -> None:
     folder = root / f"proc/{pid}"
     folder.mkdir(parents=True)
     (folder / "cmdline").write_bytes(title.encode().replace(b" ", b"\0"))
-    (folder / "numa_maps").write_text(numa_maps)
+    (folder / "numa_maps").write_text(NUMA_MAPS)
     (folder / "status").write_text(STATUS)
+    (folder / "stat").write_text(f"{pid} (a name) S {parent} 1 1 0")
 
 
 def test_large_anonymous_mappings_count() -> None:
@@ -59,13 +60,17 @@ def test_allowed_cores() -> None:
 
 def test_running_services_are_found(tmp_path: Path) -> None:
     write_tree(tmp_path, {0: "0-3", 1: "4-7"})
-    write_process(tmp_path, 17, "ray::ServiceActor.load")
+    write_process(tmp_path, 17, "ray::ServiceActor.load", 16)
+    write_process(tmp_path, 16, "python -m hotcold.actors.private_ray.fork_server 3", 15)
+    write_process(tmp_path, 15, "python -m hotcold serve")
     write_process(tmp_path, 5, "ray::DriverActor")
     (tmp_path / "proc/9").mkdir()  # one that ends meanwhile
     (found,) = running_services(tmp_path)
-    assert (found.pid, found.nodes) == (17, (1,))
+    assert (found.pid, found.nodes, found.owner) == (17, (1,), 15)
     assert found.local_share == pytest.approx(1 - 1512 / (1512 + 525512))
     (tmp_path / "proc/17/status").write_text("Cpus_allowed_list:\t0-7\n")
+    (tmp_path / "proc/16/stat").write_text("16 (fork_server) S 1 1")
+    assert running_services(tmp_path)[0].owner == 0
     assert running_services(tmp_path)[0].nodes == (0, 1)
     assert running_services(tmp_path)[0].local_share == 1
 
@@ -73,12 +78,14 @@ def test_running_services_are_found(tmp_path: Path) -> None:
 def test_doctor_names_memory_elsewhere() -> None:
     local, elsewhere, small = check_services(
         [
-            ServiceMemory(1, {0: 100 * MIB, 1: 9000 * MIB}, (1,)),
+            ServiceMemory(1, {0: 100 * MIB, 1: 9000 * MIB}, (1,), 7),
             ServiceMemory(2, {0: 3000 * MIB, 1: 9000 * MIB}, (1,)),
-            ServiceMemory(3, {0: 200 * MIB, 1: 10 * MIB}, (1,)),  # Python and libraries alone
-        ]
+            ServiceMemory(3, {0: 200 * MIB, 1: 10 * MIB}, (1,), 8),  # Python and libraries alone
+        ],
+        {7: "demo"},
     )
     assert local.level == "ok" and "98.9% local" in local.text
+    assert local.text.startswith("of demo: ") and small.text.startswith("of process 8: ")
     assert elsewhere.level == "problem" and "3000 MiB on node 0" in elsewhere.text
     assert small.level == "ok"
 

@@ -42,6 +42,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     monkeypatch.setattr(
         "hotcold.placement.machine.measure.measure_exchange_us", lambda cores: 20.0 + len(cores)
     )
+    monkeypatch.setattr(BusyWatch, "busy_cores", lambda self: 0.0)
     monkeypatch.setattr("hotcold.placement.machine.survey.list_gpus", lambda: ((), "none"))
     return nodes
 
@@ -110,6 +111,26 @@ def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) 
     assert measured_before(big_root) == second
     this_machine(fresh=True, root=big_root)
     assert len(measured) == 14
+
+
+def test_a_measurement_beside_others_stays_until_there_is_a_better_one(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed, found = 0.0, []
+    monkeypatch.setattr(
+        "hotcold.placement.machine.measure.measure_node",
+        lambda cores, *_: NodeRates(speed, speed, speed),
+    )
+    for now, busy, fresh in (
+        (3.0, 9.0, False), (2.0, 9.0, False), (4.0, 9.0, False), (8.0, 0.0, False), (1.0, 9.0, True)
+    ):  # fmt: skip
+        speed = now
+        monkeypatch.setattr(BusyWatch, "busy_cores", lambda self, busy=busy: busy)
+        found.append(this_machine(root=big_root, fresh=fresh).nodes[0].read_gb_per_s)
+    assert found == [3.0, 3.0, 4.0, 8.0, 1.0]
+    kept = measured_before(big_root)
+    assert kept is not None and kept.nodes[0].read_gb_per_s == 8.0
+    assert this_machine(root=big_root) == kept
 
 
 def test_memory_that_grows_is_no_other_machine(

@@ -202,7 +202,7 @@ def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
     }  # fmt: skip
     for names, command in _commands().items():
         options = [p for p in command.params if isinstance(p, click.Option)]
-        unset = {"--help", "--debug"} | {p.opts[0] for p in options if p.required}
+        unset = {"--help", "--help-all", "--debug"} | {p.opts[0] for p in options if p.required}
         keys = {setting.key for setting in settings_of(command, names)} - {"model"}
         assert {max(p.opts, key=len) for p in options} - unset == {f"--{key}" for key in keys}
         for option in options:
@@ -212,7 +212,7 @@ def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
 
 
 def test_help_groups_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--help"]) == 0
+    assert main(["generate", "--help-all"]) == 0
     text = capsys.readouterr().out
     own, sampling, system = (text.index(f"\n{name}:") for name in (
         "Options", "Sampling options", "System options"))  # fmt: skip
@@ -223,6 +223,23 @@ def test_help_groups_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert told in words
     assert "0: it ends with this command. [default: 0]" in words
     assert "[default" not in words[words.index("--seed") : words.index("--stop")]
+
+
+def test_help_tells_common_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for flag in ("--help", "--help-all"):
+        assert main(["run", flag]) == 0
+        texts[flag] = capsys.readouterr().out
+    told = {
+        flag: set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M))
+        for flag, text in texts.items()
+    }
+    assert told["--help"] < told["--help-all"]
+    assert len(texts["--help"].splitlines()) < 70 < len(texts["--help-all"].splitlines())
+    left_out = len(told["--help-all"]) - len(told["--help"])
+    assert f"{left_out} more options: hotcold run --help-all" in texts["--help"]
+    assert "more options" not in texts["--help-all"]
+    assert main(["ps", "--help-all"]) == 2  # which has no more
 
 
 def test_config_says_what_holds(
@@ -306,11 +323,15 @@ def test_completion_is_installed(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
     for _ in range(2):
-        assert main(["completion"]) == 0
+        assert main(["completion", "--install"]) == 0
         assert str(tmp_path / file) in capsys.readouterr().out
     assert "_HOTCOLD_COMPLETE" in (tmp_path / file).read_text()
     if shell == "zsh":
         assert (tmp_path / ".zshrc").read_text() == f'source "{tmp_path / file}"\n'
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["completion", shell]) == 0
+    assert capsys.readouterr().out == (tmp_path / file).read_text()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_completion_of_an_unknown_shell(

@@ -81,12 +81,14 @@ class Chat:
         outputs = [self._chatbot, self._list, self._state]
         own = settings.inputs
         private: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        answers = private | {
-            "outputs": [*outputs, self._question],
+        # All that is shown comes through the queue's one stream: an older view, such as that of a
+        # page that has just been made, would else follow the one of a question, and take its place.
+        quick = private | {
+            "outputs": outputs,
             "concurrency_limit": None,
             "trigger_mode": "multiple",
         }
-        quick = private | {"outputs": outputs, "queue": False, "trigger_mode": "multiple"}
+        answers = quick | {"outputs": [*outputs, self._question]}
         asked = [
             gr.on(
                 [self._question.submit, self._send.click],

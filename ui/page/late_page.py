@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from contextvars import Context
@@ -12,9 +14,12 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hotcold.model.errors import HotcoldError
+from hotcold.ui.api.errors import RETRY_AFTER_S, unavailable
 from hotcold.ui.page import ASSETS
 from hotcold.ui.page.routes import require_allowed
 
+_LOGGER = logging.getLogger("hotcold.serve")
 _BUILDING = threading.Lock()  # what Gradio builds a page of is the process's, not the thread's
 
 
@@ -25,11 +30,15 @@ class LatePage:
         """`path`: where the page is mounted."""
         self._build, self._path = build, path
         self._page: ASGIApp | None = None
+        self._problem, self._tried_at = "", 0.0
         self._one_at_a_time = asyncio.Lock()
         self._opened = AsyncExitStack()  # what the page does meanwhile, until the server's end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request; others are answered meanwhile. Errors: ApiError 404, of `build`."""
+        """Handle one request; others are answered meanwhile.
+
+        Errors:  ApiError 404, or 503 where it cannot be built, which is tried again after a while
+        """
         path = require_allowed(scope)
         if scope["method"] == "HEAD":  # of a monitor
             await HTMLResponse()(scope, receive, send)
@@ -37,8 +46,21 @@ class LatePage:
             await FileResponse(ASSETS / "favicon.svg")(scope, receive, send)
         else:
             async with self._one_at_a_time:
-                self._page = self._page or await self._begin()
+                self._page = self._page or await self._built()
             await self._page(scope, receive, send)
+
+    async def _built(self) -> ASGIApp:
+        if not self._problem or time.monotonic() - self._tried_at > RETRY_AFTER_S:
+            try:
+                return await self._begin()
+            except Exception as error:
+                kind = "" if isinstance(error, HotcoldError) else f"{type(error).__name__}: "
+                text = " ".join(str(error).split())
+                self._problem = f"the chat page cannot be built: {kind}{text}"
+                self._tried_at = time.monotonic()
+                _LOGGER.error(self._problem)
+                _LOGGER.debug("the page", exc_info=error)
+        raise unavailable(self._problem, "page_failed")
 
     async def _begin(self) -> ASGIApp:
         app = await asyncio.to_thread(self._mounted)

@@ -58,7 +58,8 @@ class KeptResponses:
     Those used last stay, within a number, bytes and a time. Where all have too many, the client
     that has most loses its oldest, so none pushes out those of a client that has fewer. One that is
     forgotten is found no more; what continues it holds its items, and their bytes count until
-    nothing holds them.
+    nothing holds them. A request that runs holds none: where what it continues is forgotten
+    meanwhile, its own response is not kept.
     """
 
     def __init__(
@@ -151,14 +152,11 @@ class KeptResponses:
         self._forget_most(lambda: self.num_bytes > self._most_bytes, self._held.__getitem__)
 
     def _forget_most(self, is_over: Callable[[], bool], held: Callable[[str], int]) -> None:
-        """Forget the oldest of the client that has most by `held`, as long as there are too many.
-
-        Nothing more is forgotten while requests that run hold what that client has.
-        """
+        """Forget the oldest of the client that has most by `held` while there are too many."""
         while is_over():
             owner = max(self._turns, key=held)
             if not self._turns[owner]:
-                return
+                return  # some are being read, for a moment
             self._forget(owner, next(iter(self._turns[owner])))
 
     def _forget(self, owner: str, response_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -111,7 +112,8 @@ class _Response:
         """
         self._backend = backend
         self._kept = kept
-        self._previous = previous
+        # Held by who keeps it alone: it may be forgotten while this one is answered.
+        self._previous = None if previous is None else weakref.ref(previous)
         found = {item["id"]: item for turn in holders for item in turn.output}
         items = body.own_items(found)
         self._given = to_json(items) if body.store is not False else None
@@ -211,8 +213,9 @@ class _Response:
             "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": asked + new,
         }
-        if self._given is not None:
-            turn = Turn(self._previous, self._given, self.content)
+        previous = None if self._previous is None else self._previous()
+        if self._given is not None and (previous is not None) == (self._previous is not None):
+            turn = Turn(previous, self._given, self.content)
             self._kept.add(self.content["id"], turn)
 
 

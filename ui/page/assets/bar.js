@@ -29,7 +29,6 @@ function set(name, open) {
     tab.ariaSelected = String(isChosen);
     tab.tabIndex = isChosen ? 0 : -1;
   }
-  window.dispatchEvent(new Event("hotcold-panel"));
 }
 
 // What covers other things takes the focus, and gives it back.

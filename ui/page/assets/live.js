@@ -2,7 +2,7 @@
 // something runs, and not at all otherwise.
 const POLL_MS = 500;
 const QUIET_POLLS = 4; // without a running request, then it stops asking
-const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile
+const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile; after an error
 
 const KINDS = ["hot", "computed", "gate", "skipped"];
 const WORDS = ["hot, on the GPU", "cold, computed", "cold, only its gate", "cold, skipped"];
@@ -252,9 +252,9 @@ async function poll() {
   found ??= { error: "The server does not answer.", isLost: true };
   if (!element.isConnected) return;
   show(found);
-  const isRunning = !found.error && (isAnswering() || found.running + found.waiting > 0);
-  quiet = isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && isWanted() && timer === 0) timer = setTimeout(poll, POLL_MS);
+  const isRunning = isAnswering() || found.running + found.waiting > 0;
+  quiet = found.error || isRunning ? 0 : quiet + 1;
+  if (quiet < QUIET_POLLS && isWanted() && timer === 0) timer = setTimeout(poll, found.error ? GLANCE_MS : POLL_MS);
   element.dataset.polling = timer === 0 ? "no" : "yes";
 }
 
@@ -281,10 +281,11 @@ canvas.addEventListener("keydown", (event) => {
   chooseCell(cell.layer + move[0], cell.bucket + move[1]);
 });
 for (const name of ["resize", "hotcold-theme"]) window.addEventListener(name, showMap);
-window.addEventListener("hotcold-panel", () => {
+// When it comes into view, for the first time too: the page may still be made around this script.
+new IntersectionObserver(() => {
   showMap();
   watch();
-});
+}).observe(element);
 window.addEventListener("hotcold-state", () => {
   if (isAnswering()) watch();
 });
@@ -293,4 +294,3 @@ for (const name of ["pointermove", "keydown"]) {
   const glance = () => performance.now() - polledAt > GLANCE_MS && watch();
   document.addEventListener(name, glance, { passive: true });
 }
-watch();
