@@ -277,7 +277,8 @@ class StandInRay:
 
 def _settle(future: Future[None], function: Callable[[], None]) -> None:
     try:
-        future.set_result(function())
+        function()
+        future.set_result(None)
     except Exception as error:
         future.set_exception(error)
 
