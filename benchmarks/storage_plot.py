@@ -28,7 +28,7 @@ def points_of(report: Path, program: str) -> list[Point]:
     found = []
     for line in report.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) <= _LIMIT or cells[_PROGRAM] != program:
+        if len(cells) <= _LIMIT or cells[_PROGRAM] != program or cells[_GIB].endswith("%"):
             continue
         size = cells[_PEAK] if cells[_GIB] == "all" else cells[_GIB]
         texts = size, cells[_SPEED], cells[_PLANNED], cells[_LIMIT]

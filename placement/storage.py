@@ -66,19 +66,23 @@ class Disk:
         return max(self.seconds(reads), reads.num_bytes / self.most_bytes_per_s)
 
 
-def token_seconds(memory_s: float, disk: Disk, reads: Reads, num_threads: int) -> float:
+def token_seconds(
+    memory_s: float, disk: Disk, reads: Reads, num_threads: int, head_s: float = 0.0
+) -> float:
     """The time of a token with neurons on storage.
 
-    waits = reads - sum over reads.layers of share * min(memory, multiple * reads)
+    waits = reads - sum over reads.layers of share * min(memory - head, multiple * reads)
     token = memory + waits + what reading takes of the computing threads' cores
-    `memory_s` is a token's time with everything in memory. A layer that reads nothing hides
-    nothing. While threads wait, their cores are free for checksums and copies of what comes, no
-    more of it than comes then; the rest is time that they would have computed. No token takes less
-    than the disk's long run.
+    `memory_s` is a token's time with everything in memory, of which the head takes `head_s`: beside
+    that nothing is read, as no layer follows of which it is known what it needs. A layer that reads
+    nothing hides nothing. While threads wait, their cores are free for checksums and copies of what
+    comes, no more of it than comes then; the rest is time that they would have computed. No token
+    takes less than the disk's long run.
     Source:  docs/lab_log.md
     """
     disk_s = disk.seconds(reads)
-    waits_s = disk_s - sum(share * min(memory_s, much * disk_s) for share, much in reads.layers)
+    hides_s = max(0.0, memory_s - head_s)
+    waits_s = disk_s - sum(share * min(hides_s, much * disk_s) for share, much in reads.layers)
     cpu_s = (reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S) / num_threads
     free_s = min(waits_s, cpu_s * waits_s / max(disk_s, 1e-12))
     return max(memory_s + waits_s + cpu_s - free_s, disk.least_seconds(reads))

@@ -43,7 +43,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
-    PARTS_MISSED,
+    PARTS_USEFUL,
     ROUND,
     SEND,
     STREAM,
@@ -146,15 +146,14 @@ class Engine:
     def _count_reads(self) -> None:
         """Count what services have read from storage since the last step."""
         cpus = self.topology.cpu_services
-        found = self.exchange.buffers.replies[cpus, BYTES_READ : PARTS_MISSED + 1]
+        found = self.exchange.buffers.replies[cpus, BYTES_READ : PARTS_USEFUL + 1]
         if not found.any():
             return
         before = self._reads if self._reads.shape == found.shape else np.zeros_like(found)
         grown = np.where(found >= before, found - before, found)  # a new process counts from 0
         self._reads = found
-        num_bytes, _, num_wanted, num_missed = grown.sum(axis=0).tolist()
-        waited_ns = int(grown[:, 1].max())
-        self.times.count_reads([num_bytes, waited_ns, num_wanted, num_missed])
+        num_bytes, _, *parts = grown.sum(axis=0).tolist()
+        self.times.count_reads([num_bytes, int(grown[:, 1].max()), *parts])
 
     def place(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]

@@ -20,8 +20,12 @@ from hotcold.numba_kernels.serve.layer_loop import (
 
 PARTS = ("attention", "head", "ffn", "predictor", "draft")
 # Of neurons on storage: bytes that all services read, the slowest one's wait for them, parts of
-# neurons that were wanted, and parts that were not in memory.
-READS = ("bytes_read", "wait_ns", "wanted", "missed")
+# neurons that were wanted, and parts that were not in memory; of experts those that could be
+# guessed, and were; parts that were read ahead, and those of them that were of use.
+READS = (
+    *("bytes_read", "wait_ns", "wanted", "missed"),
+    *("guessable", "guessed", "ahead", "useful"),
+)
 
 
 @dataclass
@@ -114,14 +118,24 @@ class StepTimes:
         }
 
     def per_step_reads(self) -> dict[str, float]:
-        """Of neurons on storage: bytes a step, share of time waited, hit rate; {} without any."""
-        if not self.reads["wanted"]:
+        """Of neurons on storage: bytes a step, share of time waited, hit rate; {} without any.
+
+        Where experts are guessed the share of those chosen that were (the router's recall a layer
+        before); where something was read ahead how much of it was of use.
+        """
+        reads = self.reads
+        if not reads["wanted"]:
             return {}
-        return {
-            "bytes_read": self.reads["bytes_read"] / max(self.num_steps, 1),
-            "wait_share": self.reads["wait_ns"] / max(self.total, 1),
-            "hit_rate": 1 - self.reads["missed"] / self.reads["wanted"],
+        found = {
+            "bytes_read": reads["bytes_read"] / max(self.num_steps, 1),
+            "wait_share": reads["wait_ns"] / max(self.total, 1),
+            "hit_rate": 1 - reads["missed"] / reads["wanted"],
         }
+        if reads["guessable"]:
+            found["recall"] = reads["guessed"] / reads["guessable"]
+        if reads["ahead"]:
+            found["useful_ahead"] = reads["useful"] / reads["ahead"]
+        return found
 
 
 @dataclass(frozen=True)

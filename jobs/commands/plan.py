@@ -150,11 +150,12 @@ def _plans_storage(
     with_all = replace(options, cpu_memory_bytes=None)
     whole, _ = _make_plan(model, with_all, roomy, None, profile, time_limit_s=1.0)
     memory_s = float(whole.report["token_s"])
-    plans = offload_plans(model.path, options, profile, memory_s)
+    head_s = sum(part["ms"] for part in whole.report["parts"] if part["name"] == "head") / 1e3
+    plans = offload_plans(model.path, options, profile, memory_s, head_s=head_s)
     if plans:
         click.echo(offload_text(plans))
     if plans and plot is not None:
-        more = offload_plans(model.path, options, profile, memory_s, _PLOTTED)
+        more = offload_plans(model.path, options, profile, memory_s, _PLOTTED, head_s)
         plot_offload(plot, more, resolved_model(model.path).name)
         click.echo(f"drew {plot}")
     if plans and as_json:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
@@ -47,10 +49,11 @@ def offload_plans(
     profile: ActivationProfile | None,
     memory_s: float,
     num_sizes: int = _SIZES,
+    head_s: float = 0.0,
 ) -> list[OffloadPlan]:
     """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
 
-    `memory_s` is what a token takes with everything in memory.
+    `memory_s` is what a token takes with everything in memory, `head_s` what the head takes of it.
     The disk is measured on the file of neurons, if it exists.
     Errors:  MemoryBudgetError naming the least that would do
     """
@@ -62,13 +65,13 @@ def offload_plans(
         return []
     all_bytes = memory_beside_gpu(system, config).total_bytes
     file = Path(system.storage.path)
-    disk = _measured(file, config) if file.exists() else Disk()
+    disk = measured_disk(file, config) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
     sizes = [given + int(step * i) for i in range(num_sizes)]
-    return list(_plans(path, options, profile, sizes, disk, memory_s))
+    return list(_plans(path, options, profile, sizes, disk, memory_s, head_s))
 
 
-def _measured(file: Path, config: ModelConfig) -> Disk:
+def measured_disk(file: Path, config: ModelConfig) -> Disk:
     """By reads of a gate's size, and by larger ones; of experts by those of an expert's bundles."""
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
@@ -91,30 +94,45 @@ def _plans(
     sizes: list[int],
     disk: Disk,
     memory_s: float,
+    head_s: float,
 ) -> Iterator[OffloadPlan]:
     for size in sizes:
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
             return
-        share = expected_gpu(system, config)
-        reads = token_reads(profile, share, config, system.storage)
-        seconds = disk.least_seconds(reads)
-        num_neurons = config.num_neurons
-        num_cold = num_cold_neurons(share, config)
-        token_s = token_seconds(memory_s, disk, reads, system.num_threads)
-        yield OffloadPlan(
-            size,
-            bool(system.storage.predictors),
-            config.experts is not None,
-            min(num_cold, system.storage.num_gates),
-            min(num_cold, system.storage.num_up_downs),
-            num_neurons,
-            num_neurons - num_cold,
-            reads.num_bytes,
-            1e3 * seconds,
-            1 / max(token_s, 1e-9),
-            1 / max(seconds, 1e-9),
-        )
+        plan = offload_plan(system, config, system.storage, profile, disk, memory_s, head_s)
+        yield replace(plan, cpu_memory_bytes=size)
+
+
+def offload_plan(
+    system: SystemConfig,
+    config: ModelConfig,
+    storage: NeuronStorage,
+    profile: ActivationProfile | None,
+    disk: Disk,
+    memory_s: float,
+    head_s: float,
+) -> OffloadPlan:
+    """The plan of a system with these neurons on storage, whatever memory that takes."""
+    share = expected_gpu(system, config)
+    reads = token_reads(profile, share, config, storage)
+    seconds = disk.least_seconds(reads)
+    num_neurons = config.num_neurons
+    num_cold = num_cold_neurons(share, config)
+    token_s = token_seconds(memory_s, disk, reads, system.num_threads, head_s)
+    return OffloadPlan(
+        0,
+        bool(storage.predictors),
+        config.experts is not None,
+        min(num_cold, storage.num_gates),
+        min(num_cold, storage.num_up_downs),
+        num_neurons,
+        num_neurons - num_cold,
+        reads.num_bytes,
+        1e3 * seconds,
+        1 / max(token_s, 1e-9),
+        1 / max(seconds, 1e-9),
+    )
 
 
 def offload_text(plans: list[OffloadPlan]) -> str:

@@ -15,8 +15,10 @@ from hotcold.numba_kernels.ffn import in_memory, transposed
 from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
+    PARTS_GUESSABLE,
     PARTS_LOOKED_UP,
     PARTS_MISSED,
+    PARTS_USEFUL,
     READ_WAIT_NS,
     barrier_wait,
 )
@@ -223,3 +225,4 @@ def note_reads(source, reply):
     reply[READ_WAIT_NS] = source.waited_ns.max()
     reply[PARTS_LOOKED_UP] = state[NUM_LOOKUPS]
     reply[PARTS_MISSED] = state[NUM_MISSES]
+    copy_numbers(source.ahead_counts, reply[PARTS_GUESSABLE : PARTS_USEFUL + 1])

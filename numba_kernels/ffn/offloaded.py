@@ -18,8 +18,10 @@ from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.serve.doorbell import atomic_load
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
+    PARTS_AHEAD,
     PARTS_LOOKED_UP,
     PARTS_MISSED,
+    PARTS_USEFUL,
     READ_WAIT_NS,
     barrier_wait,
 )
@@ -45,6 +47,8 @@ from hotcold.numba_kernels.storage.offloaded_neurons import (
 )
 from hotcold.numba_kernels.storage.pending_gates import loaded_values, pending_values, submit_gates
 from hotcold.numba_kernels.storage.read_ahead import (
+    NUM_AHEAD,
+    NUM_USEFUL,
     adapt,
     next_layer_ahead,
     note_started,
@@ -260,3 +264,5 @@ def note_reads(source, reply):
     reply[READ_WAIT_NS] = source.waited_ns.max()
     reply[PARTS_LOOKED_UP] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
     reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]
+    reply[PARTS_AHEAD] = source.ahead.counts[NUM_AHEAD]
+    reply[PARTS_USEFUL] = source.ahead.counts[NUM_USEFUL]

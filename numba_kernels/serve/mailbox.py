@@ -59,9 +59,12 @@ SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them f
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
 DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `finish_request`
-# Of offloaded neurons, so far: bytes, waiting time, cache lookups and misses of neurons' parts
-BYTES_READ, READ_WAIT_NS, PARTS_LOOKED_UP, PARTS_MISSED = range(6, 10)
-NUM_UP = 10  # neurons whose up row was read; NUM_COMPUTED: whose down row was
+NUM_UP = 6  # neurons whose up row was read; NUM_COMPUTED: whose down row was
+# Of offloaded neurons, so far: bytes, waiting time, cache lookups and misses of neurons' parts; of
+# whole experts that were chosen those of layers that were guessed, and those that were in the
+# guess; parts that were read ahead, and those of them that were of use.
+BYTES_READ, READ_WAIT_NS, PARTS_LOOKED_UP, PARTS_MISSED = range(7, 11)
+PARTS_GUESSABLE, PARTS_GUESSED, PARTS_AHEAD, PARTS_USEFUL = range(11, 15)
 NUM_REPLY_WORDS = 16  # whole cache lines
 OK, FAILED = 0, 1
 

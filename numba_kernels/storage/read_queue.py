@@ -37,8 +37,7 @@ _NUM_CELLS = _PENDING + NUM_BATCHES  # the last for each batch
 _IDLE_NS = 3_600_000_000_000
 _POLL_NS = 100_000_000
 _SPINS = 100
-_SPANS_A_WAKE = np.int32(8)  # waking waiters for each small span costs more than it gains
-_LARGE_BYTES = 128 << 10  # of a span for which alone they are woken
+_SPANS_A_WAKE = np.int32(8)  # waking waiters for each completed span costs more than it gains
 BATCH, FIRST, LAST = range(3)  # of a span
 BYTES_READ, READ_NS, IS_RUNNING = range(3)  # words of `counts`
 NOT_LOADED, LOADED, FAILED = np.int32(0), np.int32(1), np.int32(2)  # of a part of a neuron
@@ -199,14 +198,14 @@ def next_span(queue, span):
 
 
 @njit(nogil=True, cache=True)
-def _count_completed(queue, batch, num_bytes):
-    """A span of so many bytes of the batch was completed, or failed: wake waiters."""
+def _count_completed(queue, batch):
+    """A span of the batch was completed or failed: wake waiters."""
     cells = queue.cells
     left = np.int32(atomic_add(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(-1)) - 1)
     atomic_add(cells, _COMPLETED * INTS_A_CELL, np.int32(1))
     if left == 0:
         wake(cells, _PENDING + batch)
-    is_time = batch != NOW or num_bytes >= _LARGE_BYTES or left % _SPANS_A_WAKE == 0
+    is_time = batch != NOW or left % _SPANS_A_WAKE == 0
     if is_time and atomic_load(cells, _WAITING * INTS_A_CELL) != 0:
         wake(cells, _COMPLETED)
 
@@ -221,7 +220,7 @@ def complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs):
             atomic_store(loaded_gates, row, found)
         if parts & UP_DOWN:
             atomic_store(loaded_up_downs, row, found)
-    _count_completed(queue, batch, num_bytes)
+    _count_completed(queue, batch)
 
 
 @njit(nogil=True, cache=True)

@@ -4,7 +4,6 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.storage import BUSY_BYTES
 from hotcold.numba_kernels.storage.io_ring import MAX_WAIT_READS, add_read, next_completion, submit
 from hotcold.numba_kernels.storage.neuron_file import DESCRIPTOR, copy_span, read_span, span_bytes
 from hotcold.numba_kernels.storage.read_queue import (
@@ -23,29 +22,21 @@ from hotcold.numba_kernels.storage.read_queue import (
     serve_reads,
 )
 
-_WAIT_BYTES = 256 << 10  # of completions that are awaited by one call
-
 
 @njit(nogil=True, cache=True)
-def _begin_spans(queue, file, ring, staging, spans, busy, num_bytes):
-    """Queue the next spans, as many as there are free buffers; returns the bytes in flight then.
-
-    None is begun while `num_bytes` in flight are enough to keep the disk busy: what is needed now
-    would wait behind what was guessed, and of experts that are read side by side all would be last.
-    """
+def _begin_spans(queue, file, ring, staging, spans, busy):
+    """Queue the next spans, as many as there are free buffers."""
     for k in range(busy.shape[0]):
         span = spans[k]
         if busy[k]:
             continue
-        if num_bytes >= BUSY_BYTES or not next_span(queue, span) or is_stopped(queue):
-            return num_bytes
+        if not next_span(queue, span) or is_stopped(queue):
+            return
         reads = batch_reads(queue, np.int64(span[BATCH]))
         begin, size = span_bytes(file, reads, span[FIRST], span[LAST])
         address = np.int64(staging[k].ctypes.data)
         add_read(ring, k, file.facts[DESCRIPTOR], begin, address, size)
         busy[k] = 1
-        num_bytes += size
-    return num_bytes
 
 
 @njit(nogil=True, cache=True)
@@ -84,12 +75,12 @@ def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring
     are retried by `read_span`. Returns 0, or an errno where the ring itself failed: then the kernel
     may still write to `staging`, which has to stay.
     """
-    counts, in_flight = queue.counts[0], np.int64(0)
+    counts = queue.counts[0]
     counts[IS_RUNNING] = 1
     while True:
         seen = num_submitted(queue)
         if not is_stopped(queue):
-            in_flight = _begin_spans(queue, file, ring, staging, spans, busy, in_flight)
+            _begin_spans(queue, file, ring, staging, spans, busy)
         num_reads = np.int64(busy.sum())
         if num_reads == 0:
             if is_stopped(queue):
@@ -97,15 +88,12 @@ def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring
             await_spans(queue, seen)
             continue
         started = now_ns()
-        most = min(MAX_WAIT_READS, max(1, _WAIT_BYTES * num_reads // in_flight))
-        status = submit(ring, min(most, 1 + num_reads // 4))
+        status = submit(ring, min(MAX_WAIT_READS, 1 + num_reads // 4))
         if status != 0:
             return status
         k, result = next_completion(ring)
         while k >= 0:
             span = spans[k]
-            reads = batch_reads(queue, np.int64(span[BATCH]))
-            in_flight -= span_bytes(file, reads, span[FIRST], span[LAST])[1]
             num_bytes = _finish_read(queue, file, span, result, staging[k], target)
             counts[BYTES_READ] += num_bytes
             complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs)

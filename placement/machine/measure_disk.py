@@ -14,7 +14,7 @@ import numpy as np
 from hotcold.model.bundles.direct_io import PAGE_BYTES, DirectFile, open_direct
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.measure import read_places, read_places_by_ring
-from hotcold.numba_kernels.storage import BUSY_BYTES, NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,
@@ -118,8 +118,7 @@ def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
 def _ring_rate(
     ring: IoRing, into: np.ndarray, file: DirectFile, size: int, places: np.ndarray, max_ns: int
 ) -> float:
-    done, depth = np.zeros(1, np.int64), min(RING_DEPTH, -(-BUSY_BYTES // size))
-    buffers = into[: depth * size].reshape(depth, size)
+    done, buffers = np.zeros(1, np.int64), into[: RING_DEPTH * size].reshape(RING_DEPTH, size)
     read_places_by_ring(ring, file.descriptor, places, size, 0, done, buffers)  # compiled here
     started = time.monotonic()
     status = read_places_by_ring(ring, file.descriptor, places, size, max_ns, done, buffers)

@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 _NODE = "this node"
 _END_NS = 60 * 10**9
+_NO_REQUEST_S = 0.5  # after which a driver is taken to send none
 _LEFT_ALONE = {"hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory"}
 
 
@@ -104,6 +106,15 @@ class StandInActor:
 
     def kill(self, restart: bool = True) -> None:
         """End the process. Ray puts an empty one in its place, unless `restart` is False."""
+        service, pid = self.service._service, self.pid
+        if service is not None and any(thread.is_alive() for thread in service._threads):
+            self._host.between_requests(lambda: self._kill(pid, restart))
+        else:
+            self._kill(pid, restart)
+
+    def _kill(self, pid: int, restart: bool) -> None:
+        if restart and self.pid != pid:
+            return  # somebody else was faster
         calls, self._unanswered = self._unanswered, []
         end_threads(self.service._service)
         if self.service._pages is not None:
@@ -117,7 +128,11 @@ class StandInActor:
 
 
 def end_threads(service: Service | None) -> None:
-    """End a service's threads as the end of its process would; its buffers stay as they are."""
+    """End a service's threads as the end of its process would; its buffers stay as they are.
+
+    No request may be written or sent meanwhile: STOP's words would be the request's, and its reply
+    would pass for the request's own.
+    """
     if service is None or not service._threads:
         return
     cells, words = service.buffers.cells, service.buffers.requests[service.index]
@@ -175,6 +190,35 @@ class StandInRay:
         self.new_service: Callable[[ServiceSpec], ServiceActor] = ServiceActor
         # Called after each request of the engine's thread, with its services.
         self.on_request: Callable[[Sequence[int]], None] = lambda services: None
+        self._requesting = threading.RLock()
+        self._deaths: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
+
+    def between_requests(self, die: Callable[[], None]) -> None:
+        """Call `die` while no request is written, sent or answered.
+
+        The driver's thread does so before it sends the next one; this one if there is none.
+        """
+        if _is_driver():
+            die()
+            return
+        death: Future[None] = Future()
+        self._deaths.put((death, die))
+        with suppress(TimeoutError):
+            death.result(_NO_REQUEST_S)
+        with self._requesting:
+            if death.cancel():
+                die()
+        if not death.cancelled():
+            death.result()
+
+    def request(self, send: Callable[[], int]) -> int:
+        """Send a request and return what that does, after what waits for `between_requests`."""
+        with self._requesting:
+            while _is_driver() and not self._deaths.empty():
+                death, die = self._deaths.get()
+                if death.set_running_or_notify_cancel():
+                    _settle(death, die)
+            return send()
 
     def spawn(self, spec: ServiceSpec, node_id: str | None) -> StandInActor:
         """Start a service's actor."""
@@ -231,6 +275,18 @@ class StandInRay:
         actor.kill(restart=not no_restart)
 
 
+def _settle(future: Future[None], function: Callable[[], None]) -> None:
+    try:
+        function()
+        future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _is_driver() -> bool:
+    return threading.current_thread().name == "driver"
+
+
 class StandInSystem:
     """A driver's actor that has loaded, and the services that it started."""
 
@@ -254,8 +310,8 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
     request, change = ArenaExchange.request, RecoveringExchange.change
 
     def requested(exchange: ArenaExchange, services: Sequence[int]) -> int:
-        waited = request(exchange, services)
-        if threading.current_thread().name == "driver":
+        waited = host.request(lambda: request(exchange, services))
+        if _is_driver():
             host.on_request(services)
         return waited
 

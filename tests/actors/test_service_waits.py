@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, post_and_await
-from tests.actors.changing_services import config_of, hot_of, require_whole, tokens
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION, REQUEST, STOP, cell, post_and_await
+from tests.actors.batching import Background
+from tests.actors.changing_services import (
+    complete,
+    config_of,
+    greedy,
+    hot_of,
+    require_whole,
+    tokens,
+)
 from tests.actors.in_process import InProcessSystem
+from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import (
     StandInRay,
     StandInSystem,
@@ -27,6 +38,7 @@ from tests.actors.stand_in_ray import (
     stand_in_system,
 )
 from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
 Tiny = Callable[..., TinyCheckpoint]
@@ -56,6 +68,38 @@ def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.Monk
     for each in (service, other):
         end_threads(each)
         assert not any(thread.is_alive() for thread in each._threads)
+
+
+def test_a_process_that_dies_as_it_is_sent_a_request(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left no reply: what the stand-in does to end its threads is none."""
+    send, deaths, request = ArenaExchange.request, list[Background](), greedy(5, num_tokens=1)
+
+    def sending(exchange: ArenaExchange, services: Sequence[int]) -> int:
+        words = exchange.buffers.requests[0]
+        if services == [0] and words[OPERATION] == HEAD and not deaths:
+            exchange.buffers.logits[:] = np.arange(VOCAB_SIZE)  # nobody's answer
+            deaths.append(Background(system.service("gpu").kill))
+            wait_until(lambda: words[OPERATION] == STOP, limit_s=0.2)
+        return send(exchange, services)
+
+    def post_late(cells: np.ndarray, *arguments: Any) -> int:
+        """Ring after the driver, if it rings meanwhile."""
+        bell, rung = (
+            cells[cell(0, REQUEST) * INTS_A_CELL :],
+            int(cells[cell(0, REQUEST) * INTS_A_CELL]),
+        )
+        wait_until(lambda: bell[0] != rung, limit_s=0.3)
+        return int(post_and_await(cells, *arguments))
+
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected = complete(system, request)
+        monkeypatch.setattr(ArenaExchange, "request", sending)
+        monkeypatch.setattr("tests.actors.stand_in_ray.post_and_await", post_late)
+        assert complete(system, request) == expected != [VOCAB_SIZE - 1]
+        assert deaths[0].end() is None
+        assert system.actor.driver_load().num_replaced == 1
 
 
 @pytest.mark.parametrize("method", ["load", "held_neurons", "attach"])

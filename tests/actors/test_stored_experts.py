@@ -39,8 +39,10 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
     DRAFT,
+    PARTS_GUESSABLE,
     PARTS_LOOKED_UP,
     PARTS_MISSED,
+    PARTS_USEFUL,
     ROUTED,
     TARGET,
     cell,
@@ -149,6 +151,8 @@ def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None
         chosen, guessed, read, useful = service.store.stored.ahead_counts.tolist()
         assert chosen >= guessed > 0.5 * chosen  # layers of random weights change little
         assert read >= useful > 0
+        told = stored.exchange.buffers.replies[1, PARTS_GUESSABLE : PARTS_USEFUL + 1]
+        assert told.tolist() == [chosen, guessed, read, useful]
 
 
 def test_drafts_guess_nothing(tiny: Tiny) -> None:

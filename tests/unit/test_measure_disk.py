@@ -15,6 +15,7 @@ from rich.console import Console
 from hotcold.jobs.support import console as console_of_commands
 from hotcold.model.bundles.direct_io import open_direct
 from hotcold.numba_kernels.measure import read_places, read_places_by_ring
+from hotcold.numba_kernels.storage import RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
 from hotcold.numba_kernels.storage.io_ring import (
     OPERATION,
@@ -118,7 +119,7 @@ def test_bursts_are_faster_than_a_limit_over_time(
             spare[0], done[0] = spare[0] - size, done[0] + 1
         return 0
 
-    ring = object(), np.zeros(2 << 20, np.uint8)
+    ring = object(), np.zeros(RING_DEPTH << 16, np.uint8)
     monkeypatch.setattr(measure, "_ring_of", lambda *args: nullcontext(ring))
     monkeypatch.setattr(measure, "read_places_by_ring", read)
     monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=passes))

@@ -142,7 +142,7 @@ def test_a_plan_measures_reads_of_its_experts(tmp_path: Path) -> None:
     path = MODELS["Q4_0"](tmp_path)
     assert main(["pack", str(path)]) == 0
     (file,) = tmp_path.glob("**/bundles-q4-outputs.bin")
-    disk = offload_plan._measured(file, packed_config(path))
+    disk = offload_plan.measured_disk(file, packed_config(path))
     assert disk.bytes_per_s > 0 and disk.most_bytes_per_s > 0
 
 

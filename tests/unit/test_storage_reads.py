@@ -114,6 +114,13 @@ def test_in_the_long_run_a_disk_gives_what_it_gives() -> None:
     assert Disk(0.0, 2e9, 1e9).least_seconds(reads) == pytest.approx(0.02)
 
 
+def test_the_head_hides_no_reads() -> None:
+    """Of 24 ms in memory 8 are the head's: 16 of 40 ms of reads are hidden."""
+    reads, disk = Reads(0, 40_000_000, ((1.0, 1.0),)), Disk(0.0, 1e9)
+    assert token_seconds(0.024, disk, reads, 1 << 20, 0.008) == pytest.approx(0.048)
+    assert token_seconds(0.024, disk, reads, 1 << 20) == pytest.approx(0.040)
+
+
 def test_layers_that_miss_nothing_hide_nothing() -> None:
     """Beside a token that is drawn many times: each layer's reads beside its compute."""
     rng, num_layers, num_chosen, share = np.random.default_rng(2), 40, 4, 0.1

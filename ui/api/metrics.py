@@ -138,8 +138,8 @@ class Metrics:
         if result.per_token_ms.get("total"):
             self._neurons.set(result.neurons_computed)
             self._gates.set(result.gates_computed)
-        for name, share in result.reads.items():
-            self._reads[name].set(share)
+        for name, gauge in self._reads.items() if result.reads else ():
+            gauge.set(result.reads[name])
         drafts = result.drafts
         self._drafts.inc(drafts.num_drafts)
         self._draft_tokens.inc(drafts.num_drafted)
