@@ -27,8 +27,6 @@ from hotcold.placement.machine.sysfs import read_numa_nodes
 
 _DEFAULT, _PREFERRED, _BIND, _INTERLEAVE = 0, 1, 2, 3  # of linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_SLICE_NS = 500_000  # longer than most of what threads do between two waits
 _WORD_BITS = 64
 _SPARE_BYTES = 1 << 30  # beside a service's weights: workspace, Python, other programs
 
@@ -100,40 +98,6 @@ def pin_thread(cores: Sequence[int], thread_id: int = 0) -> None:
     """Pin a thread, the caller by default, to `cores`; no effect if the cores are gone."""
     with suppress(OSError):
         os.sched_setaffinity(thread_id, cores)
-
-
-class _SchedAttr(ctypes.Structure):
-    """struct sched_attr of linux/sched/types.h, its first version."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime", ctypes.c_uint64),
-        ("deadline", ctypes.c_uint64),
-        ("period", ctypes.c_uint64),
-    )
-
-
-def use_short_slices() -> bool:
-    """Ask for short time slices for this thread; False where the kernel has none to give.
-
-    Its share of a core stays the same. But once it wakes it takes the core at once from a program
-    that computes on, whose slice is longer, where it would have to wait for the end of that.
-    Source:  "Allow shorter slices to wakeup-preempt", Linux 6.12 (EEVDF)
-    """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return False
-    size, nice = ctypes.sizeof(_SchedAttr), os.getpriority(os.PRIO_PROCESS, 0)
-    attributes = _SchedAttr(size, os.SCHED_OTHER, 0, nice, 0, _SLICE_NS, 0, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    status: int = libc.syscall(
-        ctypes.c_long(number), ctypes.c_long(0), ctypes.byref(attributes), ctypes.c_ulong(0)
-    )
-    return status == 0
 
 
 def bind_memory(nodes: Sequence[int], is_strict: bool = True) -> bool:
