@@ -263,7 +263,7 @@ def test_the_affinity_thread_sees_the_end(
         is_pinned=True, watch=lambda await_work, delays: waits.put(await_work)
     )
     service = CpuService.__new__(CpuService)
-    service.index, service.buffers = 0, buffers
+    service.index, service.buffers, service.source = 0, buffers, ()
     service._watch_affinity(affinity)  # type: ignore[arg-type]
     await_work, slept = waits.get(), []
     monkeypatch.setattr(
