@@ -95,7 +95,10 @@ class Service(ABC):
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
-        """Serve requests after number `seen` until one is left to Python; return its number."""
+        """Serve requests after number `seen` until one is left to Python; return its number.
+
+        0: the service has ended, and the thread was left out.
+        """
 
     @abstractmethod
     def answer_in_python(self) -> None:

@@ -249,7 +249,8 @@ def _change_team(cells, service, number, operation):
     left_out, wanted = cells[team], atomic_load(cells, team + WANTED)
     if operation == STOP:
         wanted = np.int32(ENDED)
-    cells[team + CAME_BACK] = 0
+    if cells[team + CAME_BACK]:
+        cells[team + CAME_BACK] = 0
     if wanted != left_out:
         if wanted < left_out:
             atomic_store(cells, team + CAME_BACK, np.int32(number))
