@@ -16,8 +16,8 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring, wait_change
 _POLLS, _WAIT_NS = 2000, 100_000_000
 _ROUNDS = 1 << 30  # the doorbell is a 32-bit number
 # How much work makes a cut worth a call from Python: multiplications of each piece.
-_WORTH = 1 << 26
-MOST_CUTS = 8  # a thread's smallest piece is an eighth of its part
+_WORTH = 1 << 28
+MOST_CUTS = 4  # a thread's smallest piece is a quarter of its part
 
 Phase = Callable[[int], None]  # of the thread's number
 Then = Callable[[Phase], None]  # has every thread go through a phase, after those before

@@ -62,7 +62,8 @@ def _hardware_threads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first of `cores` in each physical core, and the others."""
     seen: set[int] = set()
-    first, second = [], []
+    first: list[int] = []
+    second: list[int] = []
     for core in sorted(cores):
         (second if core in seen else first).append(core)
         seen.update(parse_core_list(_read(folder / f"cpu{core}/topology/thread_siblings_list")))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def changing(system: InProcessSystem) -> Iterator[None]:
     ("name", "dtype"),
     [("llama-relu", ""), ("q-llama", "q4"), ("qwen3-moe", ""), ("opt-postnorm", "")],
 )
-def test_logits_are_the_same(tiny: Tiny, tmp_path, name: str, dtype: str) -> None:  # type: ignore[no-untyped-def]
+def test_logits_are_the_same(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
     path = make_model(name, tmp_path / "model") if dtype else tiny(name).path
     with InProcessSystem(path, num_threads=NUM_THREADS, weight_dtype=dtype) as system:
         expected = all_logits(system)

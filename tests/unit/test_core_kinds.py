@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,7 +118,14 @@ EVEN = tuple(range(0, 16, 2))
         (ryzen_7950x, tuple(range(16)), (), ()),
     ],
 )
-def test_machines(machine, paying, slow, island, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_machines(
+    machine: Callable[[Path], range],
+    paying: tuple[int, ...],
+    slow: Sequence[int],
+    island: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cores = machine(tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(cores))
     kinds = core_kinds(cores, tmp_path)
