@@ -73,6 +73,11 @@ class AttentionService(Service):
         return self.arrays.keys, self.arrays.values
 
     @property
+    def may_leave_out(self) -> bool:
+        """Not where it has hot neurons, which all threads compute."""
+        return self._hot is None
+
+    @property
     def fired_counts(self) -> np.ndarray:
         """How often each hot neuron fired in COUNT_FFN requests, in loading order."""
         return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts
@@ -144,7 +149,7 @@ class AttentionService(Service):
         """Run the loop of `numba_kernels.serve.serve_attention`, and the kernel of hot neurons."""
         while True:
             seen = self._serve_attention(thread, seen)
-            if not self._is_for_hot():
+            if seen == 0 or not self._is_for_hot():
                 return seen
             started = clock_ns()
             assert self._hot is not None

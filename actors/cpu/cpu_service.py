@@ -79,6 +79,11 @@ class CpuService(Service):
         self.function = function
         self.buckets = np.zeros(num_rows, np.uint16) if buckets is None else buckets
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Not where neurons are offloaded: each thread has reads of its own."""
+        return isinstance(self.source, FfnArrays | TransposedArrays)
+
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         predictors = self.predictors

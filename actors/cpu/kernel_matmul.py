@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.cpu.thread_team import Then
+from hotcold.actors.cpu.thread_team import Shared, Then
 from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.block_rows import BEGIN, END
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
@@ -64,6 +65,12 @@ def row_widths(rows: Rows, tokens: BlockTokens) -> np.ndarray:
     return np.diff(rows.starts) // np.maximum(counts, 1)
 
 
+def num_products(weights: WeightBlocks, tokens: BlockTokens) -> int:
+    """Multiplications of each block's weights with its choices, or of its bytes if quantized."""
+    items = weights.places[:, END] - weights.places[:, BEGIN]
+    return int(items @ np.diff(tokens.starts))
+
+
 class FloatOperand(NamedTuple):
     """Items of each block's choices; see `pack_tokens_kernel`."""
 
@@ -105,7 +112,8 @@ class FloatMatmul:
         Shapes:  out: a row for each choice, or (T, d), to which they are added block after block
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
-        self._multiply(linear_kernel, operand, weights, out, _most_groups(operand.tokens) * LANES)
+        work, most = num_products(weights, operand.tokens), _most_groups(operand.tokens) * LANES
+        self._multiply(linear_kernel, operand, weights, out, most, work)
 
     def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
         """out = h @ rows of each block's choices, or it is added.
@@ -122,7 +130,8 @@ class FloatMatmul:
             pack_rows_kernel(h, tokens, packed, starts, thread, self._num_threads)
 
         self._then(pack)
-        self._multiply(combine_kernel, FloatOperand(tokens, packed, starts), rows, out, most)
+        # Fewer columns than a block has take longer: no thread's columns are cut.
+        self._multiply(combine_kernel, FloatOperand(tokens, packed, starts), rows, out, most, 0)
 
     def _multiply(
         self,
@@ -131,14 +140,15 @@ class FloatMatmul:
         weights: WeightBlocks,
         out: Rows,
         num_tokens: int,
+        work: int,
     ) -> None:
         sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS * num_tokens)
 
-        def multiply(thread: int) -> None:
+        def multiply(thread: int, part: int, count: int) -> None:
             buffer, own = self._buffers[thread], sums[thread]
-            kernel(*weights, *operand, buffer, own, out, thread, self._num_threads)
+            kernel(*weights, *operand, buffer, own, out, part, count)
 
-        self._then(multiply)
+        self._then(Shared(self._num_threads, work, multiply))
 
 
 class Bfloat16Matmul(FloatMatmul):
@@ -192,11 +202,12 @@ class Int16Matmul:
         groups = _most_groups(operand.tokens)
         sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS * groups * LANES)
 
-        def multiply(thread: int) -> None:
+        def multiply(thread: int, part: int, count: int) -> None:
             buffer, own = self._buffers[thread], sums[thread]
-            linear_int16_kernel(*weights, *operand, buffer, own, out, thread, self._num_threads)
+            linear_int16_kernel(*weights, *operand, buffer, own, out, part, count)
 
-        self._then(multiply)
+        work = num_products(weights, operand.tokens)
+        self._then(Shared(self._num_threads, work, multiply))
 
 
 class QuantizedOperand(NamedTuple):
@@ -233,11 +244,12 @@ class QuantizedMatmul:
     def linear(self, operand: QuantizedOperand, weights: WeightBlocks, out: Rows) -> None:
         """out = vectors @ weights.T of each block, of ROW_FORMATS, as `FloatMatmul.linear`."""
 
-        def multiply(thread: int) -> None:
+        def multiply(thread: int, part: int, count: int) -> None:
             sums = self._sums[thread].reshape(TOKENS_AT_ONCE, SUM_ROWS)
-            matmul_kernel(*weights, *operand, sums, out, thread, self._num_threads)
+            matmul_kernel(*weights, *operand, sums, out, part, count)
 
-        self._then(multiply)
+        work = num_products(weights, operand.tokens)
+        self._then(Shared(self._num_threads, work, multiply))
 
 
 def _packed_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:

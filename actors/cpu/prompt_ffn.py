@@ -18,6 +18,7 @@ import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
+from hotcold.actors.cpu.thread_team import MOST_CUTS, Shared
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
@@ -321,21 +322,24 @@ class _Rest(NamedTuple):
         """Add the sum over the neurons that fire for each choice, once it has been run."""
         matmul, shard, down = self.matmul, self.shard, self.shard.down
         assert isinstance(down, np.ndarray)
-        num_threads = matmul.num_threads
+        num_shares = matmul.num_threads * MOST_CUTS
         fired = empty_fired(tokens, shard.firsts, shard.widths, matmul.scratch)
-        shares = run_shares(tokens, fired, num_threads)
+        shares = run_shares(tokens, fired, num_shares)
         vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
         sums = matmul.scratch((num_parts(out.shape[1]), len(out), PART_COLUMNS))
 
-        def scale(thread: int) -> None:
-            first, last = shares[thread : thread + 2]
+        def scale(thread: int, part: int, count: int) -> None:
+            first, last = shares[[part * num_shares // count, (part + 1) * num_shares // count]]
             list_fired(h, shard.firsts, tokens, first, last, fired)
             if self._scales:
                 prompt_up_kernel(shard.up, shard.up_bias, vectors, tokens, first, last, fired)
 
-        def add(thread: int) -> None:
-            parts = split_range(num_parts(out.shape[1]) * len(out), thread, num_threads, 1)
+        def add(thread: int, part: int, count: int) -> None:
+            parts = split_range(num_parts(out.shape[1]) * len(out), part, count, 1)
             prompt_down_kernel(down, tokens, fired, *parts, sums, out)
 
-        matmul.then(scale)
-        matmul.then(add)
+        num_products = int(np.diff(tokens.starts) @ shard.widths * _FEW / 2) * out.shape[1]
+        # A part of the columns that is cut by tokens is read twice.
+        most = num_parts(out.shape[1]) // matmul.num_threads
+        matmul.then(Shared(matmul.num_threads, num_products, scale))
+        matmul.then(Shared(matmul.num_threads, num_products, add, most))

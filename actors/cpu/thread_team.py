@@ -4,6 +4,7 @@ Handing work to a thread and hearing that it is done takes as long as a small mo
 request's phases are handed over together, and the barrier between two of them is a doorbell.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,9 +15,56 @@ from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring, wait_change
 
 _POLLS, _WAIT_NS = 2000, 100_000_000
 _ROUNDS = 1 << 30  # the doorbell is a 32-bit number
+# How much work makes a cut worth a call from Python: multiplications of each piece.
+_WORTH = 1 << 28
+MOST_CUTS = 4  # a thread's smallest piece is a quarter of its part
 
 Phase = Callable[[int], None]  # of the thread's number
 Then = Callable[[Phase], None]  # has every thread go through a phase, after those before
+PartOf = Callable[[int, int, int], None]  # of the thread's number, a part's, and of how many parts
+
+
+class Shared:
+    """A phase whose work threads take piece by piece, so that a slow one takes less.
+
+    Each thread has a part, cut into pieces that become smaller, and goes through it before it takes
+    pieces of others' parts. Which thread computes a piece must not matter to the result.
+    """
+
+    def __init__(
+        self, num_threads: int, num_products: int, compute: PartOf, most_cuts: int = MOST_CUTS
+    ) -> None:
+        """compute(thread, part, count) does part `part` of `count` equal parts of the work.
+
+        num_products: multiplications of the whole phase, about; of little work nothing is cut.
+        most_cuts: into which a thread's part is cut at most, MOST_CUTS or fewer
+        """
+        self._compute = compute
+        cuts = min(most_cuts, num_products // max(1, num_threads * _WORTH))
+        self._pieces = [
+            [(thread * of + part, num_threads * of) for part, of in _pieces(cuts)]
+            for thread in range(num_threads)
+        ]
+        # `next` of a count is atomic: the interpreter's lock is held.
+        self._taken = [itertools.count() for _ in range(num_threads)]
+
+    def __call__(self, thread: int) -> None:
+        """The phase, by thread number `thread`."""
+        num_threads = len(self._pieces)
+        for turn in range(num_threads):
+            owner = (thread + turn) % num_threads
+            pieces, taken = self._pieces[owner], self._taken[owner]
+            while (number := next(taken)) < len(pieces):
+                self._compute(thread, *pieces[number])
+
+
+def _pieces(cuts: int) -> list[tuple[int, int]]:
+    """A half, a quarter ..., and the last piece twice: (number, of how many), at most of `cuts`."""
+    found, of = [], 1
+    while 2 * of <= cuts:
+        of *= 2
+        found.append((of - 2, of))
+    return [*found, (of - 1, of)]
 
 
 class _Abandoned(Exception):

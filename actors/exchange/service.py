@@ -33,6 +33,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     STOP,
     TAKEN_US,
     TARGET,
+    TEAM,
+    WANTED,
     WEIGHTS,
     SharedBuffers,
     cell_index,
@@ -81,6 +83,11 @@ class Service(ABC):
     def draft(self, draft: Service) -> None:
         self._draft, self.weights, draft.weights = draft, TARGET, DRAFT
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether its last threads may be left out of requests (`next_share`)."""
+        return True
+
     def work_within(self, service: Service) -> None:
         """Use another service's requests and threads."""
         self.thread_cores, self.buffers = service.thread_cores, service.buffers
@@ -88,7 +95,10 @@ class Service(ABC):
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
-        """Serve requests after number `seen` until one is left to Python; return its number."""
+        """Serve requests after number `seen` until one is left to Python; return its number.
+
+        0: the service has ended, and the thread was left out.
+        """
 
     @abstractmethod
     def answer_in_python(self) -> None:
@@ -126,6 +136,8 @@ class Service(ABC):
         cells = self.buffers.cells
         for kind in (ARRIVED, BARRIER_COUNT):
             cells[cell_index(self.index, kind) * INTS_A_CELL] = 0
+        team = cell_index(self.index, TEAM) * INTS_A_CELL
+        cells[team : team + INTS_A_CELL] = 0
         seen = int(cells[cell_index(self.index, DONE) * INTS_A_CELL])
         self._threads = [
             threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)
@@ -153,6 +165,12 @@ class Service(ABC):
         def delays() -> Delays:
             return Delays(int(reply[DELAYED_US]), int(reply[TAKEN_US]), int(reply[NUM_ANSWERED]))
 
+        def leave_out(count: int) -> None:
+            cells[cell_index(self.index, TEAM) * INTS_A_CELL + WANTED] = count
+
+        if self.may_leave_out:
+            affinity.leave_out = leave_out
+            leave_out(0 if affinity.is_pinned else 1)
         threading.Thread(
             target=affinity.watch, args=(await_work, delays), name="affinity", daemon=True
         ).start()
@@ -197,6 +215,8 @@ class Service(ABC):
                 self._fail()
                 self._broken = True
                 return
+            if number == 0:
+                return
             request = self.buffers.requests[self.index]
             if is_for_others(request, serving.weights):
                 serving = self._other(serving)
@@ -218,9 +238,10 @@ class Service(ABC):
                     self._fail()
                 self._pin(thread)
             buffers = self.buffers
+            left_out = int(buffers.cells[cell_index(self.index, TEAM) * INTS_A_CELL])
             finish_request(
                 buffers.cells, buffers.requests, buffers.replies, NO_COUNTERS, self.index, number,
-                self.num_threads, started,
+                self.num_threads - left_out, started,
             )  # fmt: skip
             if stop:
                 return

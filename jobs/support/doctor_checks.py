@@ -197,7 +197,7 @@ def _limits(machine: MachineSurvey) -> Iterator[Finding]:
         text = f"{machine.cpu_quota:g} CPUs: {threads}, not pinned to a core"
         yield Finding("ok", "CPU quota", text)
     elif num_threads < allowed:
-        text = f"{num_threads} on {allowed} logical cores: one a physical core, none on slow ones"
+        text = f"{num_threads} on {allowed} logical cores: one a physical core, fast ones first"
         yield Finding("ok", "threads", text)
     if machine.memory_limit is not None:
         free_gb, limit_gb = machine.available_bytes / 1e9, machine.memory_limit / 1e9

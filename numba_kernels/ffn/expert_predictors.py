@@ -207,7 +207,7 @@ def counting_neurons(
     )  # fmt: skip
     scratch.counts[thread] = found
     barrier_wait(cells, service, num_threads)
-    place, total = scratch.counts[:thread].sum(), scratch.counts.sum()
+    place, total = scratch.counts[:thread].sum(), scratch.counts[:num_threads].sum()
     copy_numbers(scratch.own_ids[own : own + found], scratch.ids[place : place + found])
     copy_numbers(scratch.own_masks[own : own + found], scratch.masks[place : place + found])
     barrier_wait(cells, service, num_threads)

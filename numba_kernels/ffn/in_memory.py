@@ -42,7 +42,14 @@ from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
-from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
+from hotcold.numba_kernels.serve.work_stealing import (
+    block_rows,
+    block_span,
+    least_rows,
+    new_block_counters,
+    next_block,
+    num_blocks,
+)
 
 # kinds of work that threads share in a request; down rows only where they are transposed
 GATES, UPS, DOWN = range(3)
@@ -214,19 +221,20 @@ def take_products(
     """`share_products` without a `Share`: to pass one takes longer than a short row."""
     products, activates_one = by_neuron(values, num_tokens), False
     size, masks = block_size(weights, num_tokens), selection.token_masks
+    least = size
     if num_tokens == 1:
-        size, activates_one = block_rows(weights), activates
+        size, least, activates_one = block_rows(weights), least_rows(weights), activates
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
         for span in spans:
             first, last = own_part(span, selection, lanes, part, num_threads)
             shift, tokens = shift_of(span), np.uint32(span[TOKENS])
-            count = (last - first + size - 1) // size
+            count = num_blocks(last - first, size, least)
             is_gathered = are_all(tokens, num_tokens)
             while taken < passed + count:
-                begin = first + (taken - passed) * size
-                end = min(begin + size, last)
+                begin, end = block_span(last - first, size, least, taken - passed)
+                begin, end = first + begin, first + end
                 if activates_one:
                     gate_values_kernel(
                         weights, bias, places, shift, x, function, begin, end, last,

@@ -167,6 +167,7 @@ def layer_ffn(
     barrier_wait(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # also where a read has failed: the next request begins anew
+        _leave_out(num_threads, scratch.counts, scratch.up_counts, scratch.num_sums)
     if not _is_well(source, share, scratch):
         return False
     num_fired = _keep_fired(share, has_ups, scratch)
@@ -186,6 +187,13 @@ def layer_ffn(
         return False
     _add_up(source, share, scratch)
     return True
+
+
+@njit(nogil=True, cache=True)
+def _leave_out(num_threads, counts, up_counts, num_sums):
+    """Threads from number `num_threads` on have nothing: they are left out of the request."""
+    for thread in range(num_threads, counts.shape[0]):
+        counts[thread] = up_counts[thread] = num_sums[thread] = 0
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -30,7 +30,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     WEIGHTS,
     finish_request,
     is_for_others,
-    next_request,
+    next_share,
     read_selection,
     read_thresholds,
 )
@@ -135,23 +135,26 @@ def serve_ffn(
     """Serve requests after `seen` until one is left to Python; returns its number.
 
     Left to Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other
-    `weights` (`is_for_others`). All threads return for it; the caller lets one of them reply.
+    `weights` (`is_for_others`). All threads that share it return; the caller lets one of them
+    reply. 0: the service has ended (`next_share`).
     """
     while True:
-        number = next_request(buffers.cells, service, seen)
+        number, team = next_share(buffers.cells, service, thread, num_threads, seen)
         started = now_ns()
+        if number == 0:
+            return number
         if is_for_others(buffers.requests[service], weights):
             return number
         operation = buffers.requests[service, OPERATION]
         if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
             ffn_request(
-                thread, num_threads, service, buffers, source, scratch, predictors,
-                predictor_scratch, buckets, function,
+                thread, team, service, buffers, source, scratch, predictors, predictor_scratch,
+                buckets, function,
             )  # fmt: skip
         elif operation != PING:
             return number
         finish_request(
             buffers.cells, buffers.requests, buffers.replies, buffers.cells[:0], service, number,
-            num_threads, started,
+            team, started,
         )  # fmt: skip
         seen = np.int32(number)

@@ -26,7 +26,7 @@ from hotcold.numba_kernels.ffn.in_memory import (
     with_matrices,
 )
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
-from hotcold.numba_kernels.serve.work_stealing import next_block
+from hotcold.numba_kernels.serve.work_stealing import block_span, next_block
 
 _GROUP = 16  # neurons of a cache line
 _BYTES_AT_ONCE = 1 << 18  # of all chosen blocks' rows that a thread takes at least,
@@ -139,9 +139,10 @@ def _add_blocks(
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         part_first, part_last = split_range(out.shape[1], part, num_threads, 4)
-        first = part_first + next_block(counters, part) * size
-        while first < part_last:
-            last = min(first + size, part_last)
+        count = part_last - part_first
+        first, last = block_span(count, size, _UNIT, next_block(counters, part))
+        while first < last:
+            first, last = part_first + first, part_first + last
             set_bias(block_weights, biases, out, first, last)
             begin = np.int64(0)
             for k in range(spans.shape[0]):
@@ -165,7 +166,9 @@ def _add_blocks(
                             out[t, n] += products[row, n - first]
                         row += 1
                 begin += width * num_tokens
-            first = part_first + next_block(counters, part) * size
+            first, last = block_span(
+                part_last - part_first, size, _UNIT, next_block(counters, part)
+            )
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -1,11 +1,14 @@
 """Requests and replies between the driver and services through shared memory.
 
-Each service has six doorbell cells, a row of request words and a row of reply words. The driver
+Each service has seven doorbell cells, a row of request words and a row of reply words. The driver
 writes the request words and rings REQUEST with the next sequence number. Every thread of the
 service does its part; the last one writes the reply and rings DONE with that number. Before that it
 rings REQUEST of others where the word THEN says so, whose requests follow its own and have its
 number: the driver need not wake in between. A request changes nothing that it reads, so it can be
 sent again.
+
+A service's last threads may be left out while other programs want its cores: TEAM says how many.
+They sleep there, and no request waits for them. It changes between two requests alone.
 """
 
 from collections.abc import Sequence
@@ -22,10 +25,12 @@ from hotcold.numba_kernels.serve.doorbell import (
     RUNG_US,
     WAITED_US,
     atomic_add,
+    atomic_load,
     atomic_store,
     barrier,
     now_ns,
     ring,
+    sleep_change,
     wait_change,
 )
 
@@ -33,7 +38,13 @@ REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 # Rung with a request's number where the router reads the layer's input, once experts are chosen: so
 # others may read them while attention is computed.
 ROUTED = 5
-CELLS_A_SERVICE = 6
+# How many of a service's threads are left out; ENDED once it has stopped.
+TEAM = 6
+CELLS_A_SERVICE = 7
+# Words of TEAM's cell: how many are to be left out from the next request on; the last request
+# before threads came back, which is not theirs, or 0.
+WANTED, CAME_BACK = 5, 6
+ENDED = -1
 _MAX_DELAYED_US = 10_000  # of one request; longer delays have other causes, such as suspension
 
 # request words
@@ -91,7 +102,7 @@ IDLE_NS = 3_600_000_000_000  # timeout of an idle service's wait, which then wai
 class SharedBuffers(NamedTuple):
     """The shared arrays of a system; S services, at most T tokens a step, width d.
 
-    cells (S * 6 * 16,) int32; requests, replies (S, 16) int64
+    cells (S * 7 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
     page_tables (2, slots, pages a sequence) int32: entry p is the page with a sequence's positions
     from p * 64 on, in layers without a window (FULL) and with one (WINDOWED)
@@ -210,6 +221,46 @@ def next_request(cells, service, seen):
 
 
 @njit(nogil=True, cache=True)
+def next_share(cells, service, thread, num_threads, seen):
+    """Wait for the next request after `seen` that a thread shares: its number, and their number.
+
+    0 and 0: the service has ended, and the thread was left out.
+    """
+    team = cell(service, TEAM) * INTS_A_CELL
+    while True:
+        number = np.int32(seen)
+        if thread + atomic_load(cells, team) < num_threads:
+            number = next_request(cells, service, seen)
+        left_out = atomic_load(cells, team)
+        if left_out == ENDED:
+            return np.int32(0), np.int64(0)
+        if thread + left_out >= num_threads:
+            sleep_change(cells, cell(service, TEAM), left_out, IDLE_NS)
+            continue
+        # Read again: it may have been rung while this thread was left out.
+        number = atomic_load(cells, cell(service, REQUEST) * INTS_A_CELL)
+        if number == atomic_load(cells, team + CAME_BACK):
+            seen = number
+        elif number != seen:
+            return number, np.int64(num_threads - left_out)
+
+
+@njit(nogil=True, cache=True)
+def _change_team(cells, service, number, operation):
+    """What the last thread of a request does: leave out as many threads as are WANTED."""
+    team = cell(service, TEAM) * INTS_A_CELL
+    left_out, wanted = cells[team], atomic_load(cells, team + WANTED)
+    if operation == STOP:
+        wanted = np.int32(ENDED)
+    if cells[team + CAME_BACK]:
+        cells[team + CAME_BACK] = 0
+    if wanted != left_out:
+        if wanted < left_out:
+            atomic_store(cells, team + CAME_BACK, np.int32(number))
+        ring(cells, cell(service, TEAM), wanted)
+
+
+@njit(nogil=True, cache=True)
 def barrier_wait(cells, service, num_threads):
     """Wait until all threads of a service have arrived here."""
     barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
@@ -253,6 +304,7 @@ def finish_request(
         waited_us = cells[waited] // max(1, num_threads - 1)
         cells[waited] = 0
         counters[:] = 0
+        _change_team(cells, service, number, requests[service, OPERATION])
         reply = replies[service]
         reply[DELAYED_US] += min(late_us, _MAX_DELAYED_US) + min(waited_us, _MAX_DELAYED_US)
         reply[TAKEN_US] += (ended_ns // 1000 - posted_us) & CLOCK_US

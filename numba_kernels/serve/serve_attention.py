@@ -50,7 +50,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     cell,
     finish_request,
     is_for_others,
-    next_request,
+    next_share,
 )
 from hotcold.numba_kernels.serve.work_stealing import (
     next_block,
@@ -487,24 +487,27 @@ def serve_attention(thread, num_threads, service, seen, weights, buffers, arrays
     """Serve requests after `seen` until one is left to Python; returns its number.
 
     Left to Python are STOP, more tokens than `scratch` holds, and requests for other `weights`
-    (`is_for_others`). All threads return for it; the caller lets one of them reply.
+    (`is_for_others`). All threads that share it return; the caller lets one of them reply. 0: the
+    service has ended (`next_share`).
     """
     max_tokens = scratch.normed.shape[1]
     while True:
-        number = next_request(buffers.cells, service, seen)
+        number, team = next_share(buffers.cells, service, thread, num_threads, seen)
         started = now_ns()
+        if number == 0:
+            return number
         request = buffers.requests[service]
         operation, num_tokens = request[OPERATION], request[NUM_TOKENS]
         if is_for_others(request, weights):
             return number
         if operation == ATTENTION and num_tokens <= max_tokens:
-            attention_request(thread, num_threads, service, buffers, arrays, scratch)
+            attention_request(thread, team, service, buffers, arrays, scratch)
         elif operation == HEAD and num_tokens - request[FIRST_LOGIT] <= max_tokens:
-            head_request(thread, num_threads, service, buffers, arrays, scratch)
+            head_request(thread, team, service, buffers, arrays, scratch)
         elif operation != PING:
             return number
         finish_request(
             buffers.cells, buffers.requests, buffers.replies, scratch.counters, service, number,
-            num_threads, started,
+            team, started,
         )  # fmt: skip
         seen = number

@@ -2,7 +2,10 @@
 
 Each thread has a part of the rows, in blocks, and streams through it. A thread that has finished
 takes blocks of the others' parts, so a late or slow thread delays the others by one block at most.
-A row's dot product does not depend on the thread that computes it.
+The last blocks of a part are smaller and smaller, so that threads end together, as in guided
+self-scheduling. A row's dot product does not depend on the thread that computes it.
+
+Source:  Polychronopoulos and Kuck, Guided self-scheduling, IEEE Trans. Computers C-36, 1987
 """
 
 import numpy as np
@@ -12,7 +15,7 @@ from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
-_BLOCK_BYTES = 1 << 18
+_BLOCK_BYTES, _LEAST_BYTES = 1 << 18, 1 << 15
 _UNIT = 48  # rows; whole tiles of every format
 
 
@@ -32,10 +35,53 @@ def next_block(counters, part):
 
 
 @njit(nogil=True, cache=True)
+def _rows_of(weights, num_bytes):
+    return max(1, num_bytes // max(1, _UNIT * weights.shape[1] * weights.itemsize)) * _UNIT
+
+
+@njit(nogil=True, cache=True)
 def block_rows(weights):
     """Rows of a block."""
-    units = _BLOCK_BYTES // max(1, _UNIT * weights.shape[1] * weights.itemsize)
-    return max(1, units) * _UNIT
+    return _rows_of(weights, _BLOCK_BYTES)
+
+
+@njit(nogil=True, cache=True)
+def least_rows(weights):
+    """Rows of the smallest block, but for what is left at the end."""
+    return _rows_of(weights, _LEAST_BYTES)
+
+
+@njit(nogil=True, cache=True)
+def _following_rows(left, least):
+    """Rows of the next block where less than two blocks are left: half, in whole units."""
+    return min(left, max(least, left // 2 // _UNIT * _UNIT))
+
+
+@njit(nogil=True, cache=True)
+def block_span(count, size, least, number):
+    """First and last row of block `number` of a part of `count` rows; equal where there is none.
+
+    Blocks have `size` rows; where less than two are left each has half of what is left, but at
+    least `least`. With `least` = `size` all but the last have `size`.
+    """
+    whole = max(0, count // size - 1)
+    if number < whole:
+        return number * size, number * size + size
+    begin = whole * size
+    for _ in range(number - whole):
+        begin += _following_rows(count - begin, least)
+    return begin, begin + _following_rows(count - begin, least)
+
+
+@njit(nogil=True, cache=True)
+def num_blocks(count, size, least):
+    """Blocks of a part of `count` rows."""
+    whole = max(0, count // size - 1)
+    left = count - whole * size
+    while left > 0:
+        left -= _following_rows(left, least)
+        whole += 1
+    return whole
 
 
 @njit(nogil=True, cache=True)
@@ -45,13 +91,13 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
     Row r is column `column` + r of `out` (T, N). `bias` and `addend` may be empty. `x` is
     `quantize_activations` of T tokens. Checks nothing.
     """
-    size = block_rows(weights)
+    size, least = block_rows(weights), least_rows(weights)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         first, last = split_range(weights.shape[0], part, num_threads, 4)
-        begin = first + next_block(counters, part) * size
-        while begin < last:
-            end = min(begin + size, last)
+        begin, end = block_span(last - first, size, least, next_block(counters, part))
+        while begin < end:
+            begin, end = first + begin, first + end
             block_products(weights, x, out, begin, end, column + begin)
             for t in range(out.shape[0]):
                 if bias.shape[0]:
@@ -60,7 +106,7 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
                 if addend.shape[0]:
                     for n in range(column + begin, column + end):
                         out[t, n] += addend[t, n]
-            begin = first + next_block(counters, part) * size
+            begin, end = block_span(last - first, size, least, next_block(counters, part))
 
 
 @njit(nogil=True, cache=True)

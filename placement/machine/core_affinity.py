@@ -3,8 +3,9 @@
 A system has more threads than the machine has cores: those of one service work while those of
 another wait. Unpinned, two threads that should run in parallel often wake on one core, and another
 core stays idle for a third of a millisecond. But a pinned thread waits for any other program on its
-core. So the time that threads lose to the latest one is measured, and they are unpinned for a while
-when it is long (figures in docs/lab_log.md).
+core, and the others for it. So the time that threads lose to the latest one is measured. When it is
+long they are unpinned for a while, and one of them is left out: the others find the cores that are
+free, and nobody waits for a thread that shares its core (figures in docs/lab_log.md).
 """
 
 import math
@@ -47,6 +48,7 @@ class CoreAffinity:
         self._pause_s = _FIRST_PAUSE_S
         self._changed_s = -math.inf
         self.is_pinned = True
+        self.leave_out: Callable[[int], None] = lambda count: None  # so many threads, from now on
 
     def pin(self, thread: int) -> None:
         """Pin the calling thread, number `thread`, while it serves in step with the others."""
@@ -90,6 +92,7 @@ class CoreAffinity:
 
     def _change(self, now: float) -> None:
         self.is_pinned, self._changed_s = not self.is_pinned, now
+        self.leave_out(0 if self.is_pinned else 1)
         for thread, thread_id in self._thread_ids.items():
             own = [self._thread_cores[thread]]
             pin_thread(own if self.is_pinned else self._all_cores, thread_id)

@@ -11,9 +11,9 @@ from pathlib import Path
 from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.model.limits import cpu_quota, num_cpus, parse_core_list
 from hotcold.model.weights.memory import available_bytes, memory_limit
+from hotcold.placement.machine.core_kinds import core_kinds
 from hotcold.placement.machine.sysfs import (
     NumaNode,
-    performance_cores,
     read_cpu,
     read_huge_page_setting,
     read_numa_nodes,
@@ -48,14 +48,16 @@ class MachineSurvey:
 
 
 def usable_cores(root: Path = Path("/"), num_threads: int = 0) -> tuple[int, ...]:
-    """Logical cores for so many threads, in order; without a number the best ones.
+    """Logical cores for so many threads, in order; without a number those that pay.
 
-    The `performance_cores` that this process may run on; all allowed cores for more threads than
-    these. At most as many as the CPU quota: more threads would spend it waiting for one another.
+    Of the cores that this process may run on those that pay (`core_kinds`), for more threads the
+    next best ones. At most as many as the CPU quota: more threads would spend it waiting for one
+    another.
     """
-    allowed = tuple(sorted(os.sched_getaffinity(0)))
-    best = performance_cores(allowed, root)
-    return (best if num_threads <= len(best) else allowed)[: num_cpus(root)]
+    kinds = core_kinds(tuple(os.sched_getaffinity(0)), root)
+    cores = kinds.paying if num_threads <= len(kinds.paying) else kinds.best(num_threads)
+    most = num_cpus(root)
+    return cores if len(cores) <= most else kinds.best(most)
 
 
 def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:

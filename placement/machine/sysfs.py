@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ RELEVANT_FEATURES = (
     "amx_int8",
 )
 _NEEDED_FEATURES = ("avx2", "fma", "f16c")
-_FAST = 2 / 3  # of the fastest core's capacity: below it is an efficiency core
 
 
 @dataclass(frozen=True)
@@ -97,40 +95,6 @@ def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str
     text = _read(root / "sys/kernel/mm/transparent_hugepage" / name)
     _, bracket, rest = text.partition("[")
     return rest.partition("]")[0] if bracket else "unknown"
-
-
-def performance_cores(cores: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """One hardware thread of each physical performance core; all `cores` where unknown.
-
-    Threads with equal shares of work finish together on these; slower ones would be waited for.
-    llama.cpp does the same.
-    """
-    folder = root / "sys/devices"
-    fast = set(parse_core_list(_read(folder / "cpu_core/cpus")))  # of Intel's hybrid processors
-    if not fast & set(cores):
-        speeds = _core_speeds(cores, folder / "system/cpu")
-        fast = {core for core in cores if speeds.get(core, 0) >= _FAST * max([0, *speeds.values()])}
-    seen: set[int] = set()
-    found = []
-    for core in sorted(fast & set(cores)):
-        if core not in seen:
-            found.append(core)
-            topology = folder / f"system/cpu/cpu{core}/topology"
-            seen.update(parse_core_list(_read(topology / "thread_siblings_list")))
-    return tuple(found)
-
-
-def _core_speeds(cores: Sequence[int], folder: Path) -> dict[int, int]:
-    """How fast `cores` are beside each other; a core of which nothing is said is left out.
-
-    By their capacity, or else the highest clock: some kernels name no kinds of cores.
-    """
-    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        texts = {core: _read(folder / f"cpu{core}" / name).strip() for core in cores}
-        known = {core: int(text) for core, text in texts.items() if text.isdecimal()}
-        if known:
-            return known
-    return {}
 
 
 def _read_node(folder: Path) -> NumaNode:

@@ -259,9 +259,11 @@ def test_the_affinity_thread_sees_the_end(
     """STOP is rung between its reading of the end and its reading of the bell."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
     buffers, waits = layout.buffers(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
-    affinity = SimpleNamespace(watch=lambda await_work, delays: waits.put(await_work))
+    affinity = SimpleNamespace(
+        is_pinned=True, watch=lambda await_work, delays: waits.put(await_work)
+    )
     service = CpuService.__new__(CpuService)
-    service.index, service.buffers = 0, buffers
+    service.index, service.buffers, service.source = 0, buffers, ()
     service._watch_affinity(affinity)  # type: ignore[arg-type]
     await_work, slept = waits.get(), []
     monkeypatch.setattr(

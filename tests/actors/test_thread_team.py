@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from hotcold.actors.cpu.thread_team import ThreadTeam
+from hotcold.actors.cpu.thread_team import Shared, ThreadTeam
+from hotcold.numba_kernels.decode.rows import split_range
 
 
 def test_no_phase_begins_before_all_have_ended_the_last() -> None:
@@ -54,3 +55,41 @@ def test_a_failing_phase_is_told_and_the_team_goes_on() -> None:
     team.close()
     with pytest.raises(RuntimeError):
         team.run([done.append])
+
+
+@pytest.mark.parametrize("num_products", [0, 1 << 28, 1 << 40])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_all_of_a_shared_phase_is_done_once(num_threads: int, num_products: int) -> None:
+    """By any thread; parts of several sizes meet without gaps in rows of any number."""
+    team, lock = ThreadTeam(num_threads, lambda thread: None), threading.Lock()
+    for length, unit in ((1, 1), (97, 1), (5504, 16), (640, 64)):
+        rows: list[int] = []
+
+        def compute(thread: int, part: int, count: int, length: int = length) -> None:
+            with lock:
+                rows.extend(range(*split_range(length, part, count, unit)))  # noqa: B023
+
+        team.run([Shared(num_threads, num_products, compute)])
+        assert sorted(rows) == list(range(length))
+    team.close()
+
+
+def test_a_slow_thread_does_less_and_begins_with_its_own() -> None:
+    """Thread 0 is stopped in its first piece until the other has done all that is left."""
+    team, done, lock = ThreadTeam(2, lambda thread: None), dict[float, int](), threading.Lock()
+    all_else, first = threading.Event(), [1.0, 1.0]
+
+    def compute(thread: int, part: int, count: int) -> None:
+        if thread == 0:
+            assert all_else.wait(60)
+        with lock:
+            if thread not in done.values():
+                first[thread] = part / count
+            done[part / count] = thread
+            if list(done.values()).count(1) == 5:
+                all_else.set()
+
+    team.run([Shared(2, 1 << 40, compute)])
+    assert first == [0.0, 0.5]
+    assert sorted(done.values()) == [0, 1, 1, 1, 1, 1]
+    team.close()

@@ -13,8 +13,11 @@ from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activat
 from hotcold.numba_kernels.formats import is_quantized, row_width
 from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
+    block_span,
+    least_rows,
     new_block_counters,
     next_block,
+    num_blocks,
     work_stealing_rows,
 )
 from tests.kernels.arrays import BITS, random_bits, random_floats
@@ -106,3 +109,23 @@ def test_each_block_is_taken_once() -> None:
 @njit(nogil=True)
 def take_one(counters, part):
     return next_block(counters, part)
+
+
+@pytest.mark.parametrize(("size", "least"), [(720, 48), (48, 48), (240, 240), (100, 100)])
+def test_blocks_become_smaller_and_leave_nothing_out(size: int, least: int) -> None:
+    for count in (0, 1, 47, 48, 95, 480, 719, 720, 1441, 5000):
+        spans = [block_span(count, size, least, n) for n in range(num_blocks(count, size, least))]
+        rows = [row for begin, end in spans for row in range(begin, end)]
+        assert rows == list(range(count))
+        sizes = [end - begin for begin, end in spans]
+        assert sizes == sorted(sizes, reverse=True)
+        assert all(0 < rows <= size for rows in sizes)
+        assert least == size or not sizes or sizes[-1] <= max(least, count // 4)
+        for beyond in (len(spans), len(spans) + 5):
+            assert block_span(count, size, least, beyond) == (count, count)
+
+
+def test_short_matrices_are_cut_too() -> None:
+    """Of 960 rows of 360 bytes each of two threads' parts is several blocks."""
+    weights = np.zeros((960, 360), np.uint8)
+    assert num_blocks(480, block_rows(weights), least_rows(weights)) >= 4

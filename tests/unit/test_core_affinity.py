@@ -39,11 +39,12 @@ class Machine:
 
 
 def test_threads_are_unpinned_for_a_while_where_another_program_wants_their_cores() -> None:
-    machine = Machine(CORES)
-    assert machine.work(60, GOOD)
-    assert not machine.work(0.5, BAD)
+    machine, left_out = Machine(CORES), list[int]()
+    machine.affinity.leave_out = left_out.append
+    assert machine.work(60, GOOD) and left_out == []
+    assert not machine.work(0.5, BAD) and left_out == [1]
     assert not machine.work(1, GOOD)
-    assert machine.work(1.5, GOOD)
+    assert machine.work(1.5, GOOD) and left_out == [1, 0]
 
 
 def test_the_pauses_grow_while_trouble_stays_and_begin_anew_after_it() -> None:

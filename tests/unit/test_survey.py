@@ -14,6 +14,7 @@ from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.support.doctor_checks import Finding, check_machine, check_model
 from hotcold.model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
+from hotcold.placement.machine.core_kinds import core_kinds
 from hotcold.placement.machine.measure_node import measure_read_bandwidth
 from hotcold.placement.machine.survey import (
     MachineSurvey,
@@ -25,7 +26,6 @@ from hotcold.placement.machine.survey import (
 )
 from hotcold.placement.machine.sysfs import (
     NumaNode,
-    performance_cores,
     read_cpu,
     read_huge_page_setting,
     read_numa_nodes,
@@ -194,32 +194,13 @@ def test_one_thread_a_physical_core_of_those_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_siblings(tmp_path, [(0, 4), (1, 5), (2, 6), (3, 7)])
-    assert performance_cores(range(8), tmp_path) == (0, 1, 2, 3)
-    assert performance_cores((1, 4, 5, 6), tmp_path) == (1, 4, 6)
+    assert core_kinds(range(8), tmp_path).paying == (0, 1, 2, 3)
+    assert core_kinds((1, 4, 5, 6), tmp_path).paying == (1, 4, 6)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 4, 5, 6})
     assert usable_cores(tmp_path) == usable_cores(tmp_path, 3) == (1, 4, 6)
     assert usable_cores(tmp_path, 4) == (1, 4, 5, 6)  # as many as somebody has asked for
     write(tmp_path / "sys/fs/cgroup/cpu.max", "200000 100000\n")
     assert usable_cores(tmp_path) == (1, 4)
-
-
-def test_no_thread_on_a_slower_kind_of_core(tmp_path: Path) -> None:
-    """Of Intel's hybrid processors, P cores have two threads, E cores one; Arm's, capacities."""
-    intel, arm = tmp_path / "intel", tmp_path / "arm"
-    write_siblings(intel, [(0, 1), (2, 3), (4,), (5,), (6,), (7,)])
-    write(intel / "sys/devices/cpu_core/cpus", "0-3\n")
-    write(intel / "sys/devices/cpu_atom/cpus", "4-7\n")
-    assert performance_cores(range(8), intel) == (0, 2)
-    assert performance_cores((3, 4, 5), intel) == (3,)
-    assert performance_cores((5, 6, 7), intel) == (5, 6, 7)  # all that there is
-    for core, capacity in enumerate((310, 310, 790, 790, 1024)):
-        write(arm / f"sys/devices/system/cpu/cpu{core}/cpu_capacity", f"{capacity}\n")
-    assert performance_cores(range(5), arm) == (2, 3, 4)
-    assert performance_cores((0, 1), arm) == (0, 1)
-    clocks = tmp_path / "clocks"  # in kHz; favoured cores are a little faster than the others
-    for core, clock in enumerate((5_100_000, 5_000_000, 3_000_000, 3_000_000)):
-        write(clocks / f"sys/devices/system/cpu/cpu{core}/cpufreq/cpuinfo_max_freq", f"{clock}\n")
-    assert performance_cores(range(4), clocks) == (0, 1)
 
 
 def test_memory_that_a_cpuset_does_not_allow(big_machine: Path) -> None:
