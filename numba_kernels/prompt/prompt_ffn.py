@@ -80,14 +80,14 @@ def activate_kernel(
             own, _ = block_rows(h, tokens, b)
             choice = tokens.starts[b]
             for t in range(begin, end):
-                _activate_row(function, gate_bias, firsts[b], own, t)
+                activate_row(function, gate_bias, firsts[b], own, t)
                 if weights.shape[0]:
                     for n in range(own.shape[1]):
                         own[t, n] *= weights[choice + t]
             if factors.values.shape[0]:
                 of_up, _ = block_rows(factors, tokens, b)
                 for t in range(begin, end):
-                    _scale(function, up_bias, firsts[b], of_up[t], own[t])
+                    scale_row(function, up_bias, firsts[b], of_up[t], own[t])
             if scores.values.shape[0]:
                 counted, _ = block_rows(scores, tokens, b)
                 for t in range(begin, end):
@@ -102,7 +102,8 @@ def activate_kernel(
 
 
 @njit(nogil=True, cache=True)
-def _activate_row(function, bias, first, h, t):
+def activate_row(function, bias, first, h, t):
+    """h[t] = fn(h[t] + bias[first:]); `bias` may be empty."""
     own = h[t]
     if bias.shape[0]:
         for n in range(own.shape[0]):
@@ -129,7 +130,7 @@ def scale_kernel(function, up_bias, firsts, tokens, factors, h, first, last):
             own, _ = block_rows(h, tokens, b)
             of_up, _ = block_rows(factors, tokens, b)
             for t in range(begin, end):
-                _scale(function, up_bias, firsts[b], of_up[t], own[t])
+                scale_row(function, up_bias, firsts[b], of_up[t], own[t])
 
 
 @njit(nogil=True, cache=True)
@@ -164,7 +165,8 @@ def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last
 
 
 @njit(nogil=True, cache=True)
-def _scale(function, bias, first, factors, h):
+def scale_row(function, bias, first, factors, h):
+    """h *= factors + bias[first:], activated as up is; `bias` may be empty."""
     if bias.shape[0]:
         for n in range(h.shape[0]):
             factors[n] += bias[first + n]

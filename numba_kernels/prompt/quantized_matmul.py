@@ -12,7 +12,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 )
 
 TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
-_ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
+ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
 SUM_ROWS = 192  # of products that are added to rows of tokens, panel by panel
 
 
@@ -26,7 +26,7 @@ def quantize_kernel(weights, x, tokens, into, first, last):
         begin, end = choice_share(tokens, b, first, last)
         if begin < end:
             own, ids = block_rows(x, tokens, b)
-            _quantize_rows(weights, own, ids, begin, end, _part(into, tokens.starts[b], end))
+            _quantize_rows(weights, own, ids, begin, end, vectors_part(into, tokens.starts[b], end))
 
 
 @njit(nogil=True, cache=True)
@@ -36,7 +36,8 @@ def _quantize_rows(weights, x, ids, first, last, into):
 
 
 @njit(nogil=True, cache=True)
-def _part(vectors, first, count):
+def vectors_part(vectors, first, count):
+    """`count` of the vectors from number `first` on."""
     end = first + count
     return QuantizedVectors(
         vectors.values[first:end], vectors.scales[first:end], vectors.sums[first:end]
@@ -54,13 +55,13 @@ def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threa
     for b in range(tokens.starts.shape[0] - 1):
         count = tokens.starts[b + 1] - tokens.starts[b]
         rows = block_matrix(weights, places[b])
-        first, last = split_range(rows.shape[0], thread, num_threads, _ROWS)
+        first, last = split_range(rows.shape[0], thread, num_threads, ROWS)
         if first == last:
             continue
         own, ids = block_rows(out, tokens, b)
         for begin in range(0, count, TOKENS_AT_ONCE):
             end = min(begin + TOKENS_AT_ONCE, count)
-            part = _part(vectors, tokens.starts[b] + begin, end - begin)
+            part = vectors_part(vectors, tokens.starts[b] + begin, end - begin)
             if adds_rows(out):
                 _add_products(rows, part, sums, own, ids[begin:end], first, last)
             else:
