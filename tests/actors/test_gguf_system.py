@@ -73,7 +73,7 @@ def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: P
         for size in (4, 10):
             assert np.array_equal(one_by_one, running.logits("dense", MODEL_IDS, (size,)))
         by_kernels, by_products = (running.logits("dense", ids, (size,)) for size in (16, 48))
-        assert {"gpu", "cpu0"} <= set(running.python_answers)
+        assert running.python_answers == ["gpu"]  # logits of many tokens; else compiled loops
     spread = float(np.abs(wanted).max())
     assert np.abs(one_by_one - wanted).max() < 0.03 * spread
     assert np.abs(by_kernels - by_products).max() < 0.03 * spread
