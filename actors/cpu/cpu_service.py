@@ -105,11 +105,12 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        starts, is_transposed = self.arrays.starts, isinstance(self.arrays, TransposedArrays)
+        starts = self.arrays.starts
         num_blocks, threads = starts.shape[1] - 1, self.num_threads
-        if is_transposed:
+        if isinstance(self.arrays, TransposedArrays):
+            num_lanes = max(1, self.arrays.cuts.shape[2] - 1)
             self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks
+                threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
             )
             return
         num_lanes = max(1, self.arrays.lanes.shape[2] - 1)
@@ -176,8 +177,6 @@ class CpuService(Service):
         arrays, index = self.layer_arrays(layer)
         x = self.buffers.ffn_input[:num_tokens]
         partial = self.buffers.partials[self.index, :num_tokens]
-        if num_tokens <= self.buffers.more_partials.shape[2]:  # of more nobody reads them
-            self.buffers.more_partials[self.index] = 0
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
@@ -187,6 +186,7 @@ class CpuService(Service):
             x,
             self.function,
             partial,
+            self.buffers.more_partials[self.index],
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
@@ -269,18 +269,16 @@ def load_cpu_service(
         on_bytes=on_bytes,
         touch=touch,
     )
-    lanes = spec.lanes
     arrays = FfnArrays(
-        starts=weights.starts,
-        gate=weights.gate,
-        up=weights.up,
-        down=weights.down,
-        gate_bias=weights.gate_bias,
-        up_bias=weights.up_bias,
-        down_bias=weights.down_bias,
-        down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
-        lanes=shard_lanes(weights.starts, weights.neuron_ids, config, lanes),
-        first_lane=lanes.first if lanes else 0,
+        weights.starts,
+        weights.gate,
+        weights.up,
+        weights.down,
+        weights.gate_bias,
+        weights.up_bias,
+        weights.down_bias,
+        row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
+        *shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes),
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)

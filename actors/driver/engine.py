@@ -307,9 +307,8 @@ def _bad_layer(
     guilty = attention if bad.any() else None
     for service in reversed(services):
         bad_partial = _bad_rows(buffers.partials[service, :num_tokens])
-        if num_tokens <= buffers.more_partials.shape[2]:
-            for more in buffers.more_partials[service]:
-                bad_partial |= _bad_rows(more[:num_tokens])
+        for more in buffers.more_partials[service]:
+            bad_partial |= _bad_rows(more[:num_tokens])
         if guilty is None and bad_partial.any():
             guilty = service
         bad |= bad_partial

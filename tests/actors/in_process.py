@@ -247,7 +247,8 @@ class InProcessSystem:
 
     def lanes(self) -> list[Lanes]:
         """Each CPU service's lanes of neurons."""
-        return service_lanes(self.config, [self.num_threads] * self.num_services, None)
+        threads = [self.num_threads] * self.num_services
+        return service_lanes(self.config, threads, None, self.system().down_transposed)
 
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
