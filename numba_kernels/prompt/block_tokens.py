@@ -293,10 +293,14 @@ def begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
 
 @overload(begin_sums)
 def _begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
-    return _clear_level if _is_a(out, LaneSums) else lambda out, block, first, last: None
+    if _is_a(out, LaneSums):
+        return lambda out, block, first, last: clear_level(out, block, first, last)
+    return lambda out, block, first, last: None
 
 
-def _clear_level(out, block, first, last):  # type: ignore[no-untyped-def]
+@njit(nogil=True, cache=True)
+def clear_level(out, block, first, last):
+    """`begin_sums` of `LaneSums`."""
     if out.steps[block, CLEARS]:
         level_rows(out, out.steps[block, LEVEL])[:, first:last] = 0
 
@@ -309,13 +313,20 @@ def end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-
 @overload(end_sums)
 def _end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
     if _is_a(out, LaneSums):
-        return _merge_of_block
+        return _merge_some
     return lambda out, block, row, end_row, first, last: None
 
 
-def _merge_of_block(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
+def _merge_some(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
     step = out.steps[block]
     merge_levels(out, step[LEVEL], step[MERGES], row, end_row, first, last)
+
+
+@njit(nogil=True, cache=True)
+def merge_levels_of(out, block, first, last):
+    """`end_sums` of `LaneSums`, of all rows."""
+    step = out.steps[block]
+    merge_levels(out, step[LEVEL], step[MERGES], 0, out.out.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True)
