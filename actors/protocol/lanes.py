@@ -120,6 +120,15 @@ def output_shard(config: ModelConfig, lanes: Lanes) -> list[np.ndarray]:
     return found
 
 
+def every_lane(
+    config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+) -> tuple[Lanes, list[np.ndarray]]:
+    """All lanes, and a service's ids of each layer in loading order: it has some of each lane."""
+    lanes = Lanes(0, num_lanes(config), num_lanes(config))
+    layers = zip(neuron_ids, config.layers, strict=True)
+    return lanes, [in_loading_order(ids, layer.ffn.block_sizes, lanes) for ids, layer in layers]
+
+
 def shard_lanes(
     starts: np.ndarray,
     neuron_ids: np.ndarray,

@@ -11,6 +11,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import Window, num_pages_of
 from hotcold.actors.protocol.lanes import (
     Lanes,
+    every_lane,
     most_outputs,
     num_outputs,
     num_shares,
@@ -71,6 +72,9 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         planned, others = cold_neurons(system, config, plan, [hot])
         lanes = service_lanes(config, threads, planned)
         cold = cold_shards(config, planned, others, lanes)
+    of_hot = None
+    if hot is not None and system.device == "cpu":
+        of_hot, hot = every_lane(config, hot)
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -86,6 +90,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         attention=range(config.num_layers),
         has_head=True,
         neuron_ids=hot,
+        lanes=of_hot,
         host=system.hosts[0] if system.hosts else "",
         model_digest=identity.content if system.hosts else identity.state,
         share=host_share(system, threads, None),
