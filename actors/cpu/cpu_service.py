@@ -109,7 +109,7 @@ class CpuService(Service):
             )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
         # A compiled loop serves prompts: of one block, quantized, its down rows an output each.
-        is_dense = isinstance(self.source, TransposedArrays) and starts.shape[1] == 2
+        is_dense = isinstance(self.source, TransposedArrays) and self.source.cuts.shape[1:2] == (1,)
         self._loops_prompts = (
             is_dense and predictors is None and all(map(is_quantized, self.weight_dtypes()))
         )
@@ -126,6 +126,7 @@ class CpuService(Service):
                     self._most_tokens,
                     most_rows(self.arrays.starts),
                     self.buffers.hidden.shape[1],
+                    self.arrays.cuts.shape[2],
                 )
             return self._prompt_scratch
 
@@ -138,11 +139,12 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        starts, is_transposed = self.arrays.starts, isinstance(self.arrays, TransposedArrays)
+        starts = self.arrays.starts
         num_blocks, threads = starts.shape[1] - 1, self.num_threads
-        if is_transposed:
+        if isinstance(self.arrays, TransposedArrays):
+            num_lanes = max(1, self.arrays.cuts.shape[2] - 1)
             self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks
+                threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
             )
             return
         num_lanes = max(1, self.arrays.lanes.shape[2] - 1)
@@ -245,8 +247,6 @@ class CpuService(Service):
         wanted = slice(int(request[NUM_UNWANTED]), num_tokens)
         x = self.buffers.ffn_input[wanted]
         partial = self.buffers.partials[self.index, wanted]
-        if num_tokens <= self.buffers.more_partials.shape[2]:  # of more nobody reads them
-            self.buffers.more_partials[self.index] = 0
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
@@ -256,6 +256,7 @@ class CpuService(Service):
             x,
             self.function,
             partial,
+            self.buffers.more_partials[self.index][:, wanted.start :],
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
@@ -339,18 +340,16 @@ def load_cpu_service(
         on_bytes=on_bytes,
         touch=touch,
     )
-    lanes = spec.lanes
     arrays = FfnArrays(
-        starts=weights.starts,
-        gate=weights.gate,
-        up=weights.up,
-        down=weights.down,
-        gate_bias=weights.gate_bias,
-        up_bias=weights.up_bias,
-        down_bias=weights.down_bias,
-        down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
-        lanes=shard_lanes(weights.starts, weights.neuron_ids, config, lanes),
-        first_lane=lanes.first if lanes else 0,
+        weights.starts,
+        weights.gate,
+        weights.up,
+        weights.down,
+        weights.gate_bias,
+        weights.up_bias,
+        weights.down_bias,
+        row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
+        *shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes),
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)

@@ -318,9 +318,8 @@ def _bad_layer(
     guilty = attention if bad.any() else None
     for service in reversed(services):
         bad_partial = _bad_rows(buffers.partials[service, rows])
-        if rows.stop <= buffers.more_partials.shape[2]:
-            for more in buffers.more_partials[service]:
-                bad_partial |= _bad_rows(more[rows])
+        for more in buffers.more_partials[service]:
+            bad_partial |= _bad_rows(more[rows])
         if guilty is None and bad_partial.any():
             guilty = service
         bad |= bad_partial

@@ -11,12 +11,19 @@ import numpy as np
 
 from hotcold.numba_kernels.block_rows import IS_SECOND
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.block_vectors import matrix_at
-from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, part_of_row
+from hotcold.numba_kernels.decode.rows import block_products, split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.ffn.in_memory import layer_span, part_of
+from hotcold.numba_kernels.ffn.transposed import merge_lanes
+from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 from hotcold.numba_kernels.prompt.prompt_ffn import activate_row, scale_row
-from hotcold.numba_kernels.prompt.quantized_matmul import vectors_part
+from hotcold.numba_kernels.prompt.quantized_matmul import (
+    ROWS,
+    SUM_ROWS,
+    TOKENS_AT_ONCE,
+    vectors_part,
+)
 from hotcold.numba_kernels.prompt.shared_rows import quantize_tokens, share_rows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -32,48 +39,117 @@ from hotcold.numba_kernels.serve.mailbox import (
     is_for_others,
     next_request,
 )
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.serve.work_stealing import new_block_counters, next_block
 
 _GATES, _UPS, _DOWN = range(3)
 _NUM_KINDS = 3
 
 
 class PromptFfnScratch(NamedTuple):
-    """Work space for T tokens and N neurons: gates, ups (T * N,) float32.
+    """Work space for T tokens and N neurons: gates, ups, columns (T * N,) float32.
 
-    inputs, values: the vectors of gate and down rows; counters of blocks taken
+    inputs, values: the vectors of gate and down rows; columns: what values are made of, lane after
+    lane, a row for each token
+    sums (threads, S, TOKENS_AT_ONCE, SUM_ROWS) float32, first_lanes (threads, S): of lanes
+    counters of blocks taken
     """
 
     gates: np.ndarray
     ups: np.ndarray
+    columns: np.ndarray
     inputs: QuantizedVectors
     values: QuantizedVectors
+    sums: np.ndarray
+    first_lanes: np.ndarray
     counters: np.ndarray
 
 
 def new_prompt_ffn_scratch(
-    num_threads: int, num_tokens: int, num_neurons: int, width: int
+    num_threads: int, num_tokens: int, num_neurons: int, width: int, num_lanes: int
 ) -> PromptFfnScratch:
     """What is not used of it takes no memory."""
     inputs, values = (empty_vectors(1, num_tokens, size) for size in (width, num_neurons))
+    num_sums = 2 * max(1, num_lanes).bit_length()
+    numbers = [np.zeros(num_tokens * num_neurons, np.float32) for _ in range(3)]
     return PromptFfnScratch(
-        np.zeros(num_tokens * num_neurons, np.float32),
-        np.zeros(num_tokens * num_neurons, np.float32),
+        *numbers,
         QuantizedVectors(*(array[0] for array in inputs)),
-        QuantizedVectors(*(array[0] for array in values)),
+        values,
+        np.zeros((num_threads, num_sums, TOKENS_AT_ONCE, SUM_ROWS), np.float32),
+        np.zeros((num_threads, num_sums), np.int64),
         new_block_counters(_NUM_KINDS, num_threads),
     )
 
 
 @njit(nogil=True, cache=True)
-def _add_up(
-    counters, thread, num_threads, array, place, bias, h, first, last, vectors, cells, service, out
+def _quantize_lane(array, h, t, numbers, first, end, count, values):
+    """The vector of a lane's neurons first..end-1, for rows like `array`, of token t of `count`."""
+    weights, width = array[:0].reshape(0, 1), end - first
+    own = part_of_row(numbers, first * count, count, width)
+    copy_numbers(h[t, first:end], own[t])
+    vectors = block_vectors(weights, numbers, first * count, count, width, values, 0)
+    quantize_vector(weights, own, t, vectors, t)
+
+
+@njit(nogil=True, cache=True)
+def _lane_products(array, place, numbers, first, end, count, values, begin, last, t, out):
+    """out[i, n - begin] = the lane's row n . h[t + i], for n in begin..last-1."""
+    weights = matrix_at(array, place)
+    vectors = block_vectors(weights, numbers, first * count, count, end - first, values, 0)
+    block_products(weights, vectors_part(vectors, t, out.shape[0]), out, begin, last, 0)
+
+
+@njit(nogil=True, cache=True)
+def _share_down(
+    counters, thread, num_threads, down, places, cuts, first_lane, bias, numbers, values, sums,
+    first_lanes, out, more,
 ):  # fmt: skip
-    """out = the matrix at `place` . h and the bias; tokens first..last-1 are this thread's."""
-    down = matrix_at(array, place)
-    quantize_tokens(down, h, first, last, vectors)
-    barrier_wait(cells, service, num_threads)
-    share_rows(counters, thread, num_threads, down, bias, vectors, h[:0], out, 0)
+    """What is left over of the sums of lanes, in rows that it takes; the bias comes last of all.
+
+    As `transposed.add_up` has it. more (M, T, d): sums after the first one
+    """
+    num_tokens, num_lanes = out.shape[0], cuts.shape[0] - 1
+    for turn in range(num_threads):
+        part = (thread + turn) % num_threads
+        part_first, part_last = split_range(out.shape[1], part, num_threads, ROWS)
+        begin = part_first + next_block(counters, part) * SUM_ROWS
+        while begin < part_last:
+            last = min(begin + SUM_ROWS, part_last)
+            for t in range(0, num_tokens, TOKENS_AT_ONCE):
+                some, left = min(TOKENS_AT_ONCE, num_tokens - t), 0
+                for lane in range(num_lanes):
+                    first, end = cuts[lane] - cuts[0], cuts[lane + 1] - cuts[0]
+                    place, own = places[lane], sums[left, :some]
+                    if first == end:
+                        own[:, : last - begin] = 0
+                    elif place[IS_SECOND]:
+                        _lane_products(
+                            down.second, place, numbers, first, end, num_tokens, values, begin,
+                            last, t, own,
+                        )  # fmt: skip
+                    else:
+                        _lane_products(
+                            down.first, place, numbers, first, end, num_tokens, values, begin,
+                            last, t, own,
+                        )  # fmt: skip
+                    first_lanes[left] = first_lane + lane
+                    left = merge_lanes(
+                        sums, first_lanes, left + 1, first_lane, first_lane + lane + 1, some,
+                        last - begin,
+                    )  # fmt: skip
+                for k in range(some):
+                    for i in range(max(left, 1)):
+                        target = more[i - 1, t + k] if i else out[t + k]
+                        for n in range(begin, last):
+                            target[n] = sums[i, k, n - begin] if left else np.float32(0)
+                    if bias.shape[0]:
+                        of_bias = out[t + k]
+                        if more.shape[0]:
+                            of_bias = more[max(left - 1, 0), t + k]
+                            of_bias[begin:last] = 0
+                        for n in range(begin, last):
+                            of_bias[n] += bias[n]
+            begin = part_first + next_block(counters, part) * SUM_ROWS
 
 
 @njit(nogil=True, cache=True)
@@ -101,22 +177,26 @@ def prompt_ffn_request(thread, num_threads, service, buffers, source, scratch, f
     if up.shape[0]:
         share_rows(counters[_UPS], thread, num_threads, up, no_bias, inputs, h[:0], factors, 0)
     barrier_wait(cells, service, num_threads)
+    down, places, numbers = source.down, source.down.places[layer], scratch.columns
+    cuts = source.cuts[layer, 0]
     for t in range(first, last):
         activate_row(function, gate_bias, 0, h, t)
         if up.shape[0]:
             scale_row(function, up_bias, 0, factors[t], h[t])
-    place, bias = source.down.places[layer, 0], source.down_bias[layer, 0]
-    values = vectors_part(scratch.values, 0, count)
-    if place[IS_SECOND]:
-        _add_up(
-            counters[_DOWN], thread, num_threads, source.down.second, place, bias, h, first, last,
-            values, cells, service, out,
-        )  # fmt: skip
-    else:
-        _add_up(
-            counters[_DOWN], thread, num_threads, source.down.first, place, bias, h, first, last,
-            values, cells, service, out,
-        )  # fmt: skip
+        for lane in range(cuts.shape[0] - 1):
+            start, stop = cuts[lane] - cuts[0], cuts[lane + 1] - cuts[0]
+            if start == stop:
+                continue
+            if places[lane, IS_SECOND]:
+                _quantize_lane(down.second, h, t, numbers, start, stop, count, scratch.values)
+            else:
+                _quantize_lane(down.first, h, t, numbers, start, stop, count, scratch.values)
+    barrier_wait(cells, service, num_threads)
+    _share_down(
+        counters[_DOWN], thread, num_threads, down, places, cuts, source.first_lane,
+        source.down_bias[layer, 0], numbers, scratch.values, scratch.sums[thread],
+        scratch.first_lanes[thread], out, buffers.more_partials[service][:, unwanted:],
+    )  # fmt: skip
     if thread == 0:
         buffers.replies[service, NUM_COMPUTED] = buffers.replies[service, NUM_UP] = size
 

@@ -6,9 +6,12 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 from hotcold.numba_kernels.prompt.block_tokens import (
     adds_rows,
+    begin_sums,
     block_matrix,
     block_rows,
     choice_share,
+    end_sums,
+    num_outputs,
 )
 
 TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
@@ -20,7 +23,7 @@ SUM_ROWS = 192  # of products that are added to rows of tokens, panel by panel
 def quantize_kernel(weights, x, tokens, into, first, last):
     """into[i] = x of choice i quantized for rows like `weights`, for choices first..last-1.
 
-    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; checks nothing
+    x (T, d) float32, `ChoiceRows` or `CutRows`; tokens `BlockTokens`; checks nothing
     """
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
@@ -48,24 +51,29 @@ def vectors_part(vectors, first, count):
 def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threads):
     """A thread's share of each block's rows times its choices; checks nothing.
 
-    out[t, n] = weights[n] . vectors[t] of row n and choice t of a block; where `out` has rows of
-    tokens the products are added to them. Rows are read once for every TOKENS_AT_ONCE choices.
+    out[t, n] = weights[n] . vectors[t] of row n and choice t of a block; of `LaneSums` they are
+    added up. Rows are read once for every TOKENS_AT_ONCE choices.
     weights, places: `WeightBlocks`; out: see `block_rows`; sums (TOKENS_AT_ONCE, SUM_ROWS) float32
     """
     for b in range(tokens.starts.shape[0] - 1):
         count = tokens.starts[b + 1] - tokens.starts[b]
         rows = block_matrix(weights, places[b])
-        first, last = split_range(rows.shape[0], thread, num_threads, ROWS)
+        first, last = split_range(num_outputs(out, rows.shape[0]), thread, num_threads, ROWS)
         if first == last:
             continue
         own, ids = block_rows(out, tokens, b)
-        for begin in range(0, count, TOKENS_AT_ONCE):
+        begin_sums(out, b, first, last)
+        adds = adds_rows(out, b)
+        for begin in range(0, count if rows.shape[0] else 0, TOKENS_AT_ONCE):
             end = min(begin + TOKENS_AT_ONCE, count)
             part = vectors_part(vectors, tokens.starts[b] + begin, end - begin)
-            if adds_rows(out):
+            if adds:
                 _add_products(rows, part, sums, own, ids[begin:end], first, last)
             else:
                 block_products(rows, part, own[begin:end], first, last, first)
+                end_sums(out, b, begin, end, first, last)
+        if adds:
+            end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True)

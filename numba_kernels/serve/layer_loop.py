@@ -242,7 +242,7 @@ def _add(layer_state, buffers, facts):
     services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
-    if facts.sums.shape[0] and num_tokens <= buffers.more_partials.shape[2]:
+    if facts.sums.shape[0]:
         add_sums(buffers.partials, buffers.more_partials, facts.sums, num_tokens)
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's

@@ -103,8 +103,8 @@ class SharedBuffers(NamedTuple):
     guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's
     state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
-    more_partials (S, M, T, d): more sums of a service in a step of up to T = 32 tokens, where it
-    has some of the lanes of neurons (`decode.lanes`)
+    more_partials (S, M, T, d): more sums of a service, where it has some of the lanes of neurons
+    (`decode.lanes`)
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
