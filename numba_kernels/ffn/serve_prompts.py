@@ -102,11 +102,12 @@ def _lane_products(array, place, numbers, first, end, count, values, begin, last
 @njit(nogil=True, cache=True)
 def _share_down(
     counters, thread, num_threads, down, places, cuts, first_lane, bias, numbers, values, sums,
-    first_lanes, out, more,
+    first_lanes, out, more, first_token,
 ):  # fmt: skip
     """What is left over of the sums of lanes, in rows that it takes; the bias comes last of all.
 
-    As `transposed.add_up` has it. more (M, T, d): sums after the first one
+    As `transposed.add_up` has it. more (M, T, d): sums after the first one, those of
+    out[0] in row `first_token`
     """
     num_tokens, num_lanes = out.shape[0], cuts.shape[0] - 1
     for turn in range(num_threads):
@@ -139,13 +140,13 @@ def _share_down(
                     )  # fmt: skip
                 for k in range(some):
                     for i in range(max(left, 1)):
-                        target = more[i - 1, t + k] if i else out[t + k]
+                        target = more[i - 1, first_token + t + k] if i else out[t + k]
                         for n in range(begin, last):
                             target[n] = sums[i, k, n - begin] if left else np.float32(0)
                     if bias.shape[0]:
                         of_bias = out[t + k]
                         if more.shape[0]:
-                            of_bias = more[max(left - 1, 0), t + k]
+                            of_bias = more[max(left - 1, 0), first_token + t + k]
                             of_bias[begin:last] = 0
                         for n in range(begin, last):
                             of_bias[n] += bias[n]
@@ -195,7 +196,7 @@ def prompt_ffn_request(thread, num_threads, service, buffers, source, scratch, f
     _share_down(
         counters[_DOWN], thread, num_threads, down, places, cuts, source.first_lane,
         source.down_bias[layer, 0], numbers, scratch.values, scratch.sums[thread],
-        scratch.first_lanes[thread], out, buffers.more_partials[service][:, unwanted:],
+        scratch.first_lanes[thread], out, buffers.more_partials[service], unwanted,
     )  # fmt: skip
     if thread == 0:
         buffers.replies[service, NUM_COMPUTED] = buffers.replies[service, NUM_UP] = size
