@@ -158,7 +158,7 @@ class AttentionService(Service):
             return self._prompt_scratch
 
     def prepare_prompts(self) -> None:
-        """Import torch and start the matmul threads, for this service and its hot neurons."""
+        """Compile the loop for prompts, or start the matmul threads; and those of hot neurons."""
         from hotcold.actors.attention.prompt_attention import compile_prompt_attention
 
         if self._loops_prompts:
