@@ -506,14 +506,14 @@ class _Rest(NamedTuple):
         shares = run_shares(tokens, fired, num_threads)
         vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
         out = tree.sums(parts, clears, merges, overwrites=False)
-        steps = out.steps
-        if parts.lanes == (0, shard.num_lanes):
+        steps, height = out.steps, tree.height
+        if clears and merges:
             left = np.zeros((tree.num_left, NUM_STEP_NUMBERS), np.int64)
             left[:, LEVEL], left[:, CLEARS] = np.arange(tree.num_left), 1
         else:  # one lane, whose sum is added to what is there
             left, steps = steps.max(axis=0, keepdims=True), np.zeros_like(steps)
-            steps[0, CLEARS] = 1
-        sums = matmul.scratch((num_threads, tree.height, num_tokens, PART_COLUMNS))
+            steps[0, CLEARS], height = 1, 1
+        sums = matmul.scratch((num_threads, height, num_tokens, PART_COLUMNS))
 
         def scale(thread: int) -> None:
             first, last = shares[thread : thread + 2]

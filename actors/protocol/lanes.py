@@ -177,8 +177,8 @@ def num_outputs(services: Sequence[Lanes], has_bias: bool) -> int:
 
 
 def most_outputs(total: int, has_bias: bool) -> int:
-    """`num_outputs` of several services, whatever their lanes."""
-    return has_bias + 2 * total.bit_length()
+    """`num_outputs` of several services, whatever shares they have of `total`."""
+    return has_bias + max(1, 2 * (total.bit_length() - 2))
 
 
 def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray:

@@ -262,6 +262,11 @@ def cut_row(rows, block, row):
     return rows.values[begin + rows.columns[block, 0] : begin + rows.columns[block, 1]]
 
 
+def is_summed(out: Any) -> bool:
+    """Whether a type of compiled code is `LaneSums`."""
+    return _is_a(out, LaneSums)
+
+
 def adds_rows(out, block):  # type: ignore[no-untyped-def]
     """Whether a block's products are added to `out`, instead of written; for compiled code."""
     raise NotImplementedError("adds_rows() is for compiled code")

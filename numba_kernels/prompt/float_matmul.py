@@ -202,17 +202,21 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
             items = (starts[b + 1] - starts[b]) // count
             whole = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             h = packed[starts[b] : starts[b] + whole * items].reshape(whole, items)
-            _sum_rows(matrix, h, buffer, sums, own, ids, adds_rows(out, b), first, last)
-        end_sums(out, b, 0, own.shape[0], first, last)
+            _sum_rows(matrix, h, buffer, sums, out, b, own, ids, first, last)
+        if adds_rows(out, b):
+            end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
+def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
     """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1.
+
+    `out` are rows of `of_lanes`, `LaneSums`, for part b; where these are written they are merged at
+    once.
 
     Columns are the lanes of tiles, and so the tokens are what is broadcast to them.
     """
-    count, rows_an_item = h.shape[1], _numbers_an_item(buffer)
+    count, rows_an_item, adds = h.shape[1], _numbers_an_item(buffer), adds_rows(of_lanes, b)
     block = buffer[:_COMBINE_SPACE].reshape(_COMBINE_COLUMNS // LANES, _COMBINE_ITEMS + 1, LANES)
     space = np.empty((2, CHUNK), np.float32)
     column = first
@@ -242,6 +246,8 @@ def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
         in_lanes = _is_in_lanes(rows, column, num_columns)
         for t in range(ids.shape[0]):
             _store_columns(own[t].reshape(-1), in_lanes, out[ids[t], column:end_column], adds)
+            if not adds:
+                end_sums(of_lanes, b, t, t + 1, column, end_column)
         column = end_column
 
 

@@ -44,13 +44,13 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 
 _ZERO = np.float32(0)
 Empty = Callable[..., np.ndarray]
-RUN = 256  # neurons; 256 KiB of a part of float16 rows
+RUN = 256  # neurons, about; 256 KiB of a part of float16 rows
 
 
 class FiredNeurons(NamedTuple):
     """Which neurons fire for which choices, run by run: what is read together is contiguous.
 
-    runs (R, 5) int64: of each run of at most RUN neurons of a part: the part, its first neuron and
+    runs (R, 5) int64: of each run of about RUN neurons of a part: the part, its first neuron and
     the one after its last, where its lists begin in `ids`, `values` and in `starts`
     Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down
     is multiplied with, in the same way; ids count from the layer's first. ids int32, values
@@ -320,14 +320,15 @@ def empty_fired(
     Part s has sizes[s] neurons from firsts[s] on.
     """
     counts = np.diff(tokens.starts)
-    of_block = np.where(counts, -(-sizes // RUN), 0)
+    of_block = np.where((counts > 0) & (sizes > 0), np.maximum(1, np.rint(sizes / RUN)), 0)
+    of_block = of_block.astype(np.int64)
     blocks = np.repeat(np.arange(sizes.size), of_block)
     number = np.arange(blocks.size) - np.repeat(np.cumsum(of_block) - of_block, of_block)
-    first = firsts[blocks] + number * RUN
     runs = np.empty((blocks.size, 5), np.int64)
-    runs[:, 0], runs[:, 1] = blocks, first
-    runs[:, 2] = np.minimum(first + RUN, (firsts + sizes)[blocks])
-    lists, starts = counts[blocks] * RUN, counts[blocks] + 1
+    runs[:, 0] = blocks
+    for place in (0, 1):
+        runs[:, 1 + place] = (sizes[blocks] * (number + place)) // of_block[blocks] + firsts[blocks]
+    lists, starts = counts[blocks] * (runs[:, 2] - runs[:, 1]), counts[blocks] + 1
     runs[:, 3], runs[:, 4] = np.cumsum(lists) - lists, np.cumsum(starts) - starts
     return FiredNeurons(
         runs,

@@ -1,5 +1,7 @@
 """Matmul of quantized weights and many tokens (prefill), by integers."""
 
+from numba.extending import overload
+
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import block_products, rows_at_once, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
@@ -11,6 +13,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     block_rows,
     choice_share,
     end_sums,
+    is_summed,
     num_outputs,
 )
 
@@ -63,27 +66,50 @@ def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threa
             continue
         own, ids = block_rows(out, tokens, b)
         begin_sums(out, b, first, last)
-        adds = adds_rows(out, b)
         for begin in range(0, count if rows.shape[0] else 0, TOKENS_AT_ONCE):
             end = min(begin + TOKENS_AT_ONCE, count)
             part = vectors_part(vectors, tokens.starts[b] + begin, end - begin)
-            if adds:
-                _add_products(rows, part, sums, own, ids[begin:end], first, last)
-            else:
-                block_products(rows, part, own[begin:end], first, last, first)
-                end_sums(out, b, begin, end, first, last)
-        if adds:
+            _put_products(rows, part, sums, out, b, own, ids, begin, end, first, last)
+        if adds_rows(out, b):
             end_sums(out, b, 0, own.shape[0], first, last)
 
 
+def _put_products(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """Of rows first..last-1 and choices begin..end-1 of block b; for compiled code.
+
+    `own` are rows of `out`, and ids their places.
+    """
+    raise NotImplementedError("_put_products() is for compiled code")
+
+
+@overload(_put_products)
+def _choose_put(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
+    def put(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
+        block_products(weights, vectors, own[begin:end], first, last, first)
+
+    def add(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
+        _add_products(weights, vectors, sums, out, b, own, ids[begin:end], first, last)
+
+    return add if is_summed(out) else put
+
+
 @njit(nogil=True, cache=True)
-def _add_products(weights, vectors, sums, out, ids, first, last):
-    """out[ids[t], n] += weights[n] . vectors[t] for rows first..last-1."""
+def _add_products(weights, vectors, sums, of_lanes, b, out, ids, first, last):
+    """out[ids[t], n] += weights[n] . vectors[t] for rows first..last-1, or = where it is whole.
+
+    Panel by panel: neighbours of a row of `out` lie together, others a power of two apart.
+    """
     own, size = sums[: ids.shape[0]], min(SUM_ROWS, rows_at_once(weights))
+    adds = adds_rows(of_lanes, b)
     for row in range(first, last, size):
         end = min(row + size, last)
         block_products(weights, vectors, own, row, end, 0)
         for t in range(ids.shape[0]):
             target, products = out[ids[t]], own[t]
-            for n in range(row, end):
-                target[n] += products[n - row]
+            if adds:
+                for n in range(row, end):
+                    target[n] += products[n - row]
+            else:
+                for n in range(row, end):
+                    target[n] = products[n - row]
+                end_sums(of_lanes, b, ids[t], ids[t] + 1, row, end)
