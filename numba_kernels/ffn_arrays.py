@@ -19,6 +19,7 @@ class FfnArrays(NamedTuple):
     down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
     lanes (L, B, n + 1) int64: first rows of the shard's n lanes in each block (`decode.lanes`), and
     ends; NO_LANES: each thread's part of the rows is one. first_lane: the first one's number
+    lanes_at_once: so many neighbours are one lane in prompts; first_lane and n are multiples
     """
 
     starts: np.ndarray
@@ -31,6 +32,7 @@ class FfnArrays(NamedTuple):
     down_norms: np.ndarray = NO_NORMS
     lanes: np.ndarray = NO_LANES
     first_lane: int = 0
+    lanes_at_once: int = 1
 
 
 def most_rows(starts: np.ndarray) -> int:
@@ -41,9 +43,12 @@ def most_rows(starts: np.ndarray) -> int:
 class TransposedArrays(NamedTuple):
     """`FfnArrays` whose down is transposed: d rows for each block, of its neurons' weights.
 
-    Block b's neurons are a whole number of groups of each format, so that its rows are, too. Of
-    experts in slots down's places follow what is in them.
-    down_norms: norms of down's columns; lanes: none, as sums are not divided
+    A block has a matrix for each lane of the shard, its own weights of each row: down's place
+    b * n + i is of lane i. Lanes are whole numbers of groups of each format, or end with the block.
+    Of experts in slots down's places follow what is in them.
+    down_norms: norms of down's columns; lanes: none, so that threads share other work evenly
+    cuts (L, B, n + 1) int64: first rows of the shard's n lanes in each block, and ends; NO_LANES: a
+    block is one
     """
 
     starts: np.ndarray
@@ -55,7 +60,9 @@ class TransposedArrays(NamedTuple):
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
     lanes: np.ndarray = NO_LANES
+    cuts: np.ndarray = NO_LANES
     first_lane: int = 0
+    lanes_at_once: int = 1
 
 
 class ExpertPredictors(NamedTuple):

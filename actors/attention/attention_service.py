@@ -4,6 +4,11 @@ If a plan puts hot neurons here, a CPU service computes them in this service's t
 `actors.attention.cuda.service` is the same service on a GPU.
 """
 
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hotcold.actors.attention.arrays import attention_arrays
@@ -20,6 +25,7 @@ from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.decode.vectors import empty_vectors
+from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.serve.doorbell import clock_ns
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
@@ -27,6 +33,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     HEAD,
     NO_COUNTERS,
+    NO_NUMBER,
+    NO_PROMPTS,
     NUM_TOKENS,
     OPERATION,
     finish_request,
@@ -39,6 +47,9 @@ from hotcold.numba_kernels.serve.serve_attention import (
     serve_attention,
 )
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+
+if TYPE_CHECKING:
+    from hotcold.numba_kernels.prompt.serve_prompts import PromptScratch
 
 _ROWS = 64  # queries, of tokens of one sequence, that read a segment together
 
@@ -66,6 +77,8 @@ class AttentionService(Service):
         self._hot = hot
         self._outer: AttentionService | None = None
         self._scratch: AttentionScratch
+        self._prompt_scratch: PromptScratch | None = None
+        self._making = threading.Lock()
 
     @property
     def cache_arrays(self) -> tuple[np.ndarray, ...]:
@@ -129,13 +142,35 @@ class AttentionService(Service):
             ),
             counters=new_block_counters(NUM_COUNTERS, self.num_threads),
         )
+        is_alike = np.ptp(numbers["head_dim"]) == 0
+        self._loops_prompts = all(map(is_quantized, dtypes[:3])) and bool(is_alike)
+        self._prompt_scratch = None
+        self._most_tokens = layout.max_tokens
+
+    def _prompts(self) -> PromptScratch:
+        """Work space of the compiled loop for prompts, made at the first call, in any thread."""
+        from hotcold.numba_kernels.prompt.serve_prompts import new_prompt_scratch
+
+        with self._making:
+            if self._prompt_scratch is None:
+                qkv, heads = self._scratch.qkv.shape[1], self._scratch.heads.shape[1]
+                self._prompt_scratch = new_prompt_scratch(
+                    self.num_threads,
+                    self._most_tokens,
+                    (self._scratch.normed.shape[2], qkv, heads),
+                    self.arrays.numbers,
+                )
+            return self._prompt_scratch
 
     def prepare_prompts(self) -> None:
-        """Import torch and start the matmul threads, for this service and its hot neurons."""
+        """Compile the loop for prompts, or start the matmul threads; and those of hot neurons."""
         from hotcold.actors.attention.prompt_attention import compile_prompt_attention
 
-        self._matmul.get()
-        compile_prompt_attention(self.buffers, self.arrays)
+        if self._loops_prompts:
+            self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
+        else:
+            self._matmul.get()
+            compile_prompt_attention(self.buffers, self.arrays)
         if self._hot is not None:
             self._hot.prepare_prompts()
 
@@ -146,10 +181,21 @@ class AttentionService(Service):
             self._hot.release()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the loop of `numba_kernels.serve.serve_attention`, and the kernel of hot neurons."""
+        """Run the loop of `numba_kernels.serve.serve_attention`, and the kernel of hot neurons.
+
+        While there are prompts, that of `numba_kernels.prompt.serve_prompts`.
+        """
         while True:
             seen = self._serve_attention(thread, seen)
-            if seen == 0 or not self._is_for_hot():
+            if seen == 0:
+                return seen
+            if self._is_for_prompts():
+                following = self._serve_prompts(thread, seen - 1, self._scratch.normed.shape[1])
+                if following in (0, seen):
+                    return following
+                seen = following - 1  # it has yet to be served
+                continue
+            if not self._is_for_hot():
                 return seen
             started = clock_ns()
             assert self._hot is not None
@@ -166,6 +212,30 @@ class AttentionService(Service):
         if is_for_others(request, self.weights):
             return False
         return self._hot is not None and request[OPERATION] == FFN and bool(few)
+
+    def _is_for_prompts(self) -> bool:
+        request = self.buffers.requests[self.index]
+        if not self._loops_prompts or is_for_others(request, self.weights):
+            return False
+        few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
+        return bool(request[OPERATION] == ATTENTION and not few)
+
+    def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
+        from hotcold.numba_kernels.prompt.serve_prompts import serve_prompts
+
+        return int(
+            serve_prompts(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.weights,
+                most_tokens,
+                self.buffers,
+                self._compiled,
+                self._prompts(),
+            )
+        )
 
     def _serve_attention(self, thread: int, seen: int) -> int:
         return int(

@@ -22,6 +22,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     FULL,
     LAYER,
     NUM_TOKENS,
+    NUM_UNWANTED,
     WINDOWED,
     SharedBuffers,
 )
@@ -85,15 +86,17 @@ def _attend(
     layer: int,
     qkv: np.ndarray,
     arrays: AttentionArrays,
+    num_unwanted: int,
 ) -> np.ndarray:
     """Write keys and values to the cache, attend over all of it: (T, H * head_dim) once run.
 
-    Overwrites qkv (T, rows).
+    Of the T tokens behind those whose output is unwanted. Overwrites qkv, which is of all tokens.
     """
     num_threads, numbers = matmul.num_threads, arrays.numbers[layer]
-    head_dim, first = int(numbers.head_dim), int(buffers.positions[0])
+    head_dim, first = int(numbers.head_dim), int(buffers.positions[0]) + num_unwanted
+    queries = qkv[num_unwanted:]
     cache, sinks = _cache_of(buffers, layer, arrays), arrays.vectors.sinks[layer]
-    out = matmul.scratch((len(qkv), int(numbers.num_heads) * head_dim))
+    out = matmul.scratch((len(queries), int(numbers.num_heads) * head_dim))
     shapes = prompt_scratch_shapes(head_dim)
     scratch = [matmul.scratch((num_threads, *shape)) for shape in shapes]
     counters = np.zeros(INTS_A_CELL, np.int32)
@@ -106,12 +109,13 @@ def _attend(
 
     def attend(thread: int) -> None:
         own = [array[thread] for array in scratch]
-        prompt_attention_kernel(numbers, sinks, qkv, first, *cache, *own, counters, out)
+        prompt_attention_kernel(numbers, sinks, queries, first, *cache, *own, counters, out)
 
     if arrays.vectors.q_norm_weight.shape[1] > head_dim:
         matmul.then(norm)
     matmul.then(store)
-    matmul.then(attend)
+    if len(queries):
+        matmul.then(attend)
     return out
 
 
@@ -152,6 +156,7 @@ def prompt_attention(
     """
     layer = int(buffers.requests[service, LAYER])
     num_tokens = int(buffers.requests[service, NUM_TOKENS])
+    num_unwanted = int(buffers.requests[service, NUM_UNWANTED])
     if np.ptp(buffers.slots[:num_tokens]) or (np.diff(buffers.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
 
@@ -162,44 +167,53 @@ def prompt_attention(
     def norm(x: np.ndarray) -> np.ndarray:
         return rows.norm(layer, x, vectors.norm_weight[layer], vectors.norm_bias[layer])
 
-    def add_attention(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    def heads_of(x: np.ndarray) -> np.ndarray:
         num_rows = sum(map(len, arrays.qkv.parts(layer)))
         qkv = matmul.scratch((num_tokens, num_rows))
         matmul.layer_linear(x, arrays.qkv, layer, vectors.qkv_bias[layer], qkv)
-        heads = _attend(matmul, buffers, layer, qkv, arrays)
-        out = matmul.scratch((num_tokens, len(arrays.out[layer])))
+        return _attend(matmul, buffers, layer, qkv, arrays, num_unwanted)
+
+    def add_attention(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        out = matmul.scratch((len(heads), len(arrays.out[layer])))
         matmul.linear(heads, arrays.out[layer], vectors.out_bias[layer], out)
         out = rows.norm(layer, out, vectors.attention_norm_weight[layer], _NO_BIAS)
         return rows.add(layer, residual, out)
 
+    numbers = arrays.numbers[layer]
     with matmul.at_once():
         layer_input = rows.layer_input(layer, buffers.hidden[:num_tokens])
+        normed = norm(layer_input) if numbers.norms_input else layer_input
+        heads = heads_of(normed)
+        if not len(heads):
+            return
+        layer_input, normed = layer_input[num_unwanted:], normed[num_unwanted:]
         mixed, ffn_input = mixed_and_ffn_input(
-            arrays.numbers[layer],
+            numbers,
             layer_input,
-            norm=norm,
+            norm=lambda x: normed if x is layer_input else norm(x),
             ffn_norm=lambda x: rows.ffn_norm(layer, x),
             add_attention=add_attention,
         )
 
         def answer(first: int, last: int) -> None:
-            buffers.mixed[first:last] = mixed[first:last]
-            buffers.ffn_input[first:last] = ffn_input[first:last]
+            buffers.mixed[num_unwanted:][first:last] = mixed[first:last]
+            buffers.ffn_input[num_unwanted:][first:last] = ffn_input[first:last]
 
-        matmul.then_rows(num_tokens, answer)
-        if arrays.numbers[layer].num_experts:
-            _route(matmul, buffers, layer, arrays, layer_input, ffn_input)
+        matmul.then_rows(num_tokens - num_unwanted, answer)
+        if numbers.num_experts:
+            weights = buffers.block_weights[num_unwanted:num_tokens]
+            _route(matmul, layer, arrays, layer_input, ffn_input, weights)
 
 
 def _route(
     matmul: Matmul,
-    buffers: SharedBuffers,
     layer: int,
     arrays: AttentionArrays,
     layer_input: np.ndarray,
     ffn_input: np.ndarray,
+    weights: np.ndarray,
 ) -> None:
-    """Write `block_weights` of a layer with experts."""
+    """Write the weights of blocks (T, B) of a layer with experts."""
     numbers = arrays.numbers[layer]
     x = layer_input if numbers.routes_layer_input else ffn_input
     logits = matmul.scratch((len(x), int(numbers.num_experts)))
@@ -213,7 +227,7 @@ def _route(
             x[own],
             ffn_input[own],
             logits[own],
-            buffers.block_weights[own],
+            weights[own],
         )
 
     matmul.then_rows(len(x), route)

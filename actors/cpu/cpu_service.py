@@ -1,6 +1,9 @@
 """The CPU service: a shard of every layer's cold neurons."""
 
-from typing import Any
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,20 +33,28 @@ from hotcold.numba_kernels.ffn_arrays import (
     TransposedArrays,
     most_rows,
 )
+from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
+    NO_NUMBER,
+    NO_PROMPTS,
     NUM_COMPUTED,
     NUM_TOKENS,
+    NUM_UNWANTED,
     NUM_UP,
     OPERATION,
     ROUND,
     SEND,
     WEIGHS_BLOCKS,
     decode_thresholds,
+    is_for_others,
 )
+
+if TYPE_CHECKING:
+    from hotcold.numba_kernels.ffn.serve_prompts import PromptFfnScratch
 
 
 class CpuService(Service):
@@ -51,6 +62,7 @@ class CpuService(Service):
 
     _scratch: FfnScratch
     _predictor_scratch: PredictorScratch | None = None
+    _prompt_scratch: PromptFfnScratch | None = None
 
     def __init__(
         self,
@@ -72,6 +84,7 @@ class CpuService(Service):
         super().__init__(name, index, num_threads)
         self.arrays = arrays
         self.source: tuple[Any, ...] = arrays  # what `layer_ffn` goes over
+        self._making = threading.Lock()
         has_some = predictors is not None and predictors.inner.size > 0
         self.predictors = predictors if has_some else None
         num_rows = int(arrays.starts[-1, -1])
@@ -100,6 +113,27 @@ class CpuService(Service):
                 predictors, self.num_threads, num_tokens, most_rows(starts), width
             )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
+        # A compiled loop serves prompts: of one block, quantized, its down rows an output each.
+        is_dense = isinstance(self.source, TransposedArrays) and self.source.cuts.shape[1:2] == (1,)
+        self._loops_prompts = (
+            is_dense and predictors is None and all(map(is_quantized, self.weight_dtypes()))
+        )
+        self._prompt_scratch, self._most_tokens = None, layout.max_tokens
+
+    def _prompts(self) -> PromptFfnScratch:
+        """Work space of the compiled loop for prompts, made at the first call, in any thread."""
+        from hotcold.numba_kernels.ffn.serve_prompts import new_prompt_ffn_scratch
+
+        with self._making:
+            if self._prompt_scratch is None:
+                self._prompt_scratch = new_prompt_ffn_scratch(
+                    self.num_threads,
+                    self._most_tokens,
+                    most_rows(self.arrays.starts),
+                    self.buffers.hidden.shape[1],
+                    self.arrays.cuts.shape[2],
+                )
+            return self._prompt_scratch
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of its matrices; down may be in two."""
@@ -110,11 +144,12 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        starts, is_transposed = self.arrays.starts, isinstance(self.arrays, TransposedArrays)
+        starts = self.arrays.starts
         num_blocks, threads = starts.shape[1] - 1, self.num_threads
-        if is_transposed:
+        if isinstance(self.arrays, TransposedArrays):
+            num_lanes = max(1, self.arrays.cuts.shape[2] - 1)
             self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks
+                threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
             )
             return
         num_lanes = max(1, self.arrays.lanes.shape[2] - 1)
@@ -126,15 +161,52 @@ class CpuService(Service):
         """Compile the kernels of prompts."""
         from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
 
-        self._matmul.get()
-        compile_prompt_ffn(self.arrays, self.function)
+        if self._loops_prompts:
+            self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
+        else:
+            self._matmul.get()
+            compile_prompt_ffn(self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""
         self._matmul.close()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run `serve_ffn`."""
+        """Run `serve_ffn`, and while there are prompts their loop."""
+        while True:
+            number = self._serve_few(thread, seen)
+            if number == 0 or not self._is_for_prompts():
+                return number
+            number = self._serve_prompts(thread, number - 1, self._scratch.sums.shape[1])
+            if number == 0:
+                return number
+            seen = number - 1  # it has yet to be served
+
+    def _is_for_prompts(self) -> bool:
+        request = self.buffers.requests[self.index]
+        if not self._loops_prompts or is_for_others(request, self.weights):
+            return False
+        return bool(request[OPERATION] == FFN and request[NUM_TOKENS] > self._scratch.sums.shape[1])
+
+    def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
+        from hotcold.numba_kernels.ffn.serve_prompts import serve_prompt_ffn
+
+        return int(
+            serve_prompt_ffn(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.weights,
+                most_tokens,
+                self.buffers,
+                self.source,
+                self._prompts(),
+                self.function,
+            )
+        )
+
+    def _serve_few(self, thread: int, seen: int) -> int:
         return int(
             serve_ffn(
                 thread,
@@ -179,10 +251,9 @@ class CpuService(Service):
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
-        x = self.buffers.ffn_input[:num_tokens]
-        partial = self.buffers.partials[self.index, :num_tokens]
-        if num_tokens <= self.buffers.more_partials.shape[2]:  # of more nobody reads them
-            self.buffers.more_partials[self.index] = 0
+        wanted = slice(int(request[NUM_UNWANTED]), num_tokens)
+        x = self.buffers.ffn_input[wanted]
+        partial = self.buffers.partials[self.index, wanted]
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
@@ -192,6 +263,7 @@ class CpuService(Service):
             x,
             self.function,
             partial,
+            self.buffers.more_partials[self.index][:, wanted.start :],
             skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
@@ -206,9 +278,10 @@ class CpuService(Service):
         return int(self.arrays.starts[layer, 0]), int(self.arrays.starts[layer, -1])
 
     def prompt_weights(self) -> np.ndarray:
-        """The weights of blocks for the request's tokens (T, B); (0, B) without any."""
+        """The weights of blocks for the request's wanted tokens (T, B); (0, B) without any."""
         request = self.buffers.requests[self.index]
-        return self.buffers.block_weights[: int(request[NUM_TOKENS] * request[WEIGHS_BLOCKS])]
+        num_tokens, first = int(request[NUM_TOKENS]), int(request[NUM_UNWANTED])
+        return self.buffers.block_weights[first : num_tokens if request[WEIGHS_BLOCKS] else first]
 
     def block_firsts(self, layer: int) -> np.ndarray | None:
         """Where the layer's blocks begin in rows of `layer_arrays` that are in slots; else None."""
@@ -274,18 +347,16 @@ def load_cpu_service(
         on_bytes=on_bytes,
         touch=touch,
     )
-    lanes = spec.lanes
     arrays = FfnArrays(
-        starts=weights.starts,
-        gate=weights.gate,
-        up=weights.up,
-        down=weights.down,
-        gate_bias=weights.gate_bias,
-        up_bias=weights.up_bias,
-        down_bias=weights.down_bias,
-        down_norms=row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
-        lanes=shard_lanes(weights.starts, weights.neuron_ids, config, lanes),
-        first_lane=lanes.first if lanes else 0,
+        weights.starts,
+        weights.gate,
+        weights.up,
+        weights.down,
+        weights.gate_bias,
+        weights.up_bias,
+        weights.down_bias,
+        row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
+        *shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes),
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)

@@ -1,6 +1,7 @@
 """The CPU service where no neuron is chosen beforehand: down projections as the file has them."""
 
 from hotcold.actors.cpu.cpu_service import CpuService, add_draft
+from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
@@ -9,7 +10,7 @@ from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.activations import activation
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays
+from hotcold.numba_kernels.ffn_arrays import NO_LANES, NO_NORMS, TransposedArrays
 
 
 def load_dense_service(
@@ -22,16 +23,19 @@ def load_dense_service(
     ids = spec.neuron_ids or []
     with TensorReader(Checkpoint(spec.path), on_bytes, touch=touch) as reader:
         weights = read_ffn(reader, config, ids, spec.has_down_bias, has_down=False)
-        down = read_down_outputs(reader, config, ids)
+        lanes = shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=True)
+        down = read_down_outputs(reader, config, ids, runs_of_lanes(config, spec.lanes))
     arrays = TransposedArrays(
-        starts=weights.starts,
-        gate=weights.gate,
-        up=weights.up,
-        down=down,
-        gate_bias=weights.gate_bias,
-        up_bias=weights.up_bias,
-        down_bias=weights.down_bias,
-        down_norms=down_lengths(down) if spec.system.has_down_norms else NO_NORMS,
+        weights.starts,
+        weights.gate,
+        weights.up,
+        down,
+        weights.gate_bias,
+        weights.up_bias,
+        weights.down_bias,
+        down_lengths(down) if spec.system.has_down_norms else NO_NORMS,
+        NO_LANES,
+        *lanes,
     )
     buckets = buckets_of(config, ids)
     function = activation(config.activation_fn, config.activation_threshold)

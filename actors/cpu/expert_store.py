@@ -26,7 +26,13 @@ from hotcold.numba_kernels.block_rows import (
     ROW_ITEMS,
     BlockRows,
 )
-from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, TransposedArrays, most_rows
+from hotcold.numba_kernels.ffn_arrays import (
+    NO_LANES,
+    NO_NORMS,
+    FfnArrays,
+    TransposedArrays,
+    most_rows,
+)
 from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
@@ -62,14 +68,15 @@ _NO_BLOCKS = np.empty(0, np.int64)
 class Units:
     """What a shard holds of each block of each layer; unit l * B + b is block b of layer l.
 
-    Shapes:  sizes (L * B,), its neurons; begins (L * B,), the first of them in the block; firsts
-             (L * B + 1,), its first bundle, and the end; stays (L * B,), whether every token uses
-             it; layers, places, patterns (N,) of bundles as in `Bundles` and `RowBytes`; turns (N,)
-             and parts (N,) as in `OutputRows` and `OffloadedExperts`; offsets (patterns, K)
+    Shapes:  sizes (L * B,), its neurons; runs (L * B, n, 2), where down is a row an output what
+             each lane has of the block: first neuron and end; firsts (L * B + 1,), its first
+             bundle, and the end; stays (L * B,), whether every token uses it; layers, places,
+             patterns (N,) of bundles as in `Bundles` and `RowBytes`; turns (N,) and parts (N,) as
+             in `OutputRows` and `OffloadedExperts`; offsets (patterns, K)
     """
 
     sizes: np.ndarray
-    begins: np.ndarray
+    runs: np.ndarray
     firsts: np.ndarray
     stays: np.ndarray
     layers: np.ndarray
@@ -86,12 +93,16 @@ class Units:
         layers: Sequence[FfnSpec],
         starts: np.ndarray,
         ids: np.ndarray,
+        runs: np.ndarray | None = None,
     ) -> Units:
-        """Of a shard with `starts` and `ids` of `FfnWeights`."""
+        """Of a shard with `starts` and `ids` of `FfnWeights`.
+
+        runs (L, B, n, 2) int64: of its lanes; without them its neurons of each block are a run.
+        """
         num_blocks, found = starts.shape[1] - 1, _Patterns(geometry)
         parts: list[_Part] = []
         stays = np.zeros((len(layers), num_blocks), bool)
-        begins = np.zeros((len(layers), num_blocks), np.int64)
+        own_runs = np.zeros((len(layers), num_blocks, 1, 2), np.int64)
         for layer, ffn in enumerate(layers):
             first = bundle = 0
             stays[layer, ffn.router.num_experts if ffn.router else 0 :] = True
@@ -99,12 +110,15 @@ class Units:
             for block in range(num_blocks):
                 own = ids[starts[layer, block] : starts[layer, block + 1]] - first
                 parts.append(found.part(layer, block, bundle, own))
-                begins[layer, block] = own[0] if own.size else 0
+                if own.size:
+                    own_runs[layer, block] = own[0], own[-1] + 1
                 if block < len(counts):
                     first, bundle = first + ffn.block_sizes[block], bundle + counts[block]
+        if runs is not None:
+            own_runs = runs
         return cls(
             sizes=np.diff(starts, axis=1).ravel(),
-            begins=begins.ravel(),
+            runs=own_runs.reshape(-1, *own_runs.shape[2:]),
             firsts=np.concatenate([[0], np.cumsum([part.places.size for part in parts])]),
             stays=stays.ravel(),
             layers=np.concatenate([part.layers for part in parts]),
@@ -136,19 +150,22 @@ class Units:
     ) -> OutputRows:
         """Memory for down matrices that are a row an output; those of units that stay have some.
 
-        A slot has place for the largest matrix of a unit that shares it.
+        A slot has place for the largest matrices of a unit that shares it.
         """
         num_blocks, height = self.sizes.size // len(layers), geometry.num_outputs
-        places = np.zeros((self.sizes.size, NUM_PLACE_NUMBERS), np.int64)
-        cuts = np.zeros((self.sizes.size, NUM_CUT_NUMBERS), np.int64)
+        num_lanes = self.runs.shape[1]
+        places = np.zeros((self.sizes.size, num_lanes, NUM_PLACE_NUMBERS), np.int64)
+        cuts = np.zeros((self.sizes.size, num_lanes, NUM_CUT_NUMBERS), np.int64)
         for unit in np.flatnonzero(self.sizes).tolist():
             layer, number = divmod(unit, num_blocks)
-            block, own = geometry.down_blocks[layer][number], int(self.sizes[unit])
+            block = geometry.down_blocks[layer][number]
             dtype, width = numpy_dtype(block.dtype), layers[layer].block_sizes[number]
-            places[unit, IS_SECOND] = block.dtype != geometry.down_dtype
-            places[unit, ROW_ITEMS] = row_items(dtype, own)
-            cuts[unit] = new_cut(dtype, width, int(self.begins[unit]), own, block.rows, height)
-        sizes = -(-height * places[:, ROW_ITEMS] // ALIGNED_ITEMS) * ALIGNED_ITEMS
+            places[unit, :, IS_SECOND] = block.dtype != geometry.down_dtype
+            for lane, (first, end) in enumerate(self.runs[unit].tolist()):
+                places[unit, lane, ROW_ITEMS] = row_items(dtype, end - first)
+                cuts[unit, lane] = new_cut(dtype, width, first, end - first, block.rows, height)
+        sizes = -(-height * places[:, :, ROW_ITEMS] // ALIGNED_ITEMS) * ALIGNED_ITEMS
+        sizes = sizes.sum(axis=1)
         ends = np.cumsum(sizes * self.stays)
         slot_bytes, first = int(sizes[~self.stays].max(initial=0)), int(ends[-1])
         found = OutputRows(
@@ -225,16 +242,18 @@ class ExpertStore:
         num_threads: int,
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         has_down_norms: bool = False,
+        runs: np.ndarray | None = None,
     ) -> None:
         """`weights` has the shard's ids, starts and biases, and no rows; `layers` are the model's.
 
-        share.num_up_downs says of how many neurons there may be rows in memory.
+        share.num_up_downs says of how many neurons there may be rows in memory; `runs` as in
+        `Units.of`.
         Errors:  ServiceError
         """
         self._file, self._weights, self._num_threads = file, weights, num_threads
         self._routed: threading.Thread | None = None
         ids, starts = weights.neuron_ids, weights.starts
-        self.units = Units.of(file.geometry, layers, starts, ids)
+        self.units = Units.of(file.geometry, layers, starts, ids, runs)
         units, num_blocks = self.units, starts.shape[1] - 1
         least = int(units.shares.reshape(-1, num_blocks).sum(axis=1).max(initial=0))
         spare = max(0, share.num_up_downs - units.num_own_rows)
@@ -295,12 +314,14 @@ class ExpertStore:
         )
         if not geometry.has_outputs:
             of_down = rows(num_rows, geometry.down_row_bytes, down)
-            lanes = weights.lanes, weights.first_lane
-            return FfnArrays(weights.starts, *matrices, of_down, *vectors, *lanes)
-        memory, shape = self._outputs, (*weights.starts[:, 1:].shape, NUM_PLACE_NUMBERS)
+            return FfnArrays(weights.starts, *matrices, of_down, *vectors, *weights.lanes)
+        memory, num_layers = self._outputs, len(weights.starts)
         first, second = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
-        outputs = BlockRows(first, second, memory.places.reshape(shape))
-        return TransposedArrays(weights.starts, *matrices, outputs, *vectors)
+        places = memory.places.reshape(num_layers, -1, NUM_PLACE_NUMBERS)
+        outputs = BlockRows(first, second, places)
+        return TransposedArrays(
+            weights.starts, *matrices, outputs, *vectors, NO_LANES, *weights.lanes
+        )
 
     def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:
         units, weights = self.units, self._weights

@@ -15,11 +15,18 @@ from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.block_rows import BEGIN, END
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt import float_matmul, int16_matmul
-from hotcold.numba_kernels.prompt.block_tokens import BlockTokens, ChoiceRows, WeightBlocks
+from hotcold.numba_kernels.prompt.block_tokens import (
+    BlockTokens,
+    CutRows,
+    LaneSums,
+    Rows,
+    WeightBlocks,
+)
 from hotcold.numba_kernels.prompt.float_matmul import (
     combine_kernel,
     linear_kernel,
@@ -39,8 +46,6 @@ from hotcold.numba_kernels.prompt.quantized_matmul import (
     matmul_kernel,
     quantize_kernel,
 )
-
-Rows = np.ndarray | ChoiceRows  # (T, width), a row for each token, or a row for each choice
 
 
 class _Space:
@@ -62,6 +67,9 @@ def row_widths(rows: Rows, tokens: BlockTokens) -> np.ndarray:
     counts = np.diff(tokens.starts)
     if isinstance(rows, np.ndarray):
         return np.full(counts.size, rows.shape[1])
+    if isinstance(rows, CutRows):
+        return np.diff(rows.columns).ravel()
+    assert not isinstance(rows, LaneSums)
     return np.diff(rows.starts) // np.maximum(counts, 1)
 
 
@@ -109,16 +117,16 @@ class FloatMatmul:
     def linear(self, operand: FloatOperand, weights: WeightBlocks, out: Rows) -> None:
         """out = x @ weights.T of each block's choices.
 
-        Shapes:  out: a row for each choice, or (T, d), to which they are added block after block
+        Shapes:  out: `ChoiceRows`, or `LaneSums`, which they are added to
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
         work, most = num_products(weights, operand.tokens), _most_groups(operand.tokens) * LANES
         self._multiply(linear_kernel, operand, weights, out, most, work)
 
-    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
-        """out = h @ rows of each block's choices, or it is added.
+    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
+        """out = h @ rows of each block's choices, added up as `out` says.
 
-        Shapes:  h: as many numbers for each choice as its block has rows; out as in `linear`
+        Shapes:  h: as many numbers for each choice as its block has rows
         Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
         counts, items = np.diff(tokens.starts), num_items(row_widths(h, tokens), self._items)
@@ -229,10 +237,17 @@ class QuantizedMatmul:
     def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> QuantizedOperand:
         """The vectors of x, in space that is kept from call to call."""
         count, width = tokens.ids.size, int(row_widths(x, tokens).max(initial=0))
-        _, most, widest = self._vectors.values.shape
-        if most < count or widest < width:
-            self._vectors = empty_vectors(1, max(most, count), max(widest, width))
-        vectors = QuantizedVectors(*(array[0, :count] for array in self._vectors))
+        groups = -(-width // QUANT_GROUP)
+        if self._vectors.values.size < count * groups * QUANT_GROUP:
+            self._vectors = empty_vectors(1, count, width)
+        vectors = QuantizedVectors(
+            *(
+                array.reshape(-1)[: count * size].reshape(count, size)
+                for array, size in zip(
+                    self._vectors, (groups * QUANT_GROUP, groups, groups), strict=True
+                )
+            )
+        )
 
         def quantize(thread: int) -> None:
             part = split_range(count, thread, self._num_threads, 1)

@@ -20,7 +20,6 @@ from hotcold.actors.cpu.kernel_matmul import (
     Float32Matmul,
     Int16Matmul,
     QuantizedMatmul,
-    Rows,
 )
 from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
 from hotcold.model.weights.memory import aligned_empty
@@ -31,10 +30,15 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.prompt.block_tokens import (
     BlockTokens,
+    CutRows,
+    LaneSums,
+    Rows,
     WeightBlocks,
     every_token,
     one_block,
+    one_sum,
     weight_blocks,
+    whole_rows,
 )
 from hotcold.placement.machine.pinning import pin_thread
 
@@ -146,8 +150,8 @@ class Matmul:
             self.linear(x, row, np.empty(0, np.float32))
             if is_quantized(dtype) and not ROW_FORMATS[dtype].is_summed:
                 return
-            h = one_block(np.zeros((1, 1), np.float32))
-            self.combine(h, every_token(1), weight_blocks(row), one_block(out))
+            h, sums = whole_rows(np.zeros((1, 1), np.float32)), one_sum(out)
+            self.combine(h, every_token(1), weight_blocks(row), sums)
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -240,8 +244,8 @@ class Matmul:
 
         out = x @ weights.T for the choices of each block, of each (weights, out). A choice's bits
         depend on nothing but its x and weights.
-        Shapes:  x (T, d), or rows of choices; out: rows of choices, or (T, height of every block),
-                 to which products are added block after block
+        Shapes:  x (T, d), or rows of choices, whole or cut; out: rows of choices, or `LaneSums`,
+                 which products are added to
         Dtypes:  x, out float32; weights bits, of one dtype
         """
         first = matrices[0][0]
@@ -272,11 +276,10 @@ class Matmul:
             first += len(part)
         return out
 
-    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
-        """out = h @ rows of each block's choices, once it has been run.
+    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
+        """out = h @ rows of each block's choices, added up as `out` says, once it has been run.
 
-        Shapes:  h: rows of choices, as long as their block has rows; out: rows of choices, or
-                 (T, d), to which sums are added block after block
+        Shapes:  h: rows of choices, as long as their block has rows
         Dtypes:  h, out float32; rows bits
         """
         self._kind(matmul_kinds(rows.array.dtype, self._features)[1]).combine(h, tokens, rows, out)

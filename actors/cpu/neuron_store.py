@@ -103,8 +103,7 @@ class NeuronStore:
             weights.up_bias,
             weights.down_bias,
             self._down_norms,
-            weights.lanes,
-            weights.first_lane,
+            *weights.lanes,
         )
 
     def _new_stored(
@@ -259,6 +258,8 @@ class NeuronStore:
             part(weights.up_bias),
             weights.down_bias[layer : layer + 1],
             part(self._down_norms),
+            weights.lanes[0][layer : layer + 1],
+            *weights.lanes[1:],
         )
 
     def use_bits(self, bits: np.ndarray) -> None:

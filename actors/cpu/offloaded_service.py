@@ -9,7 +9,7 @@ from hotcold.actors.cpu.cpu_service import CpuService, add_draft
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.lanes import shard_lanes
+from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.actors.telemetry.snapshot import buckets_of
@@ -175,15 +175,16 @@ def load_offloaded_service(
     file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
     weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias, dtype)
-    if spec.lanes is not None:
-        weights.lanes = shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes)
-        weights.first_lane = spec.lanes.first
+    weights.lanes = shard_lanes(
+        weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=transposed
+    )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
     buckets = buckets_of(config, neuron_ids)
     function = activation(config.activation_fn, config.activation_threshold)
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
-        experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms)
+        runs = runs_of_lanes(config, spec.lanes) if transposed else None
+        experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
         of_experts = OffloadedExpertService(
             spec.name,
             spec.index,

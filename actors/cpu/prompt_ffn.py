@@ -1,9 +1,11 @@
 """The FFN of many tokens (prefill): a matmul of the gates, then what fired neurons add.
 
 Tokens are multiplied with the blocks of neurons that they chose; a choice is a token and one of its
-blocks. For choices for which few neurons fire, up and down are computed only for those; for the
-others they are matmuls too. Each choice's own neurons decide, so a token's result does not depend
-on its batch-mates. A token's choices are added in the order of blocks, matmuls before the others.
+blocks. Products with down are added up by lanes (`numba_kernels.decode.lanes`), some neighbours of
+which are one here: a part is what a block has in such a lane. For parts of choices for which few
+neurons fire, up and down are computed only for those; for the others they are matmuls too. The
+part's own neurons decide, so a token's result depends neither on its batch-mates nor on what else a
+service has. In a lane a token's parts are added in the order of blocks, matmuls before the others.
 """
 
 from __future__ import annotations
@@ -16,34 +18,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.cpu.kernel_matmul import Rows
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.thread_team import MOST_CUTS, Shared
+from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
+from hotcold.numba_kernels.decode.lanes import meet
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.prompt.block_tokens import (
+    CLEARS,
+    IS_WHOLE,
+    LEVEL,
+    MERGES,
+    NUM_STEP_NUMBERS,
     BlockTokens,
     ChoiceRows,
+    CutRows,
+    LaneSums,
     WeightBlocks,
     choices,
     every_token,
     layer_blocks,
-    listed,
-    one_block,
+    one_sum,
     row_starts,
     rows_of_block,
-    token_rows,
     weight_blocks,
+    whole_rows,
 )
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     activate_kernel,
     add_bias_kernel,
-    copy_kernel,
     empty_fired,
     list_fired,
     num_parts,
@@ -57,6 +65,7 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
 # (docs/lab_log.md).
 _FEW = 0.18
 _NO_ROWS = ChoiceRows(np.empty(0, np.float32), np.zeros(1, np.int64))
+_NO_SUMS = np.empty((0, 0, 0), np.float32)
 
 
 def prompt_ffn(
@@ -66,6 +75,7 @@ def prompt_ffn(
     x: np.ndarray,
     function: Activation,
     out: np.ndarray,
+    more: np.ndarray = _NO_SUMS,
     *,
     skip_silent: bool,
     counts: np.ndarray | None = None,
@@ -74,7 +84,10 @@ def prompt_ffn(
     predictors: LayerPredictors | None = None,
     firsts: np.ndarray | None = None,
 ) -> None:
-    """out = the partial FFN output of layer `layer`'s shard for all tokens.
+    """out, more = what is left over of the sums of layer `layer`'s shard, for all tokens.
+
+    As of `layer_ffn`: `out` is the sum of the first of its lanes, or of all, `more` are others, and
+    the biases, where services have some of the lanes each.
 
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
@@ -84,13 +97,14 @@ def prompt_ffn(
     multiplied with the tokens for which its weight is not zero. firsts (B,): where the layer's
     blocks begin in rows and biases that are no layer's own, but in slots. `predictors` say which
     neurons of their blocks count.
-    Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64; block_weights (T, B)
+    Shapes:  x, out (T, d), more (M, at least T, d) float32; counts (N of the layer's shard,) int64;
+             block_weights (T, B)
     """
     matmul.begin_layer()
     shard = _Shard.of(arrays, layer, function, firsts)
     tokens, weights = choices(shard.widths, len(x), block_weights)
     h, factors = (_empty_rows(matmul, shard.widths, tokens) for _ in range(2))
-    num_fired = np.empty(tokens.ids.size, np.int64)
+    num_fired = np.empty((shard.num_lanes, tokens.ids.size), np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     is_gated = shard.up.shape[0] > 0
@@ -105,7 +119,7 @@ def prompt_ffn(
         scores = _NO_ROWS if predictors is None else predictors.scores(matmul, shard, tokens, x)
         activate = partial(
             activate_kernel, function, weights, shard.gate_bias, shard.up_bias, shard.firsts,
-            tokens, scores, at_once, h, num_fired,
+            tokens, scores, at_once, shard.ends, h, num_fired,
         )  # fmt: skip
         matmul.then_rows(tokens.ids.size, activate)
         if waits:
@@ -115,13 +129,22 @@ def prompt_ffn(
         if counts is not None:
             _count_fired(shard, tokens, h, counts)
         rest = _Rest(matmul, shard, x, factors if is_gated and not scales_at_once else _NO_ROWS)
-        is_few = np.zeros(tokens.ids.size, bool)
+        is_few = np.zeros(num_fired.shape, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
-            widths = np.repeat(shard.widths, np.diff(tokens.starts))
+            widths = np.repeat(np.diff(shard.ends), np.diff(tokens.starts), axis=0).T
             is_few = num_fired <= _FEW * widths
-        rest.add_by_choice(tokens, h, is_few, out, block_weights.size > 0)
+        tree = _Tree.of(matmul, shard, out)
+        rest.add_by_choice(tokens, h, is_few, tree)
+        for output, level in enumerate(range(1, tree.num_left)):
+            matmul.then_rows(len(out), partial(_copy_rows, tree.more[level - 1], more[output]))
+        if tree.num_left == 0:
+            matmul.then_rows(len(out), partial(_set_zero, out))
         if arrays.down_bias.shape[2]:
-            add_bias = partial(add_bias_kernel, block_weights, arrays.down_bias[layer], out)
+            of_biases = out
+            if len(more):
+                of_biases = more[max(tree.num_left - 1, 0), : len(out)]
+                matmul.then_rows(len(out), partial(_set_zero, of_biases))
+            add_bias = partial(add_bias_kernel, block_weights, arrays.down_bias[layer], of_biases)
             matmul.then_rows(len(out), add_bias)
 
 
@@ -138,46 +161,48 @@ def _compile(matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Act
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
-    num_fired = np.empty(0, np.int64)
-    activate_kernel(function, nothing, *biases, ends, tokens, rows, rows, rows, num_fired, 0, 0)
-    scale_kernel(function, biases[1], ends, tokens, rows, rows, 0, 0)
+    lanes, num_fired = np.zeros((1, 2), np.int64), np.empty((1, 0), np.int64)
+    cut = whole_rows(np.empty((0, 0), np.float32))
+    activate_kernel(
+        function, nothing, *biases, ends, tokens, rows, rows, lanes, rows, num_fired, 0, 0
+    )
+    scale_kernel(function, biases[1], ends, tokens, rows, cut, 0, 0)
     no_tokens = np.empty((0, 0), np.float32)
     add_bias_kernel(NO_WEIGHTS, arrays.down_bias[0], no_tokens, 0, 0)
-    outs: list[Rows] = [one_block(np.empty((1, CHUNK), np.float32))]
-    if arrays.starts.shape[1] > 2:
-        outs.append(np.empty((1, CHUNK), np.float32))
+    h, out = whole_rows(np.zeros((1, 1), np.float32)), one_sum(np.empty((1, CHUNK), np.float32))
     if isinstance(arrays, FfnArrays):
-        copy_kernel(tokens, rows, num_fired, tokens, rows, 0, 0)
         fired = empty_fired(tokens, ends[:1], ends[:1])
-        list_fired(rows, ends, tokens, 0, 0, fired)
+        list_fired(cut, ends, tokens, 0, 0, fired)
         if arrays.up.shape[0]:
             vectors = matmul.vectors(np.empty((0, CHUNK), np.float32), arrays.up)
             prompt_up_kernel(arrays.up, arrays.up_bias, vectors, tokens, 0, 0, fired)
-        sums, out = np.empty((0, 0, 0), np.float32), np.empty((1, 0), np.float32)
-        prompt_down_kernel(arrays.down, tokens, fired, 0, 0, sums, out)
+        sums, none = np.empty((1, 1, PART_COLUMNS), np.float32), out.steps[:0]
+        prompt_down_kernel(arrays.down, tokens, fired, none, none, 0, 0, sums, out)
         row = np.zeros((1, row_items(arrays.down.dtype, CHUNK)), arrays.down.dtype)
-        h = one_block(np.zeros((1, 1), np.float32))
         with matmul.at_once():
-            for target in outs:
-                matmul.combine(h, every_token(1), weight_blocks(row), target)
+            matmul.combine(h, every_token(1), weight_blocks(row), out)
         return
     for dtype in {array.dtype for array in (arrays.down.first, arrays.down.second)}:
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
-        h = one_block(np.zeros((1, CHUNK), np.float32))
+        h = whole_rows(np.zeros((1, CHUNK), np.float32))
         with matmul.at_once():
-            for target in outs:
-                matmul.block_linears(h, every_token(1), [(weight_blocks(row), target)])
+            matmul.block_linears(
+                h, every_token(1), [(weight_blocks(row), one_sum(np.empty((1, 1), np.float32)))]
+            )
 
 
 class _Shard(NamedTuple):
     """A layer's rows of a shard; block b's are widths[b] from firsts[b] on.
 
+    ends (B, lanes + 1): where lanes begin in each block, and end; first_lane: the first's number
     down: for each format, and whether they are a row an output
     """
 
     function: Activation
     firsts: np.ndarray
     widths: np.ndarray
+    ends: np.ndarray
+    first_lane: int
     gate: np.ndarray
     up: np.ndarray
     gate_bias: np.ndarray
@@ -204,6 +229,7 @@ class _Shard(NamedTuple):
             function,
             starts[:-1] - starts[0] if firsts is None else firsts,
             np.diff(starts),
+            *prompt_lanes(arrays, layer),
             part(arrays.gate),
             part(arrays.up),
             part(arrays.gate_bias),
@@ -211,9 +237,145 @@ class _Shard(NamedTuple):
             part(down) if isinstance(down, np.ndarray) else layer_blocks(down, layer),
         )
 
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of the shard."""
+        return self.ends.shape[1] - 1
+
     def blocks(self, rows: np.ndarray) -> WeightBlocks:
         """Rows of all neurons, or none, by block."""
         return weight_blocks(rows, self.firsts, self.widths * (len(rows) > 0))
+
+    def parts(self, rows: np.ndarray, parts: _Parts) -> WeightBlocks:
+        """Rows of all neurons, by part."""
+        return weight_blocks(rows, parts.firsts, parts.widths)
+
+
+class _Parts(NamedTuple):
+    """Parts of blocks, lane after lane; part s is of block s % B.
+
+    tokens: their choices; h: what is multiplied with down rows; firsts (S,): first rows; lanes: the
+    first of them and the end, counted from the shard's first
+    """
+
+    tokens: BlockTokens
+    h: CutRows
+    firsts: np.ndarray
+    lanes: tuple[int, int]
+
+    @classmethod
+    def of(cls, ends: np.ndarray, shard: _Shard, tokens: BlockTokens, h: ChoiceRows) -> _Parts:
+        """Of all choices; lanes end in each block where `ends` (B, lanes + 1) says."""
+        num_lanes, counts = ends.shape[1] - 1, np.diff(tokens.starts)
+        columns = np.stack([ends[:, :-1], ends[:, 1:]], axis=2).swapaxes(0, 1)
+        columns = np.ascontiguousarray(columns.reshape(-1, 2))
+        rows = np.arange(tokens.ids.size) - np.repeat(tokens.starts[:-1], counts)
+        return cls(
+            BlockTokens(
+                np.tile(tokens.ids, num_lanes),
+                np.concatenate([[0], np.cumsum(np.tile(counts, num_lanes))]),
+                tokens.order,
+            ),
+            CutRows(h.values, h.starts, shard.widths, columns, np.tile(rows, num_lanes)),
+            np.tile(shard.firsts, num_lanes) + columns[:, 0],
+            (0, num_lanes),
+        )
+
+    @property
+    def widths(self) -> np.ndarray:
+        """How many neurons each part has."""
+        return np.diff(self.h.columns).ravel()
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How many choices each part has."""
+        return np.diff(self.tokens.starts)
+
+    def listed(self, is_listed: np.ndarray) -> _Parts:
+        """Only the parts of choices of which `is_listed` is set."""
+        starts = np.concatenate([[0], np.cumsum(is_listed, dtype=np.int64)])[self.tokens.starts]
+        tokens = self.tokens._replace(ids=self.tokens.ids[is_listed], starts=starts)
+        return self._replace(tokens=tokens, h=self.h._replace(rows=self.h.rows[is_listed]))
+
+    def lane(self, lane: int) -> _Parts:
+        """Those of one lane."""
+        num_blocks = self.h.widths.size
+        own = slice(lane * num_blocks, (lane + 1) * num_blocks)
+        starts = self.tokens.starts[own.start : own.stop + 1]
+        of_lane = slice(starts[0], starts[-1])
+        tokens = self.tokens._replace(ids=self.tokens.ids[of_lane], starts=starts - starts[0])
+        h = self.h._replace(columns=self.h.columns[own], rows=self.h.rows[of_lane])
+        return _Parts(tokens, h, self.firsts[own], (lane, lane + 1))
+
+
+class _Tree(NamedTuple):
+    """Sums of lanes, and how they are added up (`numba_kernels.decode.lanes`).
+
+    out (T, d), more (H, T, d): sums that are not complete, level by level
+    steps (lanes, 2): the level of each lane's sum, and how many levels are merged once it is there
+    num_left: how many sums are left over at the end
+    """
+
+    out: np.ndarray
+    more: np.ndarray
+    steps: list[tuple[int, int]]
+    num_left: int
+
+    @classmethod
+    def of(cls, matmul: Matmul, shard: _Shard, out: np.ndarray) -> _Tree:
+        """Of the shard's lanes."""
+        steps, sums, height = [], list[int](), 0
+        for lane in range(shard.first_lane, shard.first_lane + shard.num_lanes):
+            level, merges = len(sums), 0
+            sums.append(lane)
+            while len(sums) > 1 and meet(sums[-2], sums[-1], shard.first_lane, lane + 1):
+                sums.pop()
+                merges += 1
+            steps.append((level, merges))
+            height = max(height, level)
+        return cls(out, matmul.scratch((height, *out.shape)), steps, len(sums))
+
+    @property
+    def height(self) -> int:
+        """How many sums there are at once."""
+        return len(self.more) + 1
+
+    def sums(self, parts: _Parts, clears: bool, merges: bool, overwrites: bool = True) -> LaneSums:
+        """The sums of parts, which are the first (`clears`) and the last (`merges`) of their lanes.
+
+        `overwrites`: products may be written instead of added.
+        """
+        num_blocks, lanes = parts.h.widths.size, range(*parts.lanes)
+        steps = np.zeros((len(lanes), num_blocks, NUM_STEP_NUMBERS), np.int64)
+        is_full = (parts.counts == len(self.out)) & (parts.widths > 0)
+        # Where all tokens chose one block there is nothing to add to.
+        is_whole = is_full.reshape(len(lanes), num_blocks)
+        for own, lane, whole, counts in zip(
+            steps, lanes, is_whole, parts.counts.reshape(is_whole.shape), strict=True
+        ):
+            own[:, LEVEL], last = self.steps[lane][0], num_blocks - 1
+            if overwrites and clears and merges and whole.any() and np.count_nonzero(counts) == 1:
+                last = int(whole.argmax())
+                own[last, IS_WHOLE] = 1
+            elif clears:
+                own[0, CLEARS] = 1
+            if merges:
+                own[last, MERGES] = self.steps[lane][1]
+        return LaneSums(self.out, self.more, steps.reshape(-1, NUM_STEP_NUMBERS))
+
+
+def prompt_lanes(arrays: FfnArrays | TransposedArrays, layer: int) -> tuple[np.ndarray, int]:
+    """Where a layer's lanes begin in each block, and end (B, lanes + 1), and the first's number.
+
+    Of neurons' rows some neighbours are one lane: each has more to multiply.
+    """
+    starts, every = arrays.starts[layer], arrays.lanes
+    if isinstance(arrays, TransposedArrays):
+        every = arrays.cuts
+    if every.shape[2] == 0:  # of a shard without lanes
+        return np.stack([np.zeros_like(starts[1:]), np.diff(starts)], axis=1), 0
+    lanes = every[layer][:, :: arrays.lanes_at_once]
+    return lanes - lanes[:, :1], arrays.first_lane // arrays.lanes_at_once
 
 
 def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
@@ -259,6 +421,10 @@ def _set_zero(out: np.ndarray, first: int, last: int) -> None:
     out[first:last] = 0
 
 
+def _copy_rows(source: np.ndarray, target: np.ndarray, first: int, last: int) -> None:
+    target[first:last] = source[first:last]
+
+
 class _Rest(NamedTuple):
     """What is left to do once gates are activated.
 
@@ -275,71 +441,93 @@ class _Rest(NamedTuple):
         return self.factors is not _NO_ROWS
 
     def add_by_choice(
-        self,
-        tokens: BlockTokens,
-        h: ChoiceRows,
-        is_few: np.ndarray,
-        out: np.ndarray,
-        has_weights: bool,
+        self, tokens: BlockTokens, h: ChoiceRows, is_few: np.ndarray, tree: _Tree
     ) -> None:
-        """out = the sum of all choices; for those of which `is_few` is set neuron by neuron."""
-        num_few = np.count_nonzero(is_few)
-        if num_few == 0 and not has_weights and tokens.ids.size == len(out):  # one block
-            self._add_all(tokens, h, token_rows(tokens, out))
+        """Add all choices up; neuron by neuron the parts where is_few (lanes, P) is set."""
+        shard, is_few = self.shard, is_few.ravel()
+        parts = _Parts.of(shard.ends, shard, tokens, h)
+        adders: list[tuple[_Parts, Callable[[_Parts, _Tree, bool, bool], None]]] = []
+        others = parts if not is_few.any() else parts.listed(~is_few)
+        if others.tokens.ids.size:
+            if self._scales and others is parts:  # a block's parts at once
+                ends = np.stack([np.zeros_like(shard.widths), shard.widths], axis=1)
+                self._scale(_Parts.of(ends, shard, tokens, h))
+            elif self._scales:
+                self._scale(others)
+            if isinstance(shard.down, np.ndarray):
+                adders.append((others, self._combine))
+            else:
+                adders += [(others, partial(self._multiply, down)) for down in shard.down]
+        if is_few.any():
+            adders.append((parts.listed(is_few), self._add_fired))
+        if len(adders) == 1:
+            own, add = adders[0]
+            add(own, tree, True, True)
             return
-        self.matmul.then_rows(len(out), partial(_set_zero, out))
-        if num_few == 0:
-            self._add_all(tokens, h, out)
-        elif num_few == is_few.size:
-            self._add_fired(tokens, h, out)
-        else:
-            for add, which in ((self._add_all, ~is_few), (self._add_fired, is_few)):
-                own = listed(tokens, which)
-                own_h = _empty_rows(self.matmul, self.shard.widths, own)
-                from_rows = np.flatnonzero(which)
-                copy = partial(copy_kernel, tokens, h, from_rows, own, own_h)
-                self.matmul.then_rows(own.ids.size, copy)
-                add(own, own_h, out)
+        if not adders:
+            for sums in (tree.out, *tree.more):
+                self.matmul.then_rows(len(sums), partial(_set_zero, sums))
+        for lane in range(shard.num_lanes):
+            for number, (own, add) in enumerate(adders):
+                add(own.lane(lane), tree, number == 0, number == len(adders) - 1)
 
-    def _add_all(self, tokens: BlockTokens, h: ChoiceRows, out: Rows) -> None:
-        """Add the sum over all neurons of each choice, once it has been run."""
+    def _scale(self, parts: _Parts) -> None:
+        """Multiply what down rows are multiplied with by up products."""
         matmul, shard = self.matmul, self.shard
-        if self._scales:
-            starts = row_starts(tokens, shard.widths)
-            factors = ChoiceRows(self.factors.values[: starts[-1]], starts)
-            matmul.block_linears(self.x, tokens, [(shard.blocks(shard.up), factors)])
-            scale = partial(
-                scale_kernel, shard.function, shard.up_bias, shard.firsts, tokens, factors, h
-            )
-            matmul.then_rows(tokens.ids.size, scale)
-        if isinstance(shard.down, np.ndarray):
-            matmul.combine(h, tokens, shard.blocks(shard.down), out)
-            return
-        for down in shard.down:
-            matmul.block_linears(h, tokens, [(down, out)])
+        starts = row_starts(parts.tokens, parts.widths)
+        factors = ChoiceRows(self.factors.values[: starts[-1]], starts)
+        matmul.block_linears(self.x, parts.tokens, [(shard.parts(shard.up, parts), factors)])
+        scale = partial(
+            scale_kernel, shard.function, shard.up_bias, parts.firsts, parts.tokens, factors,
+            parts.h,
+        )  # fmt: skip
+        matmul.then_rows(parts.tokens.ids.size, scale)
 
-    def _add_fired(self, tokens: BlockTokens, h: ChoiceRows, out: np.ndarray) -> None:
-        """Add the sum over the neurons that fire for each choice, once it has been run."""
+    def _combine(self, parts: _Parts, tree: _Tree, clears: bool, merges: bool) -> None:
+        """Add the sum over all neurons of each part, where down has a row for each."""
+        down, sums = self.shard.down, tree.sums(parts, clears, merges)
+        assert isinstance(down, np.ndarray)
+        self.matmul.combine(parts.h, parts.tokens, self.shard.parts(down, parts), sums)
+
+    def _multiply(
+        self, down: WeightBlocks, parts: _Parts, tree: _Tree, clears: bool, merges: bool
+    ) -> None:
+        """Add the same, where down has a row for each output."""
+        by_lane = down.places.reshape(self.shard.widths.size, -1, NUM_PLACE_NUMBERS).swapaxes(0, 1)
+        places = np.ascontiguousarray(by_lane[slice(*parts.lanes)]).reshape(-1, NUM_PLACE_NUMBERS)
+        products = WeightBlocks(down.array, places), tree.sums(parts, clears, merges)
+        self.matmul.block_linears(parts.h, parts.tokens, [products])
+
+    def _add_fired(self, parts: _Parts, tree: _Tree, clears: bool, merges: bool) -> None:
+        """Add the sum over the neurons of each part that fire."""
         matmul, shard, down = self.matmul, self.shard, self.shard.down
         assert isinstance(down, np.ndarray)
-        num_shares = matmul.num_threads * MOST_CUTS
-        fired = empty_fired(tokens, shard.firsts, shard.widths, matmul.scratch)
+        num_threads, num_tokens, tokens = matmul.num_threads, len(tree.out), parts.tokens
+        num_columns, num_shares = num_parts(tree.out.shape[1]), num_threads * MOST_CUTS
+        fired = empty_fired(tokens, parts.firsts, parts.widths, matmul.scratch)
         shares = run_shares(tokens, fired, num_shares)
         vectors = matmul.vectors(self.x, shard.up) if self._scales else self.x
-        sums = matmul.scratch((num_parts(out.shape[1]), len(out), PART_COLUMNS))
+        out = tree.sums(parts, clears, merges, overwrites=False)
+        steps, height = out.steps, tree.height
+        if clears and merges:
+            left = np.zeros((tree.num_left, NUM_STEP_NUMBERS), np.int64)
+            left[:, LEVEL], left[:, CLEARS] = np.arange(tree.num_left), 1
+        else:  # one lane, whose sum is added to what is there
+            left, steps = steps.max(axis=0, keepdims=True), np.zeros_like(steps)
+            steps[0, CLEARS], height = 1, 1
+        sums = matmul.scratch((num_threads, height, num_tokens, PART_COLUMNS))
 
         def scale(thread: int, part: int, count: int) -> None:
             first, last = shares[[part * num_shares // count, (part + 1) * num_shares // count]]
-            list_fired(h, shard.firsts, tokens, first, last, fired)
+            list_fired(parts.h, parts.firsts, tokens, first, last, fired)
             if self._scales:
                 prompt_up_kernel(shard.up, shard.up_bias, vectors, tokens, first, last, fired)
 
         def add(thread: int, part: int, count: int) -> None:
-            parts = split_range(num_parts(out.shape[1]) * len(out), part, count, 1)
-            prompt_down_kernel(down, tokens, fired, *parts, sums, out)
+            share = split_range(num_columns * num_tokens, part, count, 1)
+            prompt_down_kernel(down, tokens, fired, steps, left, *share, sums[thread], out)
 
-        num_products = int(np.diff(tokens.starts) @ shard.widths * _FEW / 2) * out.shape[1]
-        # A part of the columns that is cut by tokens is read twice.
-        most = num_parts(out.shape[1]) // matmul.num_threads
-        matmul.then(Shared(matmul.num_threads, num_products, scale))
-        matmul.then(Shared(matmul.num_threads, num_products, add, most))
+        num_products = int(parts.counts @ parts.widths * _FEW / 2) * tree.out.shape[1]
+        matmul.then(Shared(num_threads, num_products, scale))
+        # Columns that are cut by tokens are read twice.
+        matmul.then(Shared(num_threads, num_products, add, num_columns // num_threads))

@@ -11,20 +11,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hotcold.actors.cpu.kernel_matmul import Rows, row_widths
+from hotcold.actors.cpu.kernel_matmul import row_widths
 from hotcold.actors.cpu.thread_team import Then
-from hotcold.numba_kernels.block_rows import ROW_ITEMS
+from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.load.convert import widen_kernel
 from hotcold.numba_kernels.prompt.block_tokens import (
+    IS_WHOLE,
     BlockTokens,
+    ChoiceRows,
+    CutRows,
+    LaneSums,
+    Rows,
     WeightBlocks,
+    clear_level,
+    merge_levels_of,
     rows_of_block,
 )
 
 TOKENS_AT_ONCE = 64
 _BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
+_CONVERTED_BYTES = 32 << 20  # of converted weights that all threads share
+_COLUMNS_AT_ONCE = 64
 
 
 class TorchOperand(NamedTuple):
@@ -37,13 +46,14 @@ class TorchOperand(NamedTuple):
 class TorchBfloat16Matmul:
     """Weights and activations rounded to bfloat16; results too, before they are float32.
 
-    Each thread has rows of weights, and a buffer of its own.
+    Each thread has rows of weights, and a buffer of its own, or columns of what is summed.
     """
 
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
         self._num_threads, self._then = num_threads, then
         self._buffers = [np.empty(_BLOCK_BYTES // 2, np.int16) for _ in range(num_threads)]
+        self._converted = np.empty(0, np.int16)
 
     def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> TorchOperand:
         """x in bfloat16, of each block whole runs of TOKENS_AT_ONCE choices."""
@@ -64,67 +74,94 @@ class TorchBfloat16Matmul:
         self._then(round_)
         return TorchOperand(tokens, [of_block.split(TOKENS_AT_ONCE) for of_block in rounded])
 
-    def linear(self, operand: TorchOperand, weights: WeightBlocks, out: Rows) -> None:
+    def linear(
+        self, operand: TorchOperand, weights: WeightBlocks, out: ChoiceRows | LaneSums
+    ) -> None:
         """out = x @ weights.T of each block, as `kernel_matmul.FloatMatmul.linear`."""
 
         def multiply(thread: int) -> None:
             for number, runs in enumerate(operand.runs):
                 own, ids = rows_of_block(out, operand.tokens, number)
+                matrix = weights.matrix(number)
 
                 def put(block: torch.Tensor, first: int, last: int) -> None:
                     for part, x in zip(_runs(ids), runs, strict=True):  # noqa: B023
                         product = (x @ block.T)[: len(part)].float().numpy()
-                        own[part, first:last] = (  # noqa: B023
-                            own[part, first:last] + product if own is out else product  # noqa: B023
-                        )
+                        _put(out, number, own, part, product, first, last)  # noqa: B023
 
-                if ids.size:
-                    self._each_block(thread, weights.matrix(number), put)
+                if isinstance(out, LaneSums):
+                    height = out.out.shape[1]
+                    begin, end = split_range(height, thread, self._num_threads, 1)
+                    clear_level(out, number, begin, end)
+                if ids.size and len(matrix):
+                    self._each_block(thread, matrix, put)
+                if isinstance(out, LaneSums):
+                    merge_levels_of(out, number, begin, end)
 
         self._then(multiply)
 
-    def combine(self, h: Rows, tokens: BlockTokens, rows: WeightBlocks, out: Rows) -> None:
-        """out = h @ rows of each block, in each thread of its rows, then of all threads.
+    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
+        """out = h @ rows of each block, as `kernel_matmul.FloatMatmul.combine`.
 
-        As `kernel_matmul.FloatMatmul.combine`.
+        Some blocks at once: threads convert rows, then each sums columns of its own, always as many
+        at once, as what torch's products are may depend on that, too.
         """
         operand = self.operand(h, rows, tokens)
-        most = int(np.diff(tokens.starts).max(initial=0))
-        width = row_width(rows.array.dtype, int(rows.places[:, ROW_ITEMS].max(initial=0)))
-        sums = np.empty((self._num_threads, most, width), np.float32)
-        for block, runs in enumerate(operand.runs):
-            matrix = rows.matrix(block)
-            if len(runs) and len(matrix):
-                self._combine_block(runs, matrix, *rows_of_block(out, tokens, block), out, sums)
+        width, places = out.out.shape[1], rows.places
+        counts = (places[:, END] - places[:, BEGIN]) // np.maximum(places[:, ROW_ITEMS], 1)
+        counts[np.diff(tokens.starts) == 0] = 0
+        most = max(_CONVERTED_BYTES // 2 // width, int(counts.max(initial=0)))
+        if self._converted.size < most * width:
+            self._converted = np.empty(most * width, np.int16)
+        space, first, ends = self._converted.reshape(-1)[: most * width], 0, np.cumsum(counts)
+        while first < counts.size:
+            base = int(ends[first] - counts[first])
+            last = int(np.searchsorted(ends, base + most, side="right"))
+            begins = ends[first:last] - counts[first:last] - base
+            self._combine_some(operand, rows, range(first, last), begins, counts, space, out)
+            first = last
 
-    def _combine_block(
+    def _combine_some(
         self,
-        runs: Sequence[torch.Tensor],
-        rows: np.ndarray,
-        own: np.ndarray,
-        ids: np.ndarray,
-        out: Rows,
-        sums: np.ndarray,
+        operand: TorchOperand,
+        rows: WeightBlocks,
+        blocks: range,
+        begins: np.ndarray,
+        counts: np.ndarray,
+        space: np.ndarray,
+        out: LaneSums,
     ) -> None:
+        """Convert the rows of `blocks` to begins[i] of `space`, and add their products to `out`."""
+        width = out.out.shape[1]
+        matrix = space.reshape(-1, width)
+
+        def convert(thread: int) -> None:
+            for block, begin in zip(blocks, begins.tolist(), strict=True):
+                part = split_range(int(counts[block]), thread, self._num_threads, 1)
+                if part[0] < part[1]:
+                    target = matrix[begin : begin + int(counts[block])]
+                    source = rows.matrix(block)
+                    if source.dtype == np.int16:
+                        target[slice(*part)] = source[slice(*part)]
+                    else:
+                        widen_kernel(source, target, *part)
+
         def multiply(thread: int) -> None:
-            of_thread = sums[thread, : ids.size]
-            of_thread[:] = 0
+            first, last = split_range(width, thread, self._num_threads, _COLUMNS_AT_ONCE)
+            for block, begin in zip(blocks, begins.tolist(), strict=True):
+                own, ids = rows_of_block(out, operand.tokens, block)
+                clear_level(out, block, first, last)
+                weights = torch.from_numpy(matrix[begin : begin + int(counts[block])])
+                weights = weights.view(torch.bfloat16)
+                for column in range(first, last if len(weights) else first, _COLUMNS_AT_ONCE):
+                    end = min(column + _COLUMNS_AT_ONCE, last)
+                    for part, x in zip(_runs(ids), operand.runs[block], strict=True):
+                        product = (x @ weights[:, column:end])[: len(part)].float().numpy()
+                        _put(out, block, own, part, product, column, end)
+                merge_levels_of(out, block, first, last)
 
-            def add(block: torch.Tensor, first: int, last: int) -> None:
-                for part, x in zip(_runs(of_thread), runs, strict=True):
-                    part += (x[:, first:last] @ block)[: len(part)].float().numpy()
-
-            self._each_block(thread, rows, add)
-
-        def add_up(thread: int) -> None:
-            part = slice(*split_range(ids.size, thread, self._num_threads, 1))
-            total = sums[0, : ids.size][part].copy()
-            for of_thread in sums[1:]:
-                total += of_thread[: ids.size][part]
-            own[ids[part]] = own[ids[part]] + total if own is out else total
-
+        self._then(convert)
         self._then(multiply)
-        self._then(add_up)
 
     def _each_block(
         self, thread: int, weights: np.ndarray, use: Callable[[torch.Tensor, int, int], None]
@@ -146,6 +183,21 @@ class TorchBfloat16Matmul:
             widen_kernel(block, out, 0, shape[0])
             block = out
         return torch.from_numpy(block).view(torch.bfloat16)
+
+
+def _put(
+    out: Rows,
+    block: int,
+    own: np.ndarray,
+    rows: np.ndarray,
+    product: np.ndarray,
+    first: int,
+    last: int,
+) -> None:
+    """Write products to columns first..last-1 of rows, or add them, as `out` says."""
+    if isinstance(out, LaneSums) and not out.steps[block, IS_WHOLE]:
+        product = own[rows, first:last] + product
+    own[rows, first:last] = product
 
 
 def _runs(rows: np.ndarray) -> list[np.ndarray]:

@@ -47,8 +47,9 @@ def arithmetic_identity(
     """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
-    with their threads and neurons, the CPU, sources, libraries, cuts of prompts (`share_tokens`),
-    and which frequencies ropes have for the context. No GPU: a store is refused beside one.
+    with attention and their hot neurons, with AMX all services and threads, the CPU, sources,
+    libraries, cuts of prompts (`share_tokens`), and which frequencies ropes have for the context.
+    No GPU: a store is refused beside one.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
@@ -67,8 +68,11 @@ def arithmetic_identity(
         "libraries": [_version(name) for name in _LIBRARIES],
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    # CPU services and threads change no bit; of torch's products, with AMX, nobody says so.
+    has_amx = "amx-bf16" in matmul_features()
     for part in topology.parts:
-        _add_service(digest, part)
+        if has_amx or not part.is_cpu_service:
+            _add_service(digest, part, has_amx)
     return digest.digest()
 
 
@@ -85,8 +89,8 @@ def _model(system: SystemConfig, topology: Topology) -> str:
     return "".join(sorted(digests)) or ModelIdentity.of(system.model_path).state
 
 
-def _add_service(digest: hashlib.blake2b, part: ServicePart) -> None:
-    threads = part.num_threads if isinstance(part, ServiceSpec) else 0
+def _add_service(digest: hashlib.blake2b, part: ServicePart, has_threads: bool) -> None:
+    threads = part.num_threads if has_threads and isinstance(part, ServiceSpec) else 0
     facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, part.host, threads]
     digest.update(json.dumps(facts).encode())
     for ids in part.neuron_ids or ():

@@ -125,13 +125,18 @@ class PromptChunk:
             for rows, saved in zip(self._shared_rows(self._size), self._saved, strict=True):
                 rows[: len(saved)] = saved
             self._saved = None
-        engine.run_layer(self.next_layer, self._size, following)
+        engine.run_layer(self.next_layer, self._size, following, self._ends_prompt)
         self.next_layer += 1
         if not self.is_done:
             return None
         request.num_done = last
         del request.chunk_sizes[0]
         return engine.logits(self._size, 1)[0] if request.num_left == 0 else None
+
+    @property
+    def _ends_prompt(self) -> bool:
+        """Whether logits are wanted: of the last token."""
+        return self._first + self._size == len(self.request.tokens)
 
     @property
     def is_done(self) -> bool:

@@ -176,23 +176,32 @@ class Engine:
         """Whether services compute such a step by matmul."""
         return num_tokens >= MATRIX_TOKENS
 
-    def run_layer(self, layer: int, num_tokens: int, next_layer: int) -> None:
+    def run_layer(
+        self, layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+    ) -> None:
         """Run the tokens that were placed through one layer.
 
         `next_layer`, an index or the number of layers, will be run next, of any tokens. Between
-        layers only `hidden`, `positions` and `slots` matter.
+        layers only `hidden`, `positions` and `slots` matter. Of the last layer the output is wanted
+        for the last `num_wanted` tokens alone, where it is given: of the others, which have no
+        logits, only keys and values go on to later tokens.
         Errors:  those of `step`
         """
-        is_known = next_layer < self.config.num_layers
+        num_unwanted, num_layers = 0, self.config.num_layers
+        if layer == num_layers - 1 and num_wanted is not None and not self.topology.has_gpu:
+            num_unwanted = num_tokens - num_wanted
+        is_known = next_layer < num_layers
         requests, cpus = self.exchange.buffers.requests, self.topology.cpu_services
         requests[cpus, NEXT_LAYER] = next_layer + 1 if is_known else 0
-        self._run_layers(range(layer, layer + 1), num_tokens, self.mode)
+        self._run_layers(range(layer, layer + 1), num_tokens, self.mode, num_unwanted)
 
-    def _run_layers(self, layers: range, num_tokens: int, mode: StepMode) -> None:
+    def _run_layers(
+        self, layers: range, num_tokens: int, mode: StepMode, num_unwanted: int = 0
+    ) -> None:
         layer_state, exchange = self._layer_state, self.exchange
         selector = mode.selector(self._is_routed)
         own_ffn = self._runs_ffn(num_tokens)
-        begin_layers(layer_state, layers, num_tokens, own_ffn, mode.weights)
+        begin_layers(layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted)
         while True:
             layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
             reason = run_layers(
@@ -214,7 +223,8 @@ class Engine:
             self._ffn(layer, num_tokens)
         else:
             attention = int(self.topology.attention_of[layer])
-            raise _bad_layer(exchange.buffers, layer, num_tokens, attention, self._requested())
+            rows = slice(int(layer_state[layer_loop.UNWANTED]), num_tokens)
+            raise _bad_layer(exchange.buffers, layer, rows, attention, self._requested())
 
     def _requested(self) -> list[int]:
         """The services that the layer loop sends requests to."""
@@ -295,25 +305,27 @@ def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
 
 
 def _bad_layer(
-    buffers: SharedBuffers, layer: int, num_tokens: int, attention: int, services: Sequence[int]
+    buffers: SharedBuffers, layer: int, rows: slice, attention: int, services: Sequence[int]
 ) -> NotFiniteError:
     """The error of a layer with finite input whose FFN input or output is not finite.
 
     It names the service that made the first NaN: `attention`, or one of `services`, whose partial
-    outputs were added: to those of services before them, so the last one has its own.
+    outputs were added: to those of services before them, so the last one has its own. `rows` are of
+    the tokens whose output was wanted.
     """
-    bad = _bad_rows(buffers.mixed[:num_tokens]) | _bad_rows(buffers.ffn_input[:num_tokens])
+    bad = _bad_rows(buffers.mixed[rows]) | _bad_rows(buffers.ffn_input[rows])
     guilty = attention if bad.any() else None
     for service in reversed(services):
-        bad_partial = _bad_rows(buffers.partials[service, :num_tokens])
-        if num_tokens <= buffers.more_partials.shape[2]:
-            for more in buffers.more_partials[service]:
-                bad_partial |= _bad_rows(more[:num_tokens])
+        bad_partial = _bad_rows(buffers.partials[service, rows])
+        for more in buffers.more_partials[service]:
+            bad_partial |= _bad_rows(more[rows])
         if guilty is None and bad_partial.any():
             guilty = service
         bad |= bad_partial
-    bad |= _bad_rows(buffers.hidden[:num_tokens])
-    return _not_finite(buffers, f"in layer {layer}", bad, guilty)
+    bad |= _bad_rows(buffers.hidden[rows])
+    of_step = np.zeros(rows.stop, bool)
+    of_step[rows] = bad
+    return _not_finite(buffers, f"in layer {layer}", of_step, guilty)
 
 
 def _bad_rows(values: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):
         found = {"partials": buffers.partials[service, :num_tokens]}
-        if num_tokens <= buffers.more_partials.shape[2]:  # of a prompt there is one sum
+        if buffers.more_partials.size:
             found["more_partials"] = buffers.more_partials[service, :, :num_tokens]
         return found
     return {}

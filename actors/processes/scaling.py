@@ -22,7 +22,6 @@ from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from hotcold.model.weights.down_outputs import num_units
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
 from hotcold.placement.memory import memory_need
@@ -119,11 +118,6 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig
         raise UsageError(
             "a system with neurons on storage cannot be scaled while it serves; "
             "start anew with --cpu-actors"
-        )
-    if system.down_transposed and num_cpu_actors > num_units(config):
-        raise UsageError(
-            f"{num_cpu_actors} CPU services are too many for this model's FFN as its file has it, "
-            f"{num_units(config)} are the most; start anew with --cpu-actors {num_cpu_actors}"
         )
     if not 1 <= num_cpu_actors <= system.num_threads:
         raise UsageError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
@@ -65,7 +64,7 @@ class ArenaLayout:
             ("block_weights", np.float32, (t, self.num_blocks)),
             ("guessed_weights", np.float32, (self.num_guessed, self.num_blocks)),
             ("partials", np.float32, (s, t, d)),
-            ("more_partials", np.float32, (s, self.num_outputs - 1, min(t, KERNEL_TOKENS), d)),
+            ("more_partials", np.float32, (s, self.num_outputs - 1, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, self.num_buckets, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),

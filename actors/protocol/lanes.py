@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.down_outputs import UNIT
 from hotcold.numba_kernels.decode.lanes import OF_BIASES, first_lanes
 from hotcold.numba_kernels.ffn_arrays import NO_LANES
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import ServicePart
 
 _FEWEST_LANES, _MOST_LANES = 8, 32  # as many threads as that can share the work
+# Services have whole shares of the lanes. What a share has of a block is multiplied as one in
+# prompts, and where down rows are an output each; it should not have less than so many neurons.
+_FEWEST_SHARES, _MOST_SHARES, _NEURONS_A_SHARE = 4, 8, 1024
 _NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of batches take long
 
 
@@ -41,9 +45,18 @@ def num_lanes(config: ModelConfig) -> int:
     return min(_MOST_LANES, 1 << most.bit_length() - 1)
 
 
-def share_lanes(total: int, weights: Sequence[int]) -> list[Lanes]:
-    """Each service's lanes, in proportion to `weights`; services beyond `total` have none."""
-    ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(int)
+def num_shares(config: ModelConfig) -> int:
+    """Into how many shares services can divide the lanes: a function of the model alone."""
+    smallest = min(size for layer in config.layers for size in layer.ffn.block_sizes)
+    return _MOST_SHARES if smallest >= _MOST_SHARES * _NEURONS_A_SHARE else _FEWEST_SHARES
+
+
+def share_lanes(total: int, weights: Sequence[int], at_once: int = 1) -> list[Lanes]:
+    """Each service's lanes, in proportion to `weights`, whole multiples of `at_once`.
+
+    Services beyond the number of these have none.
+    """
+    ends = np.rint(np.cumsum(weights) / sum(weights) * total / at_once).astype(int) * at_once
     return [
         Lanes(int(first), int(end), total) for first, end in zip([0, *ends], ends, strict=False)
     ]
@@ -66,16 +79,80 @@ def in_loading_order(ids: np.ndarray, block_sizes: Sequence[int], lanes: Lanes) 
     return ids[np.lexsort((ids, lane, blocks))].astype(np.int32)
 
 
-def shard_lanes(
-    starts: np.ndarray, neuron_ids: np.ndarray, config: ModelConfig, lanes: Lanes | None
-) -> np.ndarray:
-    """Where a shard's lanes begin in each block, and ends: `FfnArrays.lanes`.
+def output_run(size: int, block: int, lane: int, total: int) -> tuple[int, int]:
+    """First neuron and end of a lane of a block of `size`, where down rows are an output each.
 
-    Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); result (L, B, lanes + 1)
+    Lanes are runs cut at multiples of UNIT. In turn another lane has what remains, so that several
+    experts are about equal work for all.
+    """
+    units, turn = -(-size // UNIT), (lane - block) % total
+    first, end = (min(units * place // total * UNIT, size) for place in (turn, turn + 1))
+    return first, end
+
+
+def runs_of_lanes(config: ModelConfig, lanes: Lanes | None) -> np.ndarray | None:
+    """`output_run` of each layer's blocks, of each of the lanes: (L, B, lanes, 2) int64."""
+    if lanes is None:
+        return None
+    blocks = [layer.ffn.block_sizes for layer in config.layers]
+    own = range(lanes.first, lanes.end)
+    found = np.zeros((len(blocks), max(map(len, blocks)), len(own), 2), np.int64)
+    for layer, sizes in enumerate(blocks):
+        for block, size in enumerate(sizes):
+            for place, lane in enumerate(own):
+                found[layer, block, place] = output_run(size, block, lane, lanes.total)
+    return found
+
+
+def output_shard(config: ModelConfig, lanes: Lanes) -> list[np.ndarray]:
+    """A service's neurons of each layer in loading order, where down rows are an output each."""
+    runs = runs_of_lanes(config, lanes)
+    assert runs is not None
+    found = []
+    for layer, of_layer in zip(config.layers, runs, strict=True):
+        begins = np.concatenate([[0], np.cumsum(layer.ffn.block_sizes)])
+        ids = [
+            np.arange(first + begin, end + begin, dtype=np.int32)
+            for begin, of_block in zip(begins, of_layer, strict=False)
+            for first, end in of_block
+        ]
+        found.append(np.concatenate([np.zeros(0, np.int32), *ids]))
+    return found
+
+
+def every_lane(
+    config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+) -> tuple[Lanes, list[np.ndarray]]:
+    """All lanes, and a service's ids of each layer in loading order: it has some of each lane."""
+    lanes = Lanes(0, num_lanes(config), num_lanes(config))
+    layers = zip(neuron_ids, config.layers, strict=True)
+    return lanes, [in_loading_order(ids, layer.ffn.block_sizes, lanes) for ids, layer in layers]
+
+
+def shard_lanes(
+    starts: np.ndarray,
+    neuron_ids: np.ndarray,
+    config: ModelConfig,
+    lanes: Lanes | None,
+    of_outputs: bool = False,
+) -> tuple[np.ndarray, int, int]:
+    """The last fields of `FfnArrays`: where a shard's lanes begin in each block, and ends.
+
+    Of `TransposedArrays` with `of_outputs`.
+    Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); lanes (L, B, lanes + 1)
     Errors:  ValueError unless each block's neurons come lane after lane, and are in these lanes
     """
     if lanes is None:
-        return NO_LANES
+        return NO_LANES, 0, 1
+    if of_outputs:
+        runs = runs_of_lanes(config, lanes)
+        assert runs is not None
+        ends = np.zeros((*runs.shape[:2], runs.shape[2] + 1), np.int64)
+        ends[:, :, 1:] = np.cumsum(np.diff(runs, axis=3)[..., 0], axis=2)
+        ends += starts[:, :-1, None]
+        if (ends[:, :, -1] != starts[:, 1:]).any():
+            raise ValueError(f"neurons of other lanes than {lanes}")
+        return ends, lanes.first, 1
     num_blocks, count = starts.shape[1] - 1, lanes.end - lanes.first
     found = np.zeros((len(starts), num_blocks, count + 1), np.int64)
     for layer, spec in enumerate(config.layers):
@@ -89,7 +166,7 @@ def shard_lanes(
         sizes = np.bincount(blocks * count + own, minlength=num_blocks * count)
         found[layer, :, 1:] = np.cumsum(sizes.reshape(num_blocks, count), axis=1)
         found[layer] += starts[layer, :-1, None]
-    return found
+    return found, lanes.first, max(1, lanes.total // num_shares(config))
 
 
 def num_outputs(services: Sequence[Lanes], has_bias: bool) -> int:
@@ -100,8 +177,8 @@ def num_outputs(services: Sequence[Lanes], has_bias: bool) -> int:
 
 
 def most_outputs(total: int, has_bias: bool) -> int:
-    """`num_outputs` of several services, whatever their lanes."""
-    return has_bias + 2 * total.bit_length()
+    """`num_outputs` of several services, whatever shares they have of `total`."""
+    return has_bias + max(1, 2 * (total.bit_length() - 2))
 
 
 def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray:

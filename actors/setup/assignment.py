@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.protocol.lanes import Lanes, in_loading_order, num_lanes, share_lanes
+from hotcold.actors.protocol.lanes import (
+    Lanes,
+    in_loading_order,
+    num_lanes,
+    num_shares,
+    share_lanes,
+)
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.placement_choice import own_profile
@@ -16,7 +21,6 @@ from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.weights.down_outputs import UNIT
 from hotcold.placement.plan import PlacementPlan, load_plan
 from hotcold.placement.profile import rates_of
 from hotcold.placement.solver.cost import hotness
@@ -123,11 +127,20 @@ def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def service_lanes(
-    config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None
+    config: ModelConfig,
+    threads: Sequence[int],
+    planned: list[Layers] | None,
+    of_outputs: bool = False,
 ) -> list[Lanes]:
-    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads."""
+    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads.
+
+    With `of_outputs` those of down rows that are an output each.
+    """
+    if of_outputs:
+        return share_lanes(num_shares(config), threads)
     weights = [sum(ids.size for ids in layers) for layers in planned or []]
-    return share_lanes(num_lanes(config), weights if any(weights) else threads)
+    total, at_once = num_lanes(config), num_lanes(config) // num_shares(config)
+    return share_lanes(total, weights if any(weights) else threads, at_once)
 
 
 def cold_shards(
@@ -145,52 +158,6 @@ def cold_shards(
         for shard, own_lanes in zip(shards, lanes, strict=True):
             shard.append(in_loading_order(every, sizes, own_lanes))
     return shards
-
-
-def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Runs of neuron ids of one layer for each service, where all neurons are computed.
-
-    Cut at multiples of UNIT, in proportion to threads[s] but at least one UNIT each; there must be
-    as many UNITs as services.
-    Dtypes:  int32
-    """
-    units, count = -(-num_neurons // UNIT), len(threads)
-    cuts = [0]
-    for service in range(1, count):
-        share = units * sum(threads[:service]) // sum(threads)
-        cuts.append(min(max(share, cuts[-1] + 1), units - count + service))
-    ends = [min(UNIT * cut, num_neurons) for cut in (*cuts, units)]
-    return [np.arange(*span, dtype=np.int32) for span in pairwise(ends)]
-
-
-def runs_of_layers(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    """`neuron_runs` of each block of every layer, one block after another.
-
-    In turn another service has what remains, so that several experts are about equal work for all.
-    """
-    found: list[Layers] = [[] for _ in threads]
-    for layer in config.layers:
-        parts: list[Layers] = [[] for _ in threads]
-        begin = 0
-        for block, size in enumerate(layer.ffn.block_sizes):
-            for service, run in enumerate(_runs_of_block(size, threads, block)):
-                parts[service].append(run + np.int32(begin))
-            begin += size
-        for service, own in enumerate(parts):
-            found[service].append(np.concatenate(own))
-    return found
-
-
-def _runs_of_block(size: int, threads: Sequence[int], block: int) -> list[np.ndarray]:
-    """Each service's run of a block of `size` neurons."""
-    runs = neuron_runs(size, np.roll(threads, -block).tolist())
-    return [runs[(service - block) % len(threads)] for service in range(len(threads))]
-
-
-def longest_runs(size: int, threads: Sequence[int]) -> list[int]:
-    """How many neurons each service has of a block of `size` at most, in any turn."""
-    turns = [_runs_of_block(size, threads, block) for block in range(len(threads))]
-    return [max(run.size for run in runs) for runs in zip(*turns, strict=True)]
 
 
 def require_partition(config: ModelConfig, held: Sequence[Sequence[np.ndarray] | None]) -> None:

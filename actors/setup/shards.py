@@ -11,9 +11,11 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import Window, num_pages_of
 from hotcold.actors.protocol.lanes import (
     Lanes,
+    every_lane,
     most_outputs,
-    num_lanes,
     num_outputs,
+    num_shares,
+    output_shard,
 )
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
@@ -30,7 +32,6 @@ from hotcold.actors.setup.assignment import (
     cold_neurons,
     cold_shards,
     hot_neurons,
-    runs_of_layers,
     service_lanes,
     system_plan,
 )
@@ -41,7 +42,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.down_outputs import has_down_outputs, num_units
+from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
@@ -64,13 +65,16 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
-    lanes: list[Lanes] | None = None
     if system.down_transposed:
-        cold = runs_of_layers(threads, config)
+        lanes = service_lanes(config, threads, None, of_outputs=True)
+        cold = [output_shard(config, own) for own in lanes]
     else:
         planned, others = cold_neurons(system, config, plan, [hot])
         lanes = service_lanes(config, threads, planned)
         cold = cold_shards(config, planned, others, lanes)
+    of_hot = None
+    if hot is not None and system.device == "cpu":
+        of_hot, hot = every_lane(config, hot)
     identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
@@ -86,6 +90,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         attention=range(config.num_layers),
         has_head=True,
         neuron_ids=hot,
+        lanes=of_hot,
         host=system.hosts[0] if system.hosts else "",
         model_digest=identity.content if system.hosts else identity.state,
         share=host_share(system, threads, None),
@@ -104,9 +109,9 @@ def changed_specs(
     services round-robin.
     """
     threads = service_threads(system)
-    lanes: list[Lanes] | None = None
     if system.down_transposed:
-        shards = runs_of_layers(threads, config)
+        lanes = service_lanes(config, threads, None, of_outputs=True)
+        shards = [output_shard(config, own) for own in lanes]
     else:
         hot = [spec.neuron_ids for spec in attention]
         _, others = cold_neurons(system, config, None, hot)
@@ -125,7 +130,7 @@ def _cpu_specs(
     attention: Sequence[ServiceSpec],
     threads: Sequence[int],
     shards: Sequence[Layers],
-    lanes: Sequence[Lanes] | None,
+    lanes: Sequence[Lanes],
 ) -> list[ServiceSpec]:
     """The CPU services after those with attention, which have the same model and formats.
 
@@ -148,7 +153,7 @@ def _cpu_specs(
             if any(ids.size for ids in shard)
             else None,
             among=_among(system, shards, i),
-            lanes=lanes[i] if lanes else None,
+            lanes=lanes[i],
         )
         for i, shard in enumerate(shards)
     ]
@@ -177,15 +182,14 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
-    That takes services that hold runs of neurons, and a mode that selects none before its gate is
-    computed. With thresholds, whole rows of few bits are read as fast as selected rows of 8.
+    That takes a mode that selects no neurons before their gates are computed. With thresholds,
+    whole rows of few bits are read as fast as selected rows of 8.
     Errors:  CheckpointError
     """
     return (
         system.mode in ("dense", THRESHOLD)
         and system.device == "cpu"
         and not system.weight_dtype
-        and system.num_cpu_actors <= num_units(config)
         and has_down_outputs(checkpoint, config)
     )
 
@@ -296,11 +300,12 @@ def _num_guessed(system: SystemConfig, config: ModelConfig) -> int:
 
 def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
     """Sums that a CPU service passes on at most."""
-    if system.num_cpu_actors == 1 or system.down_transposed:
+    if system.num_cpu_actors == 1:
         return 1
     if system.plan_path:
-        return most_outputs(num_lanes(config), config.ffn_bias)
-    return num_outputs(service_lanes(config, service_threads(system), None), config.ffn_bias)
+        return most_outputs(num_shares(config), config.ffn_bias)
+    lanes = service_lanes(config, service_threads(system), None, system.down_transposed)
+    return num_outputs(lanes, config.ffn_bias)
 
 
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:

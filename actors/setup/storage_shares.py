@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.actors.protocol.lanes import output_run
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
-from hotcold.actors.setup.assignment import hot_neurons, longest_runs
+from hotcold.actors.setup.assignment import hot_neurons, service_lanes
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.shards import service_threads
@@ -188,7 +189,13 @@ def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int
     if config.experts is None or not config.down_formats:
         return 0
     experts, threads = config.experts, service_threads(system)
-    more = sum(longest_runs(experts.size, threads)) - experts.size
+    more = -experts.size
+    for own in service_lanes(config, threads, None, of_outputs=True):
+        turns = [
+            [output_run(experts.size, block, lane, own.total) for lane in range(own.first, own.end)]
+            for block in range(own.total)
+        ]
+        more += max(sum(end - first for first, end in runs) for runs in turns)
     return num_layers * experts.router.num_experts * more
 
 

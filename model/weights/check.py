@@ -66,7 +66,7 @@ def stored_config(
         loaded["qkv"] = projections.first.dtype
         if down_transposed:
             sizes = sizes_of_blocks(config)
-            down = empty_down_outputs(reader, config, sizes)
+            down = empty_down_outputs(reader, config, sizes[:, :, None])
             means["down"] = down.nbytes / int(sizes.sum())
             loaded["down"] = down.first.dtype
             down_formats = tuple(

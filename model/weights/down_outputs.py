@@ -34,12 +34,6 @@ class _Tensor:
     count: int = 0  # 0: it is not stacked
 
 
-def num_units(config: ModelConfig) -> int:
-    """Return the largest number of parts that every block's neurons can be cut into."""
-    sizes = [size for layer in config.layers for size in layer.ffn.block_sizes]
-    return min(-(-size // UNIT) for size in sizes)
-
-
 def sizes_of_blocks(config: ModelConfig) -> np.ndarray:
     """Return the neurons of each layer's blocks (L, B) int64; 0 where a layer has fewer blocks."""
     sizes = [layer.ffn.block_sizes for layer in config.layers]
@@ -65,13 +59,13 @@ def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
 
 def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndarray) -> BlockRows:
-    """Return arrays for all blocks' down rows, of sizes[l, b] neurons each.
+    """Return arrays for all blocks' down rows, each block in parts of sizes[l, b, i] neurons.
 
     Formats are the tensors' own where they are at most two; of more, all but that of most weights
     become 8 bits.
-    Shapes:  sizes (L, B) int64
+    Shapes:  sizes (L, B, n) int64; places of the result (L, B * n, 4)
     """
-    held = np.zeros(sizes.shape, object)
+    held = np.zeros(sizes.shape[:2], object)
     weights: Counter[np.dtype] = Counter()
     for layer in range(config.num_layers):
         for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
@@ -81,8 +75,9 @@ def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndar
     if not all(map(is_quantized, kinds)) and len(kinds) > 1:
         kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
     first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
-    is_second = np.array([dtype != first for dtype in held.flat]).reshape(sizes.shape)
-    is_second &= (first != second) & (sizes > 0)
+    is_second = np.array([dtype != first for dtype in held.flat]).reshape(*held.shape, 1)
+    is_second = (is_second & (first != second) & (sizes > 0)).reshape(len(sizes), -1)
+    sizes = sizes.reshape(is_second.shape)
     places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
     rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
     reader.touch([rows.matrix(*index) for index in np.ndindex(*sizes.shape) if sizes[index]])
@@ -90,24 +85,31 @@ def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndar
 
 
 def read_down_outputs(
-    reader: TensorReader, config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+    reader: TensorReader,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    runs: np.ndarray | None = None,
 ) -> BlockRows:
     """Read the weights of neurons `neuron_ids[l]` of every layer l, a row for each output.
 
-    Those of a block are a run, whose first is a multiple of UNIT within the block, and whose end is
-    one too or the block's.
+    Those of a block are a run, or the `runs` (L, B, n, 2) int64, which each have a matrix: first
+    neuron and end within the block. The first is a multiple of UNIT, the end one too or the
+    block's.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
     """
-    runs = _runs(config, neuron_ids)
-    rows = empty_down_outputs(reader, config, runs[:, :, 1] - runs[:, :, 0])
+    if runs is None:
+        runs = _runs(config, neuron_ids)[:, :, None]
+    num_runs = runs.shape[2]
+    rows = empty_down_outputs(reader, config, runs[..., 1] - runs[..., 0])
     for layer in range(config.num_layers):
         sizes = config.layers[layer].ffn.block_sizes
         parts: dict[tuple[str, int, int], list[RowPart]] = {}
         for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
-            part = RowPart(tensor.index, rows.matrix(layer, block), int(runs[layer, block, 0]))
-            if len(part.rows):
-                key = tensor.name, sizes[block], tensor.count
-                parts.setdefault(key, []).append(part)
+            for place, (first, _) in enumerate(runs[layer, block].tolist()):
+                own = rows.matrix(layer, block * num_runs + place)
+                if len(own):
+                    key = tensor.name, sizes[block], tensor.count
+                    parts.setdefault(key, []).append(RowPart(tensor.index, own, first))
         with reader.together():
             for (name, width, count), found in parts.items():
                 shape = config.hidden_size, width

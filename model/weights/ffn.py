@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,8 +41,7 @@ class FfnWeights:
     up_bias: np.ndarray  # (N,) float32, or (0,)
     down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
     predictors: ExpertPredictors  # of experts that have some
-    lanes: np.ndarray = field(default_factory=lambda: NO_LANES)  # as `FfnArrays` has them
-    first_lane: int = 0
+    lanes: tuple[np.ndarray, int, int] = (NO_LANES, 0, 1)  # the last fields of `FfnArrays`
 
     def part(self, layer: int) -> slice:
         """The rows of a layer."""

@@ -214,7 +214,13 @@ def add(source, share, scratch):
 def add_transposed(source, share, scratch):
     """As in memory, where down is a row an output."""
     _back_to_layer(source, share, scratch)
-    transposed.add(source, share, scratch)
+    transposed.add_to_columns(source.arrays, share, scratch)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def add_up_transposed(source, share, scratch):
+    """As in memory, where down is a row an output."""
+    transposed.add_columns(source.arrays, share, scratch)
 
 
 @njit(nogil=True, cache=True, inline="always")

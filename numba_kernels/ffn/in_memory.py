@@ -70,6 +70,7 @@ class FfnScratch(NamedTuple):
     spans (threads, B, 7) int64: of `decode.candidates`
     lists: each token's neurons; inputs: quantized activations; counters (kinds, threads * 16) int32
     of blocks taken
+    rows (threads, S, T, 240) float32: of transposed ones, sums of lanes of some rows
     """
 
     sums: np.ndarray
@@ -90,6 +91,7 @@ class FfnScratch(NamedTuple):
     lists: TokenLists
     inputs: QuantizedVectors
     counters: np.ndarray
+    rows: np.ndarray
 
 
 def scratch_of(
@@ -117,6 +119,7 @@ def scratch_of(
         lists=empty_lists(num_threads, num_tokens, width),
         inputs=empty_vectors(num_threads, num_tokens, input_width),
         counters=new_block_counters(_NUM_KINDS, num_threads),
+        rows=np.zeros((0, 0, 0, 0), np.float32),
     )
 
 
@@ -196,6 +199,7 @@ def with_matrices(arrays, layer, gate, up, down):
         part_of(arrays.down_norms, first, last),
         arrays.lanes,
         arrays.first_lane,
+        arrays.lanes_at_once,
     )
 
 

@@ -88,7 +88,7 @@ _is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, experts.is_well)
 _find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired)
 _scale = _step(rows.scale, rows.scale, offloaded.scale, rows.scale)
 _add = _step(rows.add, transposed.add, rows.add, experts.add, experts.add_transposed)
-_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, transposed.add_up)
+_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, experts.add_up_transposed)
 
 
 def _layer_rows(source, layer):  # type: ignore[no-untyped-def]

@@ -1,11 +1,13 @@
 """Neurons in memory whose down projection is transposed: their steps of `layer_ffn`.
 
 Without a predictor the down projection can stay as files have it, a row for each output, in their
-format; a row per neuron would have to be quantized again. Each chosen block has such a matrix. Its
-rows are read whole, and multiplied with zeros where neurons do not fire.
+format; a row per neuron would have to be quantized again. Each chosen block has such a matrix for
+each of the service's lanes (`numba_kernels.decode.lanes`). Its rows are read whole, and multiplied
+with zeros where neurons do not fire.
 
-What a block's rows are multiplied with, a vector for each of its tokens, lies together, block after
-block: of a block that starts at number n of the chosen ones' neurons, from n * T on.
+What such rows are multiplied with, a vector for each of the block's tokens, lies together, lane
+after lane and block after block: of a block that starts at number n of the chosen ones' neurons,
+from n * T on.
 """
 
 import numpy as np
@@ -15,6 +17,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.batch_ffn import count_tokens
 from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, quantize_block
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
+from hotcold.numba_kernels.decode.lanes import meet
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
@@ -37,11 +40,17 @@ _ROWS_AHEAD = 4  # of the next block, which begins a new stream
 
 
 def new_transposed_scratch(
-    num_threads: int, num_tokens: int, num_neurons: int, width: int, num_blocks: int = 1
-) -> FfnScratch:
+    num_threads: int, num_tokens: int, num_neurons: int, width: int, num_blocks: int = 1,
+    num_lanes: int = 1,
+) -> FfnScratch:  # fmt: skip
     """`new_scratch` for `TransposedArrays` with up to `num_neurons` a layer."""
     sums = np.zeros((1, num_tokens, num_neurons), np.float32)
-    return scratch_of(sums, num_threads, num_neurons, num_blocks, width, max(num_neurons, width))
+    num_sums = 2 * num_lanes.bit_length()
+    scratch = scratch_of(sums, num_threads, num_neurons, num_blocks, width, max(num_neurons, width))
+    return scratch._replace(
+        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        rows=np.zeros((num_threads, num_sums, num_tokens, _MOST_UNITS * _UNIT), np.float32),
+    )
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -70,29 +79,54 @@ def clear(source, share, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _scatter(spans, fired_ids, gates, h):
-    """Bring what fired into the order of its block's columns, a vector for each of its tokens."""
+def _num_lanes(cuts):
+    """Lanes of a layer, whose `cuts` are (B, n + 1), or (0, 0) where a block is one."""
+    return cuts.shape[1] - 1 if cuts.shape[0] else np.int64(1)
+
+
+@njit(nogil=True, cache=True)
+def _lane_part(span, cuts, lane):
+    """First and end of a lane's neurons in a span's block, counted from its first."""
+    if cuts.shape[0] == 0:
+        return np.int64(0), span[END_ROW] - span[ROW]
+    own = cuts[span[BLOCK]]
+    return own[lane] - own[0], own[lane + 1] - own[0]
+
+
+@njit(nogil=True, cache=True)
+def _scatter(spans, cuts, fired_ids, gates, h):
+    """Bring what fired into the order of its lane's columns, a vector for each of its tokens."""
     num_tokens, i, begin = gates.shape[1], 0, np.int64(0)
     for span in spans:
-        width, place = span[END_ROW] - span[ROW], begin
-        for t in range(num_tokens):
-            if not span[TOKENS] >> t & 1:
-                continue
-            k = i
-            while k < fired_ids.shape[0] and fired_ids[k] < span[END_ROW]:
-                h[place + fired_ids[k] - span[ROW]] = gates[k, t]
-                k += 1
-            place += width
-        while i < fired_ids.shape[0] and fired_ids[i] < span[END_ROW]:
-            i += 1
-        begin += width * num_tokens
+        count = count_tokens(span[TOKENS], num_tokens)
+        for lane in range(_num_lanes(cuts)):
+            first, end = _lane_part(span, cuts, lane)
+            place, end_row = begin + first * (count - 1), span[ROW] + end
+            for t in range(num_tokens):
+                if not span[TOKENS] >> t & 1:
+                    continue
+                k = i
+                while k < fired_ids.shape[0] and fired_ids[k] < end_row:
+                    h[place + fired_ids[k] - span[ROW]] = gates[k, t]
+                    k += 1
+                place += end - first
+            while i < fired_ids.shape[0] and fired_ids[i] < end_row:
+                i += 1
+        begin += (span[END_ROW] - span[ROW]) * num_tokens
+
+
+@njit(nogil=True, cache=True, inline="always")
+def add_to_columns(arrays, share, scratch):
+    """`add` of `arrays` with the layer's cuts."""
+    count, h = scratch.counts[share.thread], scratch.sums.reshape(scratch.sums.size)
+    cuts = arrays.cuts[min(share.layer, arrays.cuts.shape[0] - 1)]
+    _scatter(share.spans, cuts, share.fired_ids[:count], share.gates[:count], h)
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add(source, share, scratch):
     """Bring the products of what fired into the order of down's columns."""
-    count, h = scratch.counts[share.thread], scratch.sums.reshape(scratch.sums.size)
-    _scatter(share.spans, share.fired_ids[:count], share.gates[:count], h)
+    add_to_columns(source, share, scratch)
 
 
 @njit(nogil=True, cache=True)
@@ -110,73 +144,139 @@ def _add_products(
 
 
 @njit(nogil=True, cache=True)
-def _rows_at_once(places, spans, itemsize):
+def _rows_at_once(places, num_lanes, spans, itemsize):
     """Rows of all chosen blocks that a thread takes together."""
-    unit_bytes, longest = np.int64(1), np.int64(1)  # of all blocks, and of the one with most
+    unit_bytes, longest = np.int64(1), np.int64(1)  # of all matrices, and of the one with most
     for span in spans:
-        own_bytes = places[span[BLOCK], ROW_ITEMS] * itemsize * _UNIT
-        unit_bytes += own_bytes
-        longest = max(longest, own_bytes)
+        for lane in range(num_lanes):
+            own_bytes = places[span[BLOCK] * num_lanes + lane, ROW_ITEMS] * itemsize * _UNIT
+            unit_bytes += own_bytes
+            longest = max(longest, own_bytes)
     units = max(_BYTES_AT_ONCE // unit_bytes, (_STREAM_BYTES + longest - 1) // longest)
     return max(np.int64(1), min(units, np.int64(_MOST_UNITS))) * _UNIT
 
 
 @njit(nogil=True, cache=True)
-def _add_blocks(
-    counters, thread, num_threads, down, places, spans, block_weights, biases, h, inputs, products,
-    out,
+def _add_lane(
+    thread, down, places, spans, cuts, lane, h, inputs, first, last, products, sums
 ):  # fmt: skip
-    """out = the sum over chosen blocks of down . h and their biases, in the rows that it takes."""
-    num_tokens, begin = out.shape[0], np.int64(0)
+    """sums[t, n - first] = the sum over chosen blocks of the lane's row n . h[t]."""
+    num_tokens, begin, num_lanes = sums.shape[0], np.int64(0), _num_lanes(cuts)
+    sums[:, : last - first] = 0
+    following_lane = min(lane + 1, num_lanes - 1)
+    for k in range(spans.shape[0]):
+        span = spans[k]
+        place = places[span[BLOCK] * num_lanes + lane]
+        following = places[spans[0, BLOCK] * num_lanes + following_lane]
+        if k + 1 < spans.shape[0]:
+            following = places[spans[k + 1, BLOCK] * num_lanes + lane]
+        count = count_tokens(span[TOKENS], num_tokens)
+        own_first, own_end = _lane_part(span, cuts, lane)
+        width, at = own_end - own_first, begin + own_first * count
+        if width and place[IS_SECOND]:
+            _add_products(
+                down.second, place, following, h, at, count, width, inputs, thread, first, last,
+                products[:count],
+            )  # fmt: skip
+        elif width:
+            _add_products(
+                down.first, place, following, h, at, count, width, inputs, thread, first, last,
+                products[:count],
+            )  # fmt: skip
+        row = 0
+        for t in range(num_tokens if width else 0):
+            if span[TOKENS] >> t & 1:
+                for n in range(last - first):
+                    sums[t, n] += products[row, n]
+                row += 1
+        begin += (span[END_ROW] - span[ROW]) * num_tokens
+
+
+@njit(nogil=True, cache=True)
+def _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread):
+    """The vectors of all chosen blocks' lanes, for rows in their formats."""
+    begin, num_lanes = np.int64(0), _num_lanes(cuts)
     for span in spans:
-        width, count = span[END_ROW] - span[ROW], count_tokens(span[TOKENS], num_tokens)
-        if places[span[BLOCK], IS_SECOND]:
-            quantize_block(down.second, h, begin, count, width, inputs, thread)
-        else:
-            quantize_block(down.first, h, begin, count, width, inputs, thread)
-        begin += width * num_tokens
-    size, last_span = _rows_at_once(places, spans, down.first.itemsize), spans.shape[0] - 1
+        count = count_tokens(span[TOKENS], num_tokens)
+        for lane in range(num_lanes):
+            first, end = _lane_part(span, cuts, lane)
+            if first == end:
+                continue
+            width, at = end - first, begin + first * count
+            if places[span[BLOCK] * num_lanes + lane, IS_SECOND]:
+                quantize_block(down.second, h, at, count, width, inputs, thread)
+            else:
+                quantize_block(down.first, h, at, count, width, inputs, thread)
+        begin += (span[END_ROW] - span[ROW]) * num_tokens
+
+
+@njit(nogil=True, cache=True)
+def merge_lanes(sums, first_lanes, count, first, end, num_tokens, width):
+    """Add up what meets of sums of lanes first..end-1; returns how many are left of `count`."""
+    while count > 1 and meet(first_lanes[count - 2], first_lanes[count - 1], first, end):
+        count -= 1
+        own, other = sums[count - 1], sums[count]
+        for t in range(num_tokens):
+            for n in range(width):
+                own[t, n] += other[t, n]
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _add_all(
+    counters, thread, num_threads, down, places, spans, cuts, first_lane, block_weights, biases, h,
+    inputs, products, sums, first_lanes, out, more,
+):  # fmt: skip
+    """What is left over of the sums of lanes, and the biases, in the rows that it takes."""
+    num_tokens, num_lanes = out.shape[0], _num_lanes(cuts)
+    _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread)
+    size = _rows_at_once(places, num_lanes, spans, down.first.itemsize)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         part_first, part_last = split_range(out.shape[1], part, num_threads, 4)
-        count = part_last - part_first
-        first, last = block_span(count, size, _UNIT, next_block(counters, part))
+        size_of_part = part_last - part_first
+        first, last = block_span(size_of_part, size, _UNIT, next_block(counters, part))
         while first < last:
-            first, last = part_first + first, part_first + last
-            set_bias(block_weights, biases, out, first, last)
-            begin = np.int64(0)
-            for k in range(spans.shape[0]):
-                span, following = spans[k], places[spans[min(k + 1, last_span), BLOCK]]
-                width, count = span[END_ROW] - span[ROW], count_tokens(span[TOKENS], num_tokens)
-                place = places[span[BLOCK]]
-                if place[IS_SECOND]:
-                    _add_products(
-                        down.second, place, following, h, begin, count, width, inputs, thread,
-                        first, last, products[:count],
-                    )  # fmt: skip
-                else:
-                    _add_products(
-                        down.first, place, following, h, begin, count, width, inputs, thread,
-                        first, last, products[:count],
-                    )  # fmt: skip
-                row = 0
+            first, last, count = part_first + first, part_first + last, 0
+            for lane in range(num_lanes):
+                _add_lane(
+                    thread, down, places, spans, cuts, lane, h, inputs, first, last, products,
+                    sums[count, :num_tokens],
+                )  # fmt: skip
+                first_lanes[count] = first_lane + lane
+                count = merge_lanes(
+                    sums, first_lanes, count + 1, first_lane, first_lane + lane + 1, num_tokens,
+                    last - first,
+                )  # fmt: skip
+            out[:, first:last] = 0
+            of_biases = out
+            if more.shape[0] and biases.shape[1]:
+                of_biases = more[max(count - 1, 0), :num_tokens]
+            set_bias(block_weights, biases, of_biases, first, last)
+            for i in range(count):
                 for t in range(num_tokens):
-                    if span[TOKENS] >> t & 1:
-                        for n in range(first, last):
-                            out[t, n] += products[row, n - first]
-                        row += 1
-                begin += width * num_tokens
-            first, last = block_span(
-                part_last - part_first, size, _UNIT, next_block(counters, part)
-            )
+                    target = more[i - 1, t] if i else out[t]
+                    if i:
+                        target[first:last] = 0
+                    for n in range(first, last):
+                        target[n] += sums[i, t, n - first]
+            first, last = block_span(size_of_part, size, _UNIT, next_block(counters, part))
+
+
+@njit(nogil=True, cache=True, inline="always")
+def add_columns(arrays, share, scratch):
+    """`add_up` of `arrays` with the layer's cuts."""
+    down, layer, thread = share.rows.down, share.layer, share.thread
+    _add_all(
+        scratch.counters[DOWN], thread, share.num_threads, down, down.places[layer], share.spans,
+        arrays.cuts[min(layer, arrays.cuts.shape[0] - 1)], arrays.first_lane,
+        share.selection.block_weights, share.rows.down_bias[layer],
+        scratch.sums.reshape(scratch.sums.size), scratch.inputs, share.lists.products,
+        scratch.rows[thread], scratch.first_lanes[thread], share.out, share.more,
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
-    """out = down . h and the biases, in rows that threads share by work stealing."""
-    down, layer = share.rows.down, share.layer
-    _add_blocks(
-        scratch.counters[DOWN], share.thread, share.num_threads, down, down.places[layer],
-        share.spans, share.selection.block_weights, share.rows.down_bias[layer],
-        scratch.sums.reshape(scratch.sums.size), scratch.inputs, share.lists.products, share.out,
-    )  # fmt: skip
+    """What is left over of down . h of each lane, and biases, in rows shared by work stealing."""
+    add_columns(source, share, scratch)

@@ -4,7 +4,7 @@ A dense layer is the case of one block that all tokens chose. Products go throug
 order; a choice's bits do not depend on how many tokens chose the same block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import types
@@ -48,6 +48,40 @@ class ChoiceRows(NamedTuple):
     starts: np.ndarray
 
 
+class CutRows(NamedTuple):
+    """Columns of rows of choices. Part s of S has some choices of block s % B, and its columns.
+
+    values, starts: of `ChoiceRows` of B blocks, whose rows have widths (B,) int64 numbers
+    columns (S, 2) int64: first column of a part, and the end
+    rows (P,) int64: of all parts' choices, one part after another, the row in its block
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    widths: np.ndarray
+    columns: np.ndarray
+    rows: np.ndarray
+
+
+# Numbers of a step of `LaneSums`.
+LEVEL, CLEARS, IS_WHOLE, MERGES = range(4)
+NUM_STEP_NUMBERS = 4
+
+
+class LaneSums(NamedTuple):
+    """Sums of parts of blocks, lane by lane, and of lanes in a tree (`decode.lanes`).
+
+    out (T, d), more (H, T, d) float32: the tree's sums that are not complete, `out` at level 0
+    steps (S, 4) int64: of each part LEVEL, where its products are added; CLEARS, whether that is
+    cleared before; IS_WHOLE: it is overwritten, by all tokens' products; MERGES: how many sums of
+    levels below are then added to, each to the one below it
+    """
+
+    out: np.ndarray
+    more: np.ndarray
+    steps: np.ndarray
+
+
 def every_token(num_tokens: int) -> BlockTokens:
     """One block that all tokens chose."""
     ids = np.arange(num_tokens, dtype=np.int64)
@@ -73,24 +107,28 @@ def choices(
     return BlockTokens(ids, starts, order), chosen
 
 
-def listed(tokens: BlockTokens, is_listed: np.ndarray) -> BlockTokens:
-    """Only the choices of which is_listed (P,) bool is set."""
-    return tokens._replace(ids=tokens.ids[is_listed], starts=_starts(is_listed)[tokens.starts])
-
-
 def row_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
     """Of `ChoiceRows` with rows of widths[b] numbers in block b."""
     return _starts(np.diff(tokens.starts) * widths)
 
 
-def token_rows(tokens: BlockTokens, matrix: np.ndarray) -> ChoiceRows:
-    """The rows of a contiguous matrix (T, width), where each token has one choice, in order."""
-    return ChoiceRows(_flat(matrix), tokens.starts * matrix.shape[1])
-
-
 def one_block(matrix: np.ndarray) -> ChoiceRows:
     """The rows of a contiguous matrix, as those of one block."""
     return ChoiceRows(_flat(matrix), np.array([0, matrix.size], np.int64))
+
+
+def whole_rows(matrix: np.ndarray) -> CutRows:
+    """The rows of a contiguous matrix, as those of one block that is not cut."""
+    count, width = matrix.shape
+    ends = np.array([0, matrix.size], np.int64)
+    columns = np.array([[0, width]], np.int64)
+    return CutRows(_flat(matrix), ends, columns[0, 1:], columns, np.arange(count, dtype=np.int64))
+
+
+def one_sum(out: np.ndarray) -> LaneSums:
+    """`out` (T, d) as the sum of one part, of all tokens."""
+    step = np.array([[0, 0, 1, 0]], np.int64)
+    return LaneSums(out, np.empty((0, *out.shape), np.float32), step)
 
 
 class WeightBlocks(NamedTuple):
@@ -143,13 +181,22 @@ def _flat(matrix: np.ndarray) -> np.ndarray:
     return matrix.reshape(-1)
 
 
-def rows_of_block(
-    rows: np.ndarray | ChoiceRows, tokens: BlockTokens, block: int
-) -> tuple[np.ndarray, np.ndarray]:
+Rows = np.ndarray | ChoiceRows | CutRows | LaneSums
+
+
+def rows_of_block(rows: Rows, tokens: BlockTokens, block: int) -> tuple[np.ndarray, np.ndarray]:
     """`block_rows` outside of compiled code; nothing is copied."""
     first, last = tokens.starts[block : block + 2]
     if isinstance(rows, np.ndarray):
         return rows, tokens.ids[first:last]
+    if isinstance(rows, LaneSums):
+        level = int(rows.steps[block, LEVEL])
+        return rows.more[level - 1] if level else rows.out, tokens.ids[first:last]
+    if isinstance(rows, CutRows):
+        own, (begin, end) = block % rows.widths.size, rows.columns[block]
+        values = rows.values[rows.starts[own] : rows.starts[own + 1]]
+        whole = values.reshape(values.size // max(1, rows.widths[own]), rows.widths[own])
+        return whole[:, begin:end], rows.rows[first:last]
     values = rows.values[rows.starts[block] : rows.starts[block + 1]]
     return values.reshape(last - first, values.size // max(last - first, 1)), tokens.order[
         : last - first
@@ -163,9 +210,14 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
     """A matrix with the rows of a block's choices, and their places in it; for compiled code.
 
-    `rows`: `ChoiceRows`, or an array (T, width) with a row for each token
+    `rows`: `ChoiceRows`, `CutRows`, `LaneSums` at the block's level, or an array (T, width) with a
+    row for each token
     """
     raise NotImplementedError("block_rows() is for compiled code")
+
+
+def _is_a(rows: Any, kind: type) -> bool:
+    return getattr(rows, "instance_class", None) is kind
 
 
 @overload(block_rows)
@@ -175,21 +227,122 @@ def _block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
         values = rows.values[rows.starts[block] : rows.starts[block + 1]]
         return values.reshape(count, values.shape[0] // max(count, 1)), tokens.order[:count]
 
+    def cut(rows, tokens, block):  # type: ignore[no-untyped-def]
+        own = block % rows.widths.shape[0]
+        width, values = rows.widths[own], rows.values[rows.starts[own] : rows.starts[own + 1]]
+        whole = values.reshape(values.shape[0] // max(np.int64(1), width), width)
+        ids = rows.rows[tokens.starts[block] : tokens.starts[block + 1]]
+        return whole[:, rows.columns[block, 0] : rows.columns[block, 1]], ids
+
+    def of_lanes(rows, tokens, block):  # type: ignore[no-untyped-def]
+        ids = tokens.ids[tokens.starts[block] : tokens.starts[block + 1]]
+        return level_rows(rows, rows.steps[block, LEVEL]), ids
+
     def of_tokens(rows, tokens, block):  # type: ignore[no-untyped-def]
         return rows, tokens.ids[tokens.starts[block] : tokens.starts[block + 1]]
 
-    return of_tokens if isinstance(rows, types.Array) else of_choices
+    if isinstance(rows, types.Array):
+        return of_tokens
+    if _is_a(rows, CutRows):
+        return cut
+    return of_lanes if _is_a(rows, LaneSums) else of_choices
 
 
-def adds_rows(rows):  # type: ignore[no-untyped-def]
-    """Whether products are added to these rows, which are then of tokens; for compiled code."""
+@njit(nogil=True, cache=True)
+def level_rows(sums, level):
+    """The rows (T, d) of a level of `LaneSums`."""
+    return sums.more[level - 1] if level else sums.out
+
+
+@njit(nogil=True, cache=True)
+def cut_row(rows, block, row):
+    """The part's columns of a row of its block: `rows` are `CutRows`."""
+    own = block % rows.widths.shape[0]
+    begin = rows.starts[own] + row * rows.widths[own]
+    return rows.values[begin + rows.columns[block, 0] : begin + rows.columns[block, 1]]
+
+
+def is_summed(out: Any) -> bool:
+    """Whether a type of compiled code is `LaneSums`."""
+    return _is_a(out, LaneSums)
+
+
+def adds_rows(out, block):  # type: ignore[no-untyped-def]
+    """Whether a block's products are added to `out`, instead of written; for compiled code."""
     raise NotImplementedError("adds_rows() is for compiled code")
 
 
 @overload(adds_rows)
-def _adds_rows(rows):  # type: ignore[no-untyped-def]
-    adds = isinstance(rows, types.Array)
-    return lambda rows: adds
+def _adds_rows(out, block):  # type: ignore[no-untyped-def]
+    if _is_a(out, LaneSums):
+        return lambda out, block: out.steps[block, IS_WHOLE] == 0
+    return lambda out, block: False
+
+
+def num_outputs(out, height):  # type: ignore[no-untyped-def]
+    """How many numbers of a row of `out` threads share: of `LaneSums` all; for compiled code."""
+    raise NotImplementedError("num_outputs() is for compiled code")
+
+
+@overload(num_outputs)
+def _num_outputs(out, height):  # type: ignore[no-untyped-def]
+    if _is_a(out, LaneSums):
+        return lambda out, height: out.out.shape[1]
+    return lambda out, height: height
+
+
+def begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
+    """Clear columns first..last-1 where `LaneSums` say so; for compiled code."""
+    raise NotImplementedError("begin_sums() is for compiled code")
+
+
+@overload(begin_sums)
+def _begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
+    if _is_a(out, LaneSums):
+        return lambda out, block, first, last: clear_level(out, block, first, last)
+    return lambda out, block, first, last: None
+
+
+@njit(nogil=True, cache=True)
+def clear_level(out, block, first, last):
+    """`begin_sums` of `LaneSums`."""
+    if out.steps[block, CLEARS]:
+        level_rows(out, out.steps[block, LEVEL])[:, first:last] = 0
+
+
+def end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
+    """Add up levels of `LaneSums` after a block's products, of some rows; for compiled code."""
+    raise NotImplementedError("end_sums() is for compiled code")
+
+
+@overload(end_sums)
+def _end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
+    if _is_a(out, LaneSums):
+        return _merge_some
+    return lambda out, block, row, end_row, first, last: None
+
+
+def _merge_some(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
+    step = out.steps[block]
+    merge_levels(out, step[LEVEL], step[MERGES], row, end_row, first, last)
+
+
+@njit(nogil=True, cache=True)
+def merge_levels_of(out, block, first, last):
+    """`end_sums` of `LaneSums`, of all rows."""
+    step = out.steps[block]
+    merge_levels(out, step[LEVEL], step[MERGES], 0, out.out.shape[0], first, last)
+
+
+@njit(nogil=True, cache=True)
+def merge_levels(sums, level, count, row, end_row, first, last):
+    """Add `level` of `LaneSums` to the one below, and so on `count` times, in a part of them."""
+    for below in range(level - 1, level - 1 - count, -1):
+        own, other = level_rows(sums, below), level_rows(sums, below + 1)
+        for t in range(row, end_row):
+            target, source = own[t, first:last], other[t, first:last]
+            for i in range(target.shape[0]):
+                target[i] += source[i]
 
 
 @njit(nogil=True, cache=True)

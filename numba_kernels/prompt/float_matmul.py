@@ -34,7 +34,14 @@ from hotcold.numba_kernels.ir.panel_ir import (
 )
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
+from hotcold.numba_kernels.prompt.block_tokens import (
+    adds_rows,
+    begin_sums,
+    block_matrix,
+    block_rows,
+    end_sums,
+    num_outputs,
+)
 
 # Rows and items of columns in a block of `linear`, columns and items of rows in one of `combine`.
 _LINEAR_ROWS, _LINEAR_ITEMS = 16 * TILE_ROWS, 512
@@ -61,7 +68,8 @@ def num_items(width: Count, dtype: type) -> Count:
 def pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, num_threads):
     """A thread's share of `packed` = items of each block's rows of x; checks nothing.
 
-    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; buffer (BUFFER_ITEMS,) like packed
+    x (T, d) float32, `ChoiceRows` or `CutRows`; tokens `BlockTokens`
+    buffer (BUFFER_ITEMS,) like packed
     packed (items,), of block b packed[starts[b] : starts[b + 1]]: (groups, items of a row, LANES),
     zeros where its choices end
     """
@@ -107,8 +115,7 @@ def _pack_groups(x, ids, tokens, buffer, first, last):
 def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of each block's rows times its choices; checks nothing.
 
-    out[t, n] = weights[n] . x[t] of row n and choice t of a block; where `out` has rows of tokens
-    the products are added to them.
+    out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `LaneSums` they are added up.
     weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
     out: see `block_rows`
     packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
@@ -116,14 +123,16 @@ def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, th
     """
     for b in range(starts.shape[0] - 1):
         matrix = block_matrix(weights, places[b])
-        first, last = split_range(matrix.shape[0], thread, num_threads, LANES)
+        first, last = split_range(num_outputs(out, matrix.shape[0]), thread, num_threads, LANES)
         own, ids = block_rows(out, tokens, b)
         groups = num_groups_of(ids.shape[0])
-        if first < last and groups:
+        begin_sums(out, b, first, last)
+        if first < last and groups and matrix.shape[0]:
             _multiply_rows(
                 matrix, _packed_block(packed, starts, groups, b),
-                buffer, _block_sums(sums, groups), own, ids, adds_rows(out), first, last,
+                buffer, _block_sums(sums, groups), own, ids, adds_rows(out, b), first, last,
             )  # fmt: skip
+        end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True)
@@ -179,7 +188,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
 def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
-    out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, or it is added
+    out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `LaneSums` say
     rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed, starts: see `pack_rows_kernel`,
     with TILE_ROWS rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
     the most choices, rounded up to TILE_ROWS; the rest as in `linear_kernel`
@@ -188,20 +197,26 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
         own, ids = block_rows(out, tokens, b)
         first, last = split_range(own.shape[1], thread, num_threads, LANES)
         matrix, count = block_matrix(rows, places[b]), ids.shape[0]
+        begin_sums(out, b, first, last)
         if first < last and count and matrix.shape[0]:
             items = (starts[b + 1] - starts[b]) // count
             whole = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             h = packed[starts[b] : starts[b] + whole * items].reshape(whole, items)
-            _sum_rows(matrix, h, buffer, sums, own, ids, adds_rows(out), first, last)
+            _sum_rows(matrix, h, buffer, sums, out, b, own, ids, first, last)
+        if adds_rows(out, b):
+            end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
+def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
     """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1.
+
+    `out` are rows of `of_lanes`, `LaneSums`, for part b; where these are written they are merged at
+    once.
 
     Columns are the lanes of tiles, and so the tokens are what is broadcast to them.
     """
-    count, rows_an_item = h.shape[1], _numbers_an_item(buffer)
+    count, rows_an_item, adds = h.shape[1], _numbers_an_item(buffer), adds_rows(of_lanes, b)
     block = buffer[:_COMBINE_SPACE].reshape(_COMBINE_COLUMNS // LANES, _COMBINE_ITEMS + 1, LANES)
     space = np.empty((2, CHUNK), np.float32)
     column = first
@@ -231,6 +246,8 @@ def _sum_rows(rows, h, buffer, sums, out, ids, adds, first, last):
         in_lanes = _is_in_lanes(rows, column, num_columns)
         for t in range(ids.shape[0]):
             _store_columns(own[t].reshape(-1), in_lanes, out[ids[t], column:end_column], adds)
+            if not adds:
+                end_sums(of_lanes, b, t, t + 1, column, end_column)
         column = end_column
 
 

@@ -21,7 +21,14 @@ from hotcold.numba_kernels.ir.int16_ir import (
 )
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt.block_tokens import adds_rows, block_matrix, block_rows
+from hotcold.numba_kernels.prompt.block_tokens import (
+    adds_rows,
+    begin_sums,
+    block_matrix,
+    block_rows,
+    end_sums,
+    num_outputs,
+)
 from hotcold.numba_kernels.prompt.float_matmul import Count, num_groups_of, store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
@@ -41,7 +48,7 @@ def num_column_groups(width: Count) -> Count:
 def pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, num_threads):
     """A thread's share of `packed`, `scales` = rounded pairs of each block's rows of x.
 
-    x (T, d) float32 or `ChoiceRows`; tokens `BlockTokens`; buffer (BUFFER_PAIRS,) int32
+    x (T, d) float32, `ChoiceRows` or `CutRows`; tokens `BlockTokens`; buffer (BUFFER_PAIRS,) int32
     packed (pairs,) int32, scales (groups of pairs,) float32: of block b packed[starts[b] :
     starts[b + 1]] (groups, pairs of a row, LANES) and scales (groups, groups of columns, LANES),
     whole groups of columns, zeros where its choices end. Checks nothing.
@@ -97,16 +104,18 @@ def linear_int16_kernel(
     """
     for b in range(starts.shape[0] - 1):
         matrix = block_matrix(weights, places[b])
-        first, last = split_range(matrix.shape[0], thread, num_threads, LANES)
+        first, last = split_range(num_outputs(out, matrix.shape[0]), thread, num_threads, LANES)
         own, ids = block_rows(out, tokens, b)
         groups = num_groups_of(ids.shape[0])
-        if first < last and groups:
+        begin_sums(out, b, first, last)
+        if first < last and groups and matrix.shape[0]:
             pairs, steps = _packed_block(packed, scales, starts, groups, b)
             _multiply_rows(
                 matrix, pairs, steps, buffer,
                 sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES),
-                own, ids, adds_rows(out), first, last,
+                own, ids, adds_rows(out, b), first, last,
             )  # fmt: skip
+        end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True, _nrt=True)

@@ -2,7 +2,8 @@
 
 A matmul computes a prompt's gates; where few fire, most of up and down need not be computed.
 Neurons go by in runs and columns of the output in parts, so that what many tokens read stays in the
-second-level cache meanwhile. A choice is a token and a block that it chose (`block_tokens.py`).
+second-level cache meanwhile. A choice is a token and a block that it chose (`block_tokens.py`); a
+part of a block is its neurons of a lane (`decode.lanes`).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from hotcold.numba_kernels.checks import ACTIVATES_UP, CLAMPED_SILU, GELU, GELU_
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up
 from hotcold.numba_kernels.decode.rows import add_in_order
-from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.ir.activation_ir import (
     clamped_silu_row,
     gelu_row,
@@ -29,18 +29,29 @@ from hotcold.numba_kernels.ir.vector_ir import (
     dot_rows4,
     prefetch_part,
 )
-from hotcold.numba_kernels.prompt.block_tokens import BlockTokens, block_rows, choice_share
+from hotcold.numba_kernels.prompt.block_tokens import (
+    CLEARS,
+    LEVEL,
+    MERGES,
+    BlockTokens,
+    LaneSums,
+    block_rows,
+    choice_share,
+    cut_row,
+    level_rows,
+    merge_levels,
+)
 
 _ZERO = np.float32(0)
 Empty = Callable[..., np.ndarray]
-RUN = 256  # neurons; 256 KiB of a part of float16 rows
+RUN = 256  # neurons, about; 256 KiB of a part of float16 rows
 
 
 class FiredNeurons(NamedTuple):
     """Which neurons fire for which choices, run by run: what is read together is contiguous.
 
-    runs (R, 5) int64: of each run of at most RUN neurons of a block: the block, its first neuron
-    and the one after its last, where its lists begin in `ids`, `values` and in `starts`
+    runs (R, 5) int64: of each run of about RUN neurons of a part: the part, its first neuron and
+    the one after its last, where its lists begin in `ids`, `values` and in `starts`
     Of a run's choice t they are ids[starts[t] : starts[t + 1]], and values, what each row of down
     is multiplied with, in the same way; ids count from the layer's first. ids int32, values
     float32, starts int32
@@ -62,6 +73,7 @@ def activate_kernel(
     tokens,
     scores,
     factors,
+    ends,
     h,
     num_fired,
     first,
@@ -70,9 +82,10 @@ def activate_kernel(
     """h[i] = fn(h[i] + gate_bias) * weights[i] * (factors[i] + up_bias), for choices first..last-1.
 
     But 0 where a choice has `scores` (`ChoiceRows`, or no values) and that number is not above 0.
-    num_fired[i] is how many are not zero. `factors` (`ChoiceRows`, or no values), products with up
-    rows, are activated as up is. weights (P,) float32 or (0,); biases (N,) or (0,) float32, of
-    block b from firsts[b] on; h `ChoiceRows`; num_fired (P,) int64. Checks nothing.
+    num_fired[k, i] is how many of lane k, which ends at ends[b, k + 1], are not zero. `factors`
+    (`ChoiceRows`, or no values), products with up rows, are activated as up is. weights (P,)
+    float32 or (0,); biases (N,) or (0,) float32, of block b from firsts[b] on; h `ChoiceRows`
+    ends (B, lanes + 1), num_fired (lanes, P) int64. Checks nothing.
     """
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
@@ -80,14 +93,14 @@ def activate_kernel(
             own, _ = block_rows(h, tokens, b)
             choice = tokens.starts[b]
             for t in range(begin, end):
-                _activate_row(function, gate_bias, firsts[b], own, t)
+                activate_row(function, gate_bias, firsts[b], own, t)
                 if weights.shape[0]:
                     for n in range(own.shape[1]):
                         own[t, n] *= weights[choice + t]
             if factors.values.shape[0]:
                 of_up, _ = block_rows(factors, tokens, b)
                 for t in range(begin, end):
-                    _scale(function, up_bias, firsts[b], of_up[t], own[t])
+                    scale_row(function, up_bias, firsts[b], of_up[t], own[t])
             if scores.values.shape[0]:
                 counted, _ = block_rows(scores, tokens, b)
                 for t in range(begin, end):
@@ -95,14 +108,16 @@ def activate_kernel(
                         if counted[t, n] <= 0:  # a NaN reaches the output
                             own[t, n] = 0
             for t in range(begin, end):
-                found = 0
-                for n in range(own.shape[1]):
-                    found += own[t, n] != 0
-                num_fired[choice + t] = found
+                for lane in range(num_fired.shape[0]):
+                    found = 0
+                    for n in range(ends[b, lane], ends[b, lane + 1]):
+                        found += own[t, n] != 0
+                    num_fired[lane, choice + t] = found
 
 
 @njit(nogil=True, cache=True)
-def _activate_row(function, bias, first, h, t):
+def activate_row(function, bias, first, h, t):
+    """h[t] = fn(h[t] + bias[first:]); `bias` may be empty."""
     own = h[t]
     if bias.shape[0]:
         for n in range(own.shape[0]):
@@ -122,49 +137,41 @@ def _activate_row(function, bias, first, h, t):
 
 @njit(nogil=True, cache=True)
 def scale_kernel(function, up_bias, firsts, tokens, factors, h, first, last):
-    """h[i] *= factors[i] + up_bias, activated as up is, for choices first..last-1; as above."""
+    """h[i] *= factors[i] + up_bias, activated as up is, for choices first..last-1; as above.
+
+    But h `CutRows`, of parts with biases from firsts[b] on
+    """
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
         if begin < end:
-            own, _ = block_rows(h, tokens, b)
             of_up, _ = block_rows(factors, tokens, b)
             for t in range(begin, end):
-                _scale(function, up_bias, firsts[b], of_up[t], own[t])
+                own = cut_row(h, b, h.rows[tokens.starts[b] + t])
+                scale_row(function, up_bias, firsts[b], of_up[t], own)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=True)
 def add_bias_kernel(weights, biases, out, first, last):
-    """out[t] += sum over blocks b of weights[t, b] * biases[b], for first <= t < last, in order.
+    """out[t] += the sum over blocks b of weights[t, b] * biases[b], for first <= t < last.
 
     weights (T, B) float32 as in `Selection`: without any each is 1, with 0 a block is not chosen
     biases (B, d), out (T, d) float32. Checks nothing.
     """
+    total = np.empty(out.shape[1], np.float32)
     for t in range(first, last):
+        total[:] = 0
         for b in range(biases.shape[0]):
             weight = weights[t, b] if weights.shape[0] else np.float32(1)
             if weight != 0:
                 for i in range(out.shape[1]):
-                    out[t, i] += weight * biases[b, i]
+                    total[i] += weight * biases[b, i]
+        for i in range(out.shape[1]):
+            out[t, i] += total[i]
 
 
 @njit(nogil=True, cache=True)
-def copy_kernel(source_tokens, source, from_choices, tokens, target, first, last):
-    """target[i] = source[from_choices[i]] for choices first..last-1 of `tokens`.
-
-    source, target: `ChoiceRows` of the same blocks; from_choices (P,) int64. Checks nothing.
-    """
-    for b in range(tokens.starts.shape[0] - 1):
-        begin, end = choice_share(tokens, b, first, last)
-        if begin < end:
-            own, _ = block_rows(target, tokens, b)
-            given, _ = block_rows(source, source_tokens, b)
-            for t in range(begin, end):
-                row = from_choices[tokens.starts[b] + t] - source_tokens.starts[b]
-                copy_numbers(given[row], own[t])
-
-
-@njit(nogil=True, cache=True)
-def _scale(function, bias, first, factors, h):
+def scale_row(function, bias, first, factors, h):
+    """h *= factors + bias[first:], activated as up is; `bias` may be empty."""
     if bias.shape[0]:
         for n in range(h.shape[0]):
             factors[n] += bias[first + n]
@@ -178,17 +185,20 @@ def _scale(function, bias, first, factors, h):
 
 @njit(nogil=True, cache=True)
 def list_fired(h, firsts, tokens, first, last, fired):
-    """List the neurons of runs first..last-1 where h (`ChoiceRows`) is not zero; no checks."""
+    """List the neurons of runs first..last-1 where h (`CutRows`) is not zero; no checks.
+
+    firsts (S,) int64: first neurons of parts
+    """
     for run in range(first, last):
-        block, begin, end, place, of_starts = fired.runs[run]
-        own, _ = block_rows(h, tokens, block)
+        part, begin, end, place, of_starts = fired.runs[run]
         ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
-        found, offset = 0, firsts[block]
+        found, offset, choice = 0, firsts[part], tokens.starts[part]
         starts[0] = 0
-        for t in range(own.shape[0]):
+        for t in range(tokens.starts[part + 1] - choice):
+            own = cut_row(h, part, h.rows[choice + t])
             for n in range(begin, end):
-                ids[found], values[found] = n, own[t, n - offset]
-                found += own[t, n - offset] != 0
+                ids[found], values[found] = n, own[n - offset]
+                found += own[n - offset] != 0
             starts[t + 1] = found
 
 
@@ -236,26 +246,42 @@ def _multiply_fired(up, bias, x, t, ids, values, i, end):
 
 
 @njit(nogil=True, cache=True)
-def prompt_down_kernel(down, tokens, fired, first, last, sums, out):
-    """out[t] += sum over listed n of value * down[n], in a share of its parts of PART_COLUMNS.
+def prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, out):
+    """Sums over listed n of value * down[n], in a share of their parts of PART_COLUMNS columns.
 
-    Part p of token t is number p * T + t; the share is first..last-1. out (T, d),
-    sums (parts, T, PART_COLUMNS) float32: a part's sums lie together: rows a power of two apart
-    would evict each other. A token's neurons are added in their order. Checks nothing.
+    Part p of token t is number p * T + t; the share is first..last-1. Sums are added up by lanes:
+    in sums (H, T, PART_COLUMNS) float32, the thread's (rows a power of two apart would evict each
+    other), as steps (S, 4) of `LaneSums` say; then those that are left over are added to `out`,
+    `LaneSums`: row i of left (K, 4) int64 are steps of level i. A token's neurons are added in
+    their order. Checks nothing.
     """
-    num_tokens, num_runs = out.shape[0], fired.runs.shape[0]
+    num_tokens, num_runs, width = out.out.shape[0], fired.runs.shape[0], out.out.shape[1]
     for part in range(first // num_tokens, (last + num_tokens - 1) // num_tokens):
         first_token = max(first - part * num_tokens, 0)
         last_token = min(last - part * num_tokens, num_tokens)
-        own = sums[part]
-        own[first_token:last_token] = 0
+        begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, width)
         if num_runs > 0:  # else the shard has no neuron of the chosen blocks
             _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
-        for run in range(num_runs):
-            _add_run(down, tokens, fired, run, part, first_token, last_token, own)
-        begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])
-        for t in range(first_token, last_token):
-            add_in_order(down, own[t], out[t, begin:end], 0, end - begin)
+        own, run = LaneSums(sums[0], sums[1:], steps), 0
+        for s in range(steps.shape[0]):
+            level = level_rows(own, steps[s, LEVEL])
+            if steps[s, CLEARS]:
+                level[first_token:last_token] = 0
+            while run < num_runs and fired.runs[run, 0] == s:
+                _add_run(down, tokens, fired, run, part, first_token, last_token, level)
+                run += 1
+            merge_levels(
+                own, steps[s, LEVEL], steps[s, MERGES], first_token, last_token, 0, PART_COLUMNS
+            )  # fmt: skip
+        for i in range(left.shape[0]):
+            source, target = level_rows(own, i), level_rows(out, left[i, LEVEL])
+            for t in range(first_token, last_token):
+                if left[i, CLEARS]:
+                    target[t, begin:end] = 0
+                add_in_order(down, source[t], target[t, begin:end], 0, end - begin)
+            merge_levels(
+                out, left[i, LEVEL], left[i, MERGES], first_token, last_token, begin, end
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -291,17 +317,18 @@ def empty_fired(
 ) -> FiredNeurons:
     """Space for the worst case, in uninitialized arrays empty(shape, dtype).
 
-    Block b has sizes[b] neurons from firsts[b] on.
+    Part s has sizes[s] neurons from firsts[s] on.
     """
     counts = np.diff(tokens.starts)
-    of_block = np.where(counts, -(-sizes // RUN), 0)
+    of_block = np.where((counts > 0) & (sizes > 0), np.maximum(1, np.rint(sizes / RUN)), 0)
+    of_block = of_block.astype(np.int64)
     blocks = np.repeat(np.arange(sizes.size), of_block)
     number = np.arange(blocks.size) - np.repeat(np.cumsum(of_block) - of_block, of_block)
-    first = firsts[blocks] + number * RUN
     runs = np.empty((blocks.size, 5), np.int64)
-    runs[:, 0], runs[:, 1] = blocks, first
-    runs[:, 2] = np.minimum(first + RUN, (firsts + sizes)[blocks])
-    lists, starts = counts[blocks] * RUN, counts[blocks] + 1
+    runs[:, 0] = blocks
+    for place in (0, 1):
+        runs[:, 1 + place] = (sizes[blocks] * (number + place)) // of_block[blocks] + firsts[blocks]
+    lists, starts = counts[blocks] * (runs[:, 2] - runs[:, 1]), counts[blocks] + 1
     runs[:, 3], runs[:, 4] = np.cumsum(lists) - lists, np.cumsum(starts) - starts
     return FiredNeurons(
         runs,

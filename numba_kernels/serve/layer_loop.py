@@ -49,6 +49,7 @@ ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(9, 13
 SUM_COMPUTED, SUM_UPS, SUM_GATES = range(13, 16)
 PREDICTOR_NS = 16
 WEIGHTS = 17  # TARGET or DRAFT
+UNWANTED = 18  # of a prompt's last layer: tokens before those whose output is wanted
 NUM_STATE_WORDS = 24  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
@@ -111,13 +112,17 @@ def begin_layers(
     num_tokens: int,
     own_ffn: bool = False,
     weights: int = TARGET,
+    num_unwanted: int = 0,
 ) -> None:
-    """Set `layer_state` before the first of `layers`, with all sums zero."""
+    """Set `layer_state` before the first of `layers`, with all sums zero.
+
+    num_unwanted: of so many first tokens nothing but keys and values is computed
+    """
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
     layer_state[TOKENS] = num_tokens
     layer_state[OWN_FFN] = own_ffn
-    layer_state[WEIGHTS] = weights
+    layer_state[WEIGHTS], layer_state[UNWANTED] = weights, num_unwanted
 
 
 @njit(nogil=True, cache=True)
@@ -188,6 +193,7 @@ def _chains(layer_state, request_state, facts, selector):
         request_state.shape[0] > 0
         and facts.is_chained[layer]
         and not layer_state[OWN_FFN]
+        and layer_state[UNWANTED] < num_tokens
         and not predicts(selector, layer, num_tokens)
     )
 
@@ -206,6 +212,10 @@ def _choose(layer_state, buffers, facts, selector):
         return DONE
     layer_state[ATTENTION_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT] = 0
+    if layer_state[UNWANTED] == layer_state[TOKENS]:  # keys and values are all
+        layer_state[AT_LAYER] += 1
+        layer_state[AT_PHASE] = _ATTEND
+        return DONE
     layer_state[REQUESTED] = FFN
     _write_requests(layer_state, buffers, facts, selector)
     started_ns, layer, num_tokens = now_ns(), layer_state[AT_LAYER], layer_state[TOKENS]
@@ -228,26 +238,27 @@ def _compute(layer_state, request_state, buffers, facts):
 def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, which some models norm and scale."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
+    first = layer_state[UNWANTED]
     services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
-    if facts.sums.shape[0] and num_tokens <= buffers.more_partials.shape[2]:
+    if facts.sums.shape[0]:
         add_sums(buffers.partials, buffers.more_partials, facts.sums, num_tokens)
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's
     if weight.shape[0] == 0 and facts.residual_scale == 1:
-        merge_partials(buffers.mixed, buffers.partials, services, num_tokens, buffers.hidden)
+        merge_partials(buffers.mixed, buffers.partials, services, first, num_tokens, buffers.hidden)
     else:
         merge_normed(
-            buffers.mixed, buffers.partials, services, num_tokens, facts.norm_kind, weight,
+            buffers.mixed, buffers.partials, services, first, num_tokens, facts.norm_kind, weight,
             facts.norm_epsilon, facts.residual_scale, buffers.hidden,
         )  # fmt: skip
     # Before the next request: a NaN gate does not fire, which would hide it.
-    if not finite_pair(buffers.ffn_input, buffers.hidden, num_tokens):
+    if not finite_pair(buffers.ffn_input[first:], buffers.hidden[first:], num_tokens - first):
         return NOT_FINITE
     is_weighed = buffers.requests[services[0], WEIGHS_BLOCKS]
     if is_weighed and layer_state[WEIGHTS] == TARGET and facts.block_counts.shape[1]:
-        count_blocks(buffers.block_weights, num_tokens, facts.block_counts[layer])
+        count_blocks(buffers.block_weights[first:], num_tokens - first, facts.block_counts[layer])
     layer_state[AT_LAYER] = layer + 1
     return DONE
 
@@ -290,12 +301,12 @@ def add_sums(partials, more_partials, sums, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def merge_partials(mixed, partials, services, num_tokens, hidden):
-    """hidden[t] = mixed[t] + sum over s of partials[services[s], t]; checks nothing.
+def merge_partials(mixed, partials, services, first, num_tokens, hidden):
+    """hidden[t] = mixed[t] + sum over s of partials[services[s], t], for t >= first; no checks.
 
     mixed, hidden (T, d), partials (S, T, d) float32; summed in the order of `services` int64.
     """
-    for t in range(num_tokens):
+    for t in range(first, num_tokens):
         target = hidden[t]
         copy_numbers(mixed[t], target)
         for s in services:
@@ -305,12 +316,14 @@ def merge_partials(mixed, partials, services, num_tokens, hidden):
 
 
 @njit(nogil=True, cache=True)
-def merge_normed(mixed, partials, services, num_tokens, kind, weight, epsilon, scale, hidden):
+def merge_normed(
+    mixed, partials, services, first, num_tokens, kind, weight, epsilon, scale, hidden
+):  # fmt: skip
     """hidden[t] = mixed[t] + scale * norm(sum over s of partials[services[s], t]).
 
     weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. No checks.
     """
-    for t in range(num_tokens):
+    for t in range(first, num_tokens):
         target = hidden[t]
         copy_numbers(partials[services[0], t], target)
         for s in services[1:]:
@@ -331,6 +344,7 @@ def _write_requests(layer_state, buffers, facts, selector):
         request[OPERATION], request[LAYER] = layer_state[REQUESTED], layer
         request[NUM_TOKENS] = layer_state[TOKENS]
         request[mailbox.WEIGHTS] = layer_state[WEIGHTS]
+        request[mailbox.NUM_UNWANTED] = layer_state[UNWANTED]
         request[THEN] = 0
         request[GATE_THRESHOLD] = selector.thresholds[layer, 0]
         request[PRODUCT_THRESHOLD] = selector.thresholds[layer, 1]
@@ -380,7 +394,7 @@ def _num_gates(buffers, service, sizes):
     num_gates = np.int64(0)
     for block in range(sizes.shape[0]):
         is_chosen = not request[WEIGHS_BLOCKS]
-        for t in range(0 if is_chosen else request[NUM_TOKENS]):
+        for t in range(request[mailbox.NUM_UNWANTED], 0 if is_chosen else request[NUM_TOKENS]):
             is_chosen = is_chosen or buffers.block_weights[t, block] != 0
         num_gates += sizes[block] if is_chosen else 0
     return num_gates

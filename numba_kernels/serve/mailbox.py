@@ -54,6 +54,8 @@ NEXT_LAYER = 9  # of a prompt: the layer of the next request, plus 1; 0: unknown
 WEIGHS_BLOCKS = 10  # whether `block_weights` chooses blocks of neurons
 WEIGHTS = 11  # TARGET or DRAFT: a service may hold its part of the model in both
 THEN = 12  # of ATTENTION: a bit for each service whose REQUEST is rung when it is done
+# Of a prompt: of so many of its first tokens nothing is wanted but keys and values in the cache.
+NUM_UNWANTED = 13
 MOST_RUNG = 62  # services beyond have no bit
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
@@ -91,6 +93,8 @@ NUM_REQUEST_STATE_WORDS = 8  # a cache line
 # Sequence numbers are 32-bit and wrap around to the first. A new service's first request has a
 # number of its own, so that its reply cannot be confused with another service's.
 OWN_NUMBER, FIRST_NUMBER, LAST_NUMBER = 1, 2, 2**31 - 1
+NO_NUMBER = -1  # as the last number seen: the loop looks at the mailbox at once, and
+NO_PROMPTS = 2**62  # as the most tokens of a step: no request is a prompt's, whatever stands there
 NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_request_state`, where there are none
 
 NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
@@ -113,8 +117,8 @@ class SharedBuffers(NamedTuple):
     guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's
     state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
-    more_partials (S, M, T, d): more sums of a service in a step of up to T = 32 tokens, where it
-    has some of the lanes of neurons (`decode.lanes`)
+    more_partials (S, M, T, d): more sums of a service, where it has some of the lanes of neurons
+    (`decode.lanes`)
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read

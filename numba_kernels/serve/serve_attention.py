@@ -109,7 +109,7 @@ class AttentionScratch(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def _layer_input(hidden, layer, arrays, residual):
+def layer_input(hidden, layer, arrays, residual):
     """The layer's input: `hidden`, normed where the previous layer's output norm is still due."""
     before, vectors = arrays.numbers[max(layer - 1, 0)], arrays.vectors
     for t in range(hidden.shape[0]):
@@ -123,7 +123,8 @@ def _layer_input(hidden, layer, arrays, residual):
 
 
 @njit(nogil=True, cache=True)
-def _layer_norm_before(residual, layer, arrays, normed):
+def layer_norm_before(residual, layer, arrays, normed):
+    """The input of attention, of residual (T, d): normed where the layer does so."""
     numbers, vectors = arrays.numbers[layer], arrays.vectors
     for t in range(residual.shape[0]):
         if numbers.norms_input:
@@ -288,7 +289,8 @@ def _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _ffn_input(t, layer, buffers, arrays, residual, normed):
+def write_ffn_input(t, layer, buffers, arrays, residual, normed):
+    """Token t's `ffn_input`, and its `mixed` as far as attention's output is still to be added."""
     numbers, vectors = arrays.numbers[layer], arrays.vectors
     kind, epsilon = numbers.norm_kind, numbers.norm_eps
     weight, bias = vectors.ffn_norm_weight[layer], vectors.ffn_norm_bias[layer]
@@ -383,8 +385,8 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
     qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
-    _layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
-    _layer_norm_before(residual, layer, arrays, normed)
+    layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
+    layer_norm_before(residual, layer, arrays, normed)
     numbers, routers = arrays.numbers[layer], arrays.routers
     routes_early = numbers.num_experts > 0 and numbers.routes_layer_input
     if routes_early:
@@ -421,7 +423,7 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
-        _ffn_input(t, layer, buffers, arrays, residual, normed)
+        write_ffn_input(t, layer, buffers, arrays, residual, normed)
         if numbers.num_experts > 0:
             _weigh_shared(numbers, routers, layer, buffers.ffn_input, t, buffers.block_weights[t])
     if numbers.num_experts > 0 and not routes_early:
@@ -460,7 +462,7 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
     num_layers = arrays.numbers.shape[0]
     last = arrays.numbers[num_layers - 1]
-    _layer_input(buffers.hidden[begin:end], num_layers, arrays, residual)
+    layer_input(buffers.hidden[begin:end], num_layers, arrays, residual)
     for t in range(count):
         norm_kernel(
             last.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,

@@ -1,14 +1,20 @@
 """Down matrices of experts in slots, where they are a row an output: from bundles into memory.
 
 A bundle has some rows of its block's matrix, all columns of them. A service that has some of the
-block's neurons cuts theirs out of each row, whose layout depends on its width.
+block's neurons cuts theirs out of each row, lane by lane: a row's layout depends on its width.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.block_rows import BEGIN, END, NUM_PLACE_NUMBERS, ROW_ITEMS
+from hotcold.numba_kernels.block_rows import (
+    ALIGNED_ITEMS,
+    BEGIN,
+    END,
+    NUM_PLACE_NUMBERS,
+    ROW_ITEMS,
+)
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import (
     CHUNK_GROUPS,
@@ -35,9 +41,10 @@ _CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each: a step of its chunk, r
 class OutputRows(NamedTuple):
     """Matrices of E units in S slots, from N bundles; of none where down is a row a neuron.
 
-    rows (M,) uint8: all matrices in memory; places (E, 4) int64: of `BlockRows`, of rows in them
-    begins (S,) int64: where each slot's matrix begins
-    cuts (E, 8) int64: the words above, of each unit
+    rows (M,) uint8: all matrices in memory; places (E, n, 4) int64: of `BlockRows`, of rows in
+    them, of each of n lanes
+    begins (S,) int64: where each slot's matrices begin
+    cuts (E, n, 8) int64: the words above, of each unit's lanes
     units, turns (N,) int32: a bundle's unit, and which of its block's bundles it is
     """
 
@@ -53,7 +60,7 @@ def no_outputs() -> OutputRows:
     """Those of rows that are a neuron each."""
     none, nothing = np.zeros(0, np.int32), np.zeros(0, np.int64)
     places, cuts = (
-        np.zeros((0, count), np.int64) for count in (NUM_PLACE_NUMBERS, NUM_CUT_NUMBERS)
+        np.zeros((0, 0, count), np.int64) for count in (NUM_PLACE_NUMBERS, NUM_CUT_NUMBERS)
     )
     return OutputRows(np.zeros(0, np.uint8), places, nothing, cuts, none, none)
 
@@ -73,10 +80,12 @@ def new_cut(
 
 @njit(nogil=True, cache=True)
 def place_unit(outputs, unit, begin):
-    """Let a unit's matrix be in memory from byte `begin` on."""
-    place = outputs.places[unit]
-    place[BEGIN] = begin
-    place[END] = begin + outputs.cuts[unit, HEIGHT] * place[ROW_ITEMS]
+    """Let a unit's matrices be in memory from byte `begin` on."""
+    for lane in range(outputs.places.shape[1]):
+        place = outputs.places[unit, lane]
+        place[BEGIN] = begin
+        place[END] = begin + outputs.cuts[unit, lane, HEIGHT] * place[ROW_ITEMS]
+        begin = (place[END] + ALIGNED_ITEMS - 1) // ALIGNED_ITEMS * ALIGNED_ITEMS
 
 
 @njit(nogil=True, cache=True)
@@ -151,16 +160,19 @@ def cut_row(source, cut, target):
 
 @njit(nogil=True, cache=True)
 def copy_outputs(part, bundle, outputs):
-    """Copy a bundle's rows, which are `part`, into its unit's matrix."""
+    """Copy a bundle's rows, which are `part`, into its unit's matrices."""
     unit = np.int64(outputs.units[bundle])
-    cut, place = outputs.cuts[unit], outputs.places[unit]
-    row_bytes, items = cut[ROW_BYTES], place[ROW_ITEMS]
-    first = np.int64(outputs.turns[bundle]) * cut[ROWS]
-    count = min(cut[ROWS], cut[HEIGHT] - first)
-    begin = place[BEGIN] + first * items
-    if cut[NUM_GROUPS] == cut[GROUPS]:
-        _copy(part, outputs.rows[begin:], count * row_bytes)
-        return
-    for row in range(count):
-        own = outputs.rows[begin + row * items : begin + (row + 1) * items]
-        cut_row(part[row * row_bytes : (row + 1) * row_bytes], cut, own)
+    for lane in range(outputs.cuts.shape[1]):
+        cut, place = outputs.cuts[unit, lane], outputs.places[unit, lane]
+        if cut[NUM_GROUPS] == 0:
+            continue
+        row_bytes, items = cut[ROW_BYTES], place[ROW_ITEMS]
+        first = np.int64(outputs.turns[bundle]) * cut[ROWS]
+        count = min(cut[ROWS], cut[HEIGHT] - first)
+        begin = place[BEGIN] + first * items
+        if cut[NUM_GROUPS] == cut[GROUPS]:
+            _copy(part, outputs.rows[begin:], count * row_bytes)
+            return
+        for row in range(count):
+            own = outputs.rows[begin + row * items : begin + (row + 1) * items]
+            cut_row(part[row * row_bytes : (row + 1) * row_bytes], cut, own)

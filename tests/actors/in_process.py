@@ -20,7 +20,7 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.lanes import Lanes, num_outputs
+from hotcold.actors.protocol.lanes import Lanes, every_lane, num_lanes, num_outputs
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import cold_shards, require_partition, service_lanes
@@ -178,6 +178,7 @@ class InProcessSystem:
             attention=range(self.config.num_layers),
             has_head=True,
             neuron_ids=self.hot_ids(),
+            lanes=Lanes(0, num_lanes(self.config), num_lanes(self.config)) if self.hot else None,
         )
 
     def cpu_specs(self) -> list[ServiceSpec]:
@@ -243,11 +244,13 @@ class InProcessSystem:
             return self.specs[0].neuron_ids
         if self.hot is None:
             return None
-        return self.hot(self.config.num_layers, self.config.ffn_size)
+        _, hot = every_lane(self.config, self.hot(self.config.num_layers, self.config.ffn_size))
+        return hot
 
     def lanes(self) -> list[Lanes]:
         """Each CPU service's lanes of neurons."""
-        return service_lanes(self.config, [self.num_threads] * self.num_services, None)
+        threads = [self.num_threads] * self.num_services
+        return service_lanes(self.config, threads, None, self.system().down_transposed)
 
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""

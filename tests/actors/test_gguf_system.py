@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.processes.scaling import scaled_system
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.system import System
-from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
 from tests.actors.batching import Background
@@ -73,7 +71,7 @@ def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: P
         for size in (4, 10):
             assert np.array_equal(one_by_one, running.logits("dense", MODEL_IDS, (size,)))
         by_kernels, by_products = (running.logits("dense", ids, (size,)) for size in (16, 48))
-        assert {"gpu", "cpu0"} <= set(running.python_answers)
+        assert running.python_answers == ["gpu"]  # logits of many tokens; else compiled loops
     spread = float(np.abs(wanted).max())
     assert np.abs(one_by_one - wanted).max() < 0.03 * spread
     assert np.abs(by_kernels - by_products).max() < 0.03 * spread
@@ -109,10 +107,10 @@ def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:
-    """A killed service comes back with its run of neurons; others come for more and fewer."""
+    """A killed service comes back with its lanes; with fewer the answers are the same."""
     path = tmp_path / "tiny.gguf"
     file_of(tiny(max_position_embeddings=1024), path, MIXED)
-    system, config = prepare_system(path, SystemOptions(context_length=512, num_cpu_actors=2))
+    system, _ = prepare_system(path, SystemOptions(context_length=512, num_cpu_actors=2))
     assert system.down_transposed
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = [np.random.default_rng(size).integers(0, 101, size).tolist() for size in (5, 20, 300)]
@@ -123,10 +121,7 @@ def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None
         os.kill(running.call("processes")["cpu1"], signal.SIGKILL)
         assert [one.end().ids for one in asked] == alone
         assert running.call("scale", 1).num_cpu_actors == 1
-        fewer = [running.complete(request).ids for request in requests]
+        assert [running.complete(request).ids for request in requests] == alone
         asked = [Background(partial(running.complete, request)) for request in requests]
         os.kill(running.call("processes")["cpu0"], signal.SIGKILL)
-        assert [one.end().ids for one in asked] == fewer
-    many = SystemConfig(str(path), num_threads=8, down_transposed=True)
-    with pytest.raises(UsageError, match=r"3 CPU services are too many .* 2 are the most"):
-        scaled_system(many, 3, config)
+        assert [one.end().ids for one in asked] == alone

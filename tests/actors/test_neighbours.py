@@ -39,10 +39,12 @@ class Hooks:
             self._note("step")
             return step(*given, **named)
 
-        def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
+        def noted_layer(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             if num_tokens >= MATRIX_TOKENS:
                 self._note("layer")
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         engine.step = noted_step  # type: ignore[method-assign]
         engine.run_layer = noted_layer  # type: ignore[method-assign]

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import can_keep_transposed, service_specs
+from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_gguf_mixtures import quantized
 from tests.conftest import TinyCheckpoint
+from tests.mxfp4_models import make_mxfp4
 from tests.quantized_models import make_model
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import file_of
+from tests.unit.test_gguf_model import tiny as tiny_gguf
 
 Tiny = Callable[..., TinyCheckpoint]
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1)]  # services, threads of each
 SOME = Thresholds(np.float32(0.02), np.float32(0.001))
+IDS = np.random.default_rng(5).integers(3, 60, 17)
+LONG = np.random.default_rng(6).integers(3, 60, 120)  # in one step, and in uneven ones
 
 
-def all_logits(system: InProcessSystem) -> Iterator[np.ndarray]:
-    """Of two modes and of thresholds, token by token and several at once."""
-    ids = np.random.default_rng(5).integers(3, 60, 17)
+def all_logits(system: InProcessSystem, modes: tuple[str, ...]) -> Iterator[np.ndarray]:
+    """Of some modes and of thresholds, token by token, several at once, and prompts."""
     some = [SOME] * system.config.num_layers
-    for sizes in ([1], [7, 3], [17]):
-        yield system.logits("dense", ids, sizes)
-        yield system.logits("exact", ids, sizes)
-        yield system.logits("threshold", ids, sizes, thresholds=some)
+    for ids, sizes in ((IDS, [1]), (IDS, [7, 3]), (IDS, [17]), (LONG, [120]), (LONG, [33, 70, 2])):
+        for mode in modes:
+            thresholds = some if mode == "threshold" else None
+            yield system.logits(mode, ids, sizes, thresholds=thresholds)
+
+
+def check_shapes(
+    start: Callable[[int, int], InProcessSystem], modes: tuple[str, ...]
+) -> list[np.ndarray]:
+    """The logits, which must have the same bits on all SHAPES."""
+    expected: list[np.ndarray] = []
+    for shape in [(1, 1), *SHAPES]:
+        with start(*shape) as system:
+            found = list(all_logits(system, modes))
+        expected = expected or found
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    return expected
 
 
 @pytest.mark.parametrize(
@@ -38,16 +63,69 @@ def test_logits_are_the_same_whoever_computes_them(
     tiny: Tiny, tmp_path: Path, name: str, dtype: str
 ) -> None:
     path = make_model(name, tmp_path / "model") if dtype else tiny(name).path
-    expected: list[np.ndarray] = []
-    for shape in [(1, 1), *SHAPES]:
-        with InProcessSystem(path, *shape, weight_dtype=dtype, has_down_norms=True) as system:
-            found = list(all_logits(system))
-        expected = expected or found
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
-    for at_once in (expected[3:6], expected[6:]):
+
+    def start(services: int, threads: int) -> InProcessSystem:
+        return InProcessSystem(
+            path, services, threads, weight_dtype=dtype, has_down_norms=True, max_tokens=120,
+            num_positions=128,
+        )  # fmt: skip
+
+    expected = check_shapes(start, ("dense", "exact", "threshold"))
+    for at_once in (expected[3:6], expected[6:9]):
         for one, other in zip(expected[:3], at_once, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_prompts_of_two_bytes_a_weight(tmp_path: Path, dtype: str) -> None:
+    """With few of the neurons firing, with many, and with both among a prompt's tokens."""
+    path = make_model("q-llama-wide", tmp_path / "model", dtype=dtype)
+
+    def start(services: int, threads: int) -> InProcessSystem:
+        return InProcessSystem(path, services, threads, max_tokens=120, num_positions=128)
+
+    check_shapes(start, ("dense", "exact"))
+
+
+def file_in_blocks(kind: str, folder: Path) -> Path:
+    """A model whose down rows are an output each."""
+    if kind == "mxfp4":
+        return make_mxfp4(folder)
+    if kind != "dense":
+        return quantized(kind, folder)
+    path = folder / "tiny.gguf"
+    file_of(tiny_gguf(), path, MIXED)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["dense", "Q4_0", "Q4_K_M", "shared", "mxfp4"])
+def test_rows_of_outputs(tmp_path: Path, kind: str) -> None:
+    """Of dense models and of mixtures, whose formats differ from layer to layer or within one."""
+    path = file_in_blocks(kind, tmp_path)
+    one, config = prepare_system(path, SystemOptions(context_length=128))
+    one = replace(one, has_down_norms=True)
+    assert one.down_transposed
+
+    def start(services: int, threads: int) -> InProcessSystem:
+        system = replace(one, num_cpu_actors=services, num_threads=services * threads)
+        assert can_keep_transposed(system, Checkpoint(path), config)
+        specs = service_specs(system, config)
+        return InProcessSystem(path, specs=specs, max_tokens=120, num_positions=128)
+
+    check_shapes(start, ("dense", "threshold"))
+
+
+def test_hot_neurons_without_a_gpu(tiny: Tiny) -> None:
+    """Those of the attention service are added up by lanes, too."""
+    path = tiny("llama-relu").path
+
+    def start(services: int, threads: int) -> InProcessSystem:
+        def hot(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+            return [np.arange(layer, num_neurons, 3, dtype=np.int32) for layer in range(num_layers)]
+
+        return InProcessSystem(path, services, threads, hot=hot, max_tokens=120, num_positions=128)
+
+    check_shapes(start, ("dense", "exact"))
 
 
 def test_biases_are_added_by_a_service_without_neurons(tiny: Tiny) -> None:
@@ -69,12 +147,3 @@ def test_the_service_whose_numbers_are_bad_is_named(tiny: Tiny, bad: int) -> Non
         with pytest.raises(NotFiniteError, match="in layer 0") as caught:
             system.logits("dense", np.arange(3, 5), [2])
         assert caught.value.service == bad
-
-
-def test_a_prompt_is_the_same_with_any_number_of_threads(tiny: Tiny) -> None:
-    ids, found = np.random.default_rng(6).integers(3, 60, 40), []
-    for num_threads in (1, 2, 3):
-        with InProcessSystem(tiny("llama-relu").path, 1, num_threads) as system:
-            found.append(system.logits("exact", ids, [40]))
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])

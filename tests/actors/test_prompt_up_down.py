@@ -19,7 +19,6 @@ from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays
 from hotcold.numba_kernels.formats import Q8
 from hotcold.numba_kernels.load.quantize import quantize_rows
-from hotcold.numba_kernels.prompt.block_tokens import BlockTokens
 from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.reference import narrowed
 
@@ -137,13 +136,13 @@ def test_each_token_is_computed_as_alone(
     def note(way: str) -> None:
         add = getattr(of_prompts._Rest, way)
 
-        def noted(rest: Any, tokens: BlockTokens, *others: Any) -> None:
-            ways.append((way, tokens.ids.size))
-            add(rest, tokens, *others)
+        def noted(rest: Any, parts: Any, *others: Any) -> None:
+            ways.append((way, parts.tokens.ids.size))
+            add(rest, parts, *others)
 
         monkeypatch.setattr(of_prompts._Rest, way, noted)
 
-    note("_add_all")
+    note("_combine")
     note("_add_fired")
 
     def output(ids: np.ndarray) -> np.ndarray:
@@ -158,8 +157,8 @@ def test_each_token_is_computed_as_alone(
     everyone = np.arange(100)
     together = output(everyone)
     is_sparse = name in SPARSE_ACTIVATION_FNS
-    all_ways = [("_add_all", 68), ("_add_fired", 132)]  # of two blocks each
-    assert ways == (all_ways if is_sparse else [("_add_all", 200)])
+    all_ways = [("_combine", 68), ("_add_fired", 132)]  # of two blocks each
+    assert ways == (all_ways if is_sparse else [("_combine", 200)])
     if kind == "f32":
         exact = of_float64(arrays, name, x, weights)
         assert np.abs(together - exact).max() < 1e-5 * np.abs(exact).max()

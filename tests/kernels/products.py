@@ -4,7 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.numba_kernels.prompt.block_tokens import every_token, one_block, weight_blocks
+from hotcold.numba_kernels.prompt.block_tokens import (
+    every_token,
+    one_block,
+    one_sum,
+    weight_blocks,
+    whole_rows,
+)
 
 
 def linear(matmul: Any, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
@@ -15,4 +21,4 @@ def linear(matmul: Any, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> 
 
 def combine(matmul: Any, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """out = h @ rows."""
-    matmul.combine(one_block(h), every_token(len(h)), weight_blocks(rows), one_block(out))
+    matmul.combine(whole_rows(h), every_token(len(h)), weight_blocks(rows), one_sum(out))

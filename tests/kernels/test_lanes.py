@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.lanes import num_outputs, share_lanes, sums_of_services
+from hotcold.actors.protocol.lanes import (
+    most_outputs,
+    num_outputs,
+    share_lanes,
+    sums_of_services,
+)
 from hotcold.actors.protocol.messages import ServicePart
 from hotcold.numba_kernels.decode.lanes import first_lanes
 from hotcold.numba_kernels.serve.layer_loop import add_sums
@@ -48,6 +54,13 @@ def test_services_sums_give_the_sum_of_all_lanes(threads: list[int], has_bias: b
     add_sums(partials, more, found, TOKENS)
     expected = tree(0, LANES)
     np.testing.assert_array_equal(partials[1], expected + bias if has_bias else expected)
+
+
+@pytest.mark.parametrize("total", [2, 4, 8, 16])
+def test_most_that_is_left_over(total: int) -> None:
+    spans = [(first, end) for first in range(total) for end in range(first + 1, total + 1)]
+    most = max(len(first_lanes(*span)) for span in spans)
+    assert most_outputs(total, False) == most and most_outputs(total, True) == most + 1
 
 
 def test_what_is_left_over() -> None:

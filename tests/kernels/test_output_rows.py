@@ -42,15 +42,15 @@ def test_columns_of_a_matrix_from_its_bundles(
     blocks = random_blocks((HEIGHT, width), kind).view(dtype)
     at, size = (number // block.weights * block.num_bytes for number in (first, count))
     whole, wanted = rows_of(blocks), rows_of(np.ascontiguousarray(blocks[:, at : at + size]))
-    places = np.zeros((2, NUM_PLACE_NUMBERS), np.int64)
-    places[1, ROW_ITEMS] = wanted.shape[1]
+    places = np.zeros((2, 1, NUM_PLACE_NUMBERS), np.int64)
+    places[1, 0, ROW_ITEMS] = wanted.shape[1]
     bundles = [whole[at : at + ROWS] for at in range(0, HEIGHT, ROWS)]
     outputs = OutputRows(
         rows=np.full(wanted.size + 192, 0xA5, np.uint8),
         places=places,
         begins=np.zeros(0, np.int64),
         cuts=np.array(
-            [[0] * 8, new_cut(block.kept_as, width, first, count, ROWS, HEIGHT)], np.int64
+            [[[0] * 8], [new_cut(block.kept_as, width, first, count, ROWS, HEIGHT)]], np.int64
         ),
         units=np.full(len(bundles), 1, np.int32),
         turns=np.arange(len(bundles), dtype=np.int32),

@@ -14,7 +14,17 @@ from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import is_quantized
-from hotcold.numba_kernels.prompt.block_tokens import ChoiceRows, choices, every_token, one_block
+from hotcold.numba_kernels.prompt.block_tokens import (
+    CLEARS,
+    NUM_STEP_NUMBERS,
+    ChoiceRows,
+    CutRows,
+    LaneSums,
+    choices,
+    every_token,
+    one_block,
+    whole_rows,
+)
 from hotcold.numba_kernels.prompt.prompt_ffn import (
     RUN,
     activate_kernel,
@@ -79,8 +89,13 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
         )
     ]
     values = np.concatenate([own.ravel() for own in of_blocks])
-    sizes = [own.size for own in of_blocks]
-    rows = ChoiceRows(values, np.concatenate([[0], np.cumsum(sizes)]))
+    sizes, widths = [own.size for own in of_blocks], np.diff(bounds)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    columns = np.stack([np.zeros_like(widths), widths], axis=1)
+    order = np.arange(tokens.ids.size) - np.repeat(tokens.starts[:-1], np.diff(tokens.starts))
+    rows = CutRows(values, ends, widths, columns, order)
+    steps = np.zeros((num_blocks, NUM_STEP_NUMBERS), np.int64)  # all are added up
+    steps[0, CLEARS] = 1
     vectors: np.ndarray | QuantizedVectors = x
     rounded = x.astype(np.float64)
     if is_quantized(up.dtype):
@@ -93,7 +108,9 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
 
     fired = empty_fired(tokens, bounds[:-1], np.diff(bounds))
     out = np.full((num_tokens, width), 2, np.float32)
-    sums = np.full((num_parts(width), num_tokens, 512), np.nan, np.float32)
+    left = np.zeros((1, NUM_STEP_NUMBERS), np.int64)
+    result = LaneSums(out, np.empty((0, *out.shape), np.float32), steps)
+    sums = np.full((1, num_tokens, 512), np.nan, np.float32)
     for first, last in pairwise(run_shares(tokens, fired, 3)):
         list_fired(rows, bounds, tokens, first, last, fired)
         if gated:
@@ -102,7 +119,7 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
     assert fired.starts[fired.runs[:, 4] + counts].sum() == (h != 0).sum()
     units = num_parts(width) * num_tokens
     for first, last in pairwise([0, 11, 50 % units, units] if units > 50 else [0, 11, units]):
-        prompt_down_kernel(down, tokens, fired, first, last, sums, out)
+        prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, result)
     assert (np.abs(out - 2 - expected) <= 4e-6 * most + 1e-5).all()
 
 
@@ -112,7 +129,7 @@ def test_without_a_bias() -> None:
     expected = h * (x @ values.T)
     tokens, bounds = every_token(3), np.array([0, 20])
     fired = empty_fired(tokens, bounds[:-1], np.diff(bounds))
-    list_fired(one_block(h), bounds, tokens, 0, 1, fired)
+    list_fired(whole_rows(h), bounds, tokens, 0, 1, fired)
     prompt_up_kernel(up, NO_BIAS, x, tokens, 0, 1, fired)
     found = np.zeros_like(h)
     found[h != 0] = fired.values[: np.count_nonzero(h)]
@@ -126,11 +143,11 @@ def test_activations(name: str) -> None:
     values = values.astype(np.float32)
     threshold = {"fatrelu": 0.5, "clamped_silu": 7.0}.get(name, 0.0)
     function = activation(name, threshold)
-    h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty(2, np.int64)
+    h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty((1, 2), np.int64)
 
     def activate(last: int) -> None:
         none, ends = ChoiceRows(NO_BIAS, np.zeros(2, np.int64)), np.array([0, values.size])
-        of_rows = none, none, one_block(h), num_fired
+        of_rows = none, none, np.array([[0, values.size]]), one_block(h), num_fired
         tokens = every_token(2)
         activate_kernel(function, NO_BIAS, NO_BIAS, NO_BIAS, ends, tokens, *of_rows, 0, last)
 
@@ -138,7 +155,7 @@ def test_activations(name: str) -> None:
     exact = activated(name, torch.from_numpy(values.astype(np.float64)), threshold).numpy()
     assert (np.abs(h[0] - exact) <= 4e-7 * np.maximum(np.abs(values), np.abs(exact))).all()
     assert h[0].tobytes() == np.roll(h[1], -7).tobytes()
-    assert num_fired.tolist() == np.count_nonzero(h, axis=1).tolist()
+    assert num_fired[0].tolist() == np.count_nonzero(h, axis=1).tolist()
     h[0, :20] = np.nan
     activate(1)
     assert np.isnan(h[0, :20]).all() and np.isfinite(h[0, 20:]).all()

@@ -53,11 +53,8 @@ def system(tiny: Callable[..., TinyCheckpoint]) -> SystemConfig:
         _of_system(kv_dtype="float32"),
         _of_system(weight_dtype="q8"),
         _of_system(device="cuda"),
-        _of_services(0, num_threads=3),
-        _of_services(1, num_threads=3),
         _of_services(1, model_digest="another"),
-        _of_services(1, has_down_bias=False),
-        _of_services(1, neuron_ids=[np.arange(3, dtype=np.int32)] * 2),
+        _of_services(0, neuron_ids=[np.arange(3, dtype=np.int32)] * 2),
     ],
 )
 def test_what_changes_it(system: SystemConfig, change: _Change) -> None:
@@ -72,11 +69,14 @@ def test_cuts_change_it(system: SystemConfig) -> None:
 
 
 def test_what_leaves_it(system: SystemConfig) -> None:
-    """Batch, size of the cache and ways of asking change no bit."""
+    """Batch, size of the cache, ways of asking, services and threads change no bit."""
     specs = service_specs(system, read_config(Path(system.model_path)))
     others = {"max_batch": 3, "kv_positions": 9000, "exchange": "calls", "prefill_chunk": 128}
     change = _of_system(**others)
     assert _identity(*change(system, specs)) == _identity(system, specs)
+    one = replace(system, num_cpu_actors=1, num_threads=1)
+    of_one = service_specs(one, read_config(Path(system.model_path)))
+    assert _identity(one, of_one) == _identity(system, specs)
 
 
 @pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_VERBOSE"])

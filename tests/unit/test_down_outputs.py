@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.protocol.lanes import output_run
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.actors.setup.assignment import neuron_runs
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError, CheckpointError
@@ -139,21 +139,21 @@ def test_where_rows_are_neurons(
 
 
 @pytest.mark.parametrize(
-    ("num_neurons", "threads", "sizes"),
+    ("size", "block", "total", "sizes"),
     [
-        (512, [1, 1], [256, 256]),
-        (2048, [2], [2048]),
-        (2048, [3, 1], [1536, 512]),
-        (700, [1, 1, 1], [256, 256, 188]),
-        (768, [1, 1, 9], [256, 256, 256]),
-        (12288, [8, 4, 4], [6144, 3072, 3072]),
+        (512, 0, 4, [0, 256, 0, 256]),
+        (512, 1, 4, [256, 0, 256, 0]),
+        (700, 0, 4, [0, 256, 256, 188]),
+        (11008, 0, 8, [1280, 1280, 1536, 1280, 1536, 1280, 1280, 1536]),
     ],
 )
-def test_runs_of_neurons(num_neurons: int, threads: list[int], sizes: list[int]) -> None:
-    runs = neuron_runs(num_neurons, threads)
-    assert np.array_equal(np.concatenate(runs), np.arange(num_neurons))
-    assert all(run[0] % 256 == 0 and run.dtype == np.int32 for run in runs)
-    assert [run.size for run in runs] == sizes
+def test_runs_of_lanes(size: int, block: int, total: int, sizes: list[int]) -> None:
+    """Whole blocks of every format; together all of a block's neurons, once."""
+    runs = [output_run(size, block, lane, total) for lane in range(total)]
+    assert [end - first for first, end in runs] == sizes
+    assert all(first % 256 == 0 for first, _ in runs)
+    ids = np.concatenate([np.arange(*run) for run in runs])
+    assert np.array_equal(np.sort(ids), np.arange(size))
 
 
 def test_misshapen_rows_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.expert_store import ExpertStore
+from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup import storage
@@ -217,7 +218,11 @@ def test_slots_take_what_is_promised(name: str, services: int, tmp_path: Path) -
         share, ids = offloaded_share(spec, config), spec.neuron_ids or []
         weights = load_ffn_biases(Checkpoint(path), config, ids, spec.has_down_bias)
         layers = [layer.ffn for layer in config.layers]
-        store = ExpertStore(file, layers, weights, share, 1)
+        weights.lanes = shard_lanes(
+            weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=True
+        )
+        runs = runs_of_lanes(config, spec.lanes)
+        store = ExpertStore(file, layers, weights, share, 1, runs=runs)
         try:
             arrays = store.arrays
             taken += arrays.gate.nbytes + arrays.up.nbytes + store.stored.outputs.rows.nbytes

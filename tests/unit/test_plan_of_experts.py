@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotcold.actors.protocol.lanes import output_shard
 from hotcold.actors.setup.assignment import (
     cold_shards,
     hottest_neurons,
     require_partition,
-    runs_of_layers,
     service_lanes,
 )
 from hotcold.model.config import neurons
@@ -256,19 +256,19 @@ def test_hottest_experts_stay_whole() -> None:
         assert set(np.bincount(ids // 128, minlength=6).tolist()) <= {0, 128}
 
 
-@pytest.mark.parametrize("threads", [[1], [2, 2], [3, 1], [1, 1, 1]])
-def test_runs_of_experts(threads: list[int]) -> None:
-    """Each service has a run of every expert, and of several experts about its share."""
-    config = mixture_config(num_experts=6, size=768, shared_size=1408, dense_layers=(1,))
-    shards = runs_of_layers(threads, config)
+@pytest.mark.parametrize("threads", [[1], [2, 2], [3, 1], [1, 1, 1, 1]])
+def test_lanes_of_experts(threads: list[int]) -> None:
+    """Each service has whole units of every expert, and of several experts about its share."""
+    config = mixture_config(num_experts=8, size=768, shared_size=1408, dense_layers=(1,))
+    lanes = service_lanes(config, threads, None, of_outputs=True)
+    shards = [output_shard(config, own) for own in lanes]
     require_partition(config, shards)
     for shard in shards:
         for layer in (0, 2):
             for ids in blocks_of(config, layer):
-                own = shard[layer][np.isin(shard[layer], ids)]
-                assert own.size and (np.diff(own) == 1).all()
-                assert (own[0] - ids[0]) % 256 == 0
-                assert (own[-1] + 1 - ids[0]) % 256 == 0 or own[-1] == ids[-1]
-    experts = np.array([(shard[0] < 6 * 768).sum() for shard in shards])
+                own = np.sort(shard[layer][np.isin(shard[layer], ids)]) - ids[0]
+                counts = np.bincount(own // 256)
+                assert np.isin(counts, [0, 256, ids.size % 256]).all()
+    experts = np.array([(shard[0] < 8 * 768).sum() for shard in shards])
     if len(set(threads)) == 1:
         assert experts.max() == experts.min()

@@ -1,0 +1,128 @@
+"""Prompts within compiled loops: the bits of those that Python takes phase by phase.
+
+And of a prompt's last layer, of which only the last token's output is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.attention.attention_service import AttentionService
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import service_specs
+from hotcold.numba_kernels.serve.mailbox import FFN, LAYER, NUM_TOKENS, OPERATION
+from tests.actors.in_process import InProcessSystem
+from tests.quantized_models import make_model
+from tests.tiny_models import VOCAB_SIZE
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import file_of, tiny
+
+IDS = np.random.default_rng(4).integers(0, 101, 128)
+CUTS = [128], [64], [MATRIX_TOKENS, 95], [70, 3, 55]
+GEMMA_LIKE: dict[str, Any] = {"ffn_": "Q4_1", "attn_": "Q8_0", "blk.1.attn_v": "Q6_K"}
+
+
+def state(system: InProcessSystem, mode: str, sizes: list[int]) -> list[np.ndarray]:
+    """Logits of IDS run in steps of `sizes`, and the cache that they leave."""
+    logits = system.logits(mode, IDS, sizes)
+    attention = system.services[0]
+    assert isinstance(attention, AttentionService)
+    found = [logits, *(array.copy() for array in attention.cache_arrays)]
+    for array in attention.cache_arrays:
+        array[:] = 0
+    return found
+
+
+def are_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
+
+
+def by_python(system: InProcessSystem) -> None:
+    """Let no loop take prompts from now on."""
+    for service in system.services:
+        assert isinstance(service, AttentionService | CpuService)
+        service._loops_prompts = False
+
+
+@pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kinds", [MIXED, GEMMA_LIKE])
+def test_a_file_of_quantized_weights(
+    kinds: dict[str, str], num_services: int, num_threads: int, tmp_path: Path
+) -> None:
+    """Attention and FFN, with formats by layers and rows of outputs."""
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, {"token_embd": "Q6_K", "output.": "Q6_K", **kinds})
+    options = SystemOptions(context_length=128, num_cpu_actors=num_services)
+    made, config = prepare_system(path, options)
+    specs = service_specs(replace(made, num_threads=num_threads), config)
+    with InProcessSystem(path, num_threads=num_threads, specs=specs, max_tokens=128) as system:
+        in_loops = [state(system, "dense", sizes) for sizes in CUTS]
+        assert set(system.python_answers) <= {"gpu"}  # logits of many tokens
+        num_heads = system.python_answers.count("gpu")
+        by_python(system)
+        for sizes, found in zip(CUTS, in_loops, strict=True):
+            wanted = state(system, "dense", sizes)
+            assert np.isfinite(wanted[0]).all() and wanted[1].any()
+            assert are_equal(found, wanted), sizes
+        assert system.python_answers.count("gpu") > 2 * num_heads
+        assert "cpu0" in system.python_answers
+
+
+@pytest.mark.parametrize("variant", ["q-llama", "q-opt", "q-falcon-grouped"])
+def test_attention_beside_rows_of_neurons(variant: str, tmp_path: Path) -> None:
+    """Biases, both kinds of norms, parallel layers; down rows of neurons are Python's."""
+    path = make_model(variant, tmp_path)
+    with InProcessSystem(path, 1, 2, max_tokens=128, weight_dtype="q8") as system:
+        found = state(system, "exact", [128])
+        assert system.python_answers.count("gpu") == 1  # the logits
+        by_python(system)
+        assert are_equal(found, state(system, "exact", [128]))
+
+
+def test_tokens_of_two_sequences_are_refused(tmp_path: Path) -> None:
+    path = make_model("q-llama", tmp_path)
+    with InProcessSystem(path, 1, 2, num_slots=2, max_tokens=64, weight_dtype="q8") as system:
+        engine = system.engine("dense")
+        ids = [1] * 40
+        with pytest.raises(Exception, match="consecutive positions of one sequence"):
+            engine.step(ids, range(40), [0] * 39 + [1])
+        logits = engine.step(ids, range(40), [0] * 40).copy()
+        assert np.array_equal(logits, engine.step(ids, range(40), [0] * 40))
+
+
+@pytest.mark.parametrize("num_wanted", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [("q-llama", "q8"), ("q-llama", ""), ("q-falcon-grouped", ""), ("q-opt", "")],
+)
+def test_the_last_layer_of_the_last_tokens(
+    variant: str, weights: str, num_wanted: int, tmp_path: Path
+) -> None:
+    """Their logits, and all keys and values, are those of a step that computes all."""
+    path = make_model(variant, tmp_path)
+    ids, num_tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, 70).tolist(), 70
+    with InProcessSystem(path, 2, 2, max_tokens=128, weight_dtype=weights) as system:
+        engine, attention = system.engine("exact"), system.services[0]
+        assert isinstance(attention, AttentionService)
+        wanted = engine.step(ids, range(num_tokens), [0] * num_tokens, num_wanted).copy()
+        cache = [array.copy() for array in attention.cache_arrays]
+        for array in (*attention.cache_arrays, engine.exchange.buffers.hidden):
+            array[:] = 0
+        engine.place(ids, range(num_tokens), [0] * num_tokens)
+        last = system.config.num_layers - 1
+        for layer in range(last + 1):
+            engine.run_layer(layer, num_tokens, layer + 1, num_wanted)
+        requests = engine.exchange.buffers.requests
+        asked = requests[1:, [OPERATION, LAYER, NUM_TOKENS]].tolist()
+        assert asked == [[FFN, last if num_wanted else last - 1, num_tokens]] * 2
+        found = engine.logits(num_tokens, num_wanted)
+        assert found.shape == wanted.shape
+        assert are_equal([found, *attention.cache_arrays], [wanted, *cache])
