@@ -23,7 +23,7 @@ _FEWEST_LANES, _MOST_LANES = 8, 32  # as many threads as that can share the work
 _NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of batches take long
 # Services have whole shares of the lanes, each of which is multiplied as one in prompts: of fewer
 # neurons that takes longer.
-_MOST_SHARES, _NEURONS_A_SHARE = 8, 1024
+_FEWEST_SHARES, _MOST_SHARES, _NEURONS_A_SHARE = 4, 8, 1024
 # Where down rows are an output each, a block is cut in pieces of so many neurons or more.
 _OUTPUT_LANES, _NEURONS_A_PIECE = 8, 2400
 
@@ -50,20 +50,15 @@ def num_lanes(config: ModelConfig) -> int:
 def num_shares(config: ModelConfig) -> int:
     """Into how many shares services can divide the lanes: a function of the model alone."""
     smallest = min(size for layer in config.layers for size in layer.ffn.block_sizes)
-    if _has_experts(config):
-        smallest = max(smallest, 4 * _NEURONS_A_SHARE)  # several are chosen, of larger models
-    return _power_of_two(smallest // _NEURONS_A_SHARE, 2, _MOST_SHARES)
+    return _power_of_two(smallest // _NEURONS_A_SHARE, _FEWEST_SHARES, _MOST_SHARES)
 
 
 def num_output_lanes(config: ModelConfig) -> int:
     """How many lanes neurons have where down rows are an output each: as `num_lanes`."""
-    if _has_experts(config):
+    sizes = [layer.ffn.block_sizes for layer in config.layers]
+    if any(len(of_layer) > 1 for of_layer in sizes):
         return _OUTPUT_LANES
-    return min(_num_pieces(size) for layer in config.layers for size in layer.ffn.block_sizes)
-
-
-def _has_experts(config: ModelConfig) -> bool:
-    return any(len(layer.ffn.block_sizes) > 1 for layer in config.layers)
+    return min(_num_pieces(size) for (size,) in sizes)
 
 
 def _num_pieces(size: int) -> int:
