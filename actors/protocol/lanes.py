@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import ServicePart
 
 _FEWEST_LANES, _MOST_LANES = 8, 32  # as many threads as that can share the work
-# Services have whole shares of the lanes. What a share has of a block is multiplied as one in
-# prompts, and where down rows are an output each; it should not have less than so many neurons.
-_FEWEST_SHARES, _MOST_SHARES, _NEURONS_A_SHARE = 4, 8, 1024
 _NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of batches take long
+# Services have whole shares of the lanes, each of which is multiplied as one in prompts: of fewer
+# neurons that takes longer.
+_FEWEST_SHARES, _MOST_SHARES, _NEURONS_A_SHARE = 4, 8, 1024
+# Where down rows are an output each, a block is cut in pieces of so many neurons or more.
+_OUTPUT_LANES, _NEURONS_A_PIECE = 8, 2400
 
 
 class Lanes(NamedTuple):
@@ -48,7 +50,24 @@ def num_lanes(config: ModelConfig) -> int:
 def num_shares(config: ModelConfig) -> int:
     """Into how many shares services can divide the lanes: a function of the model alone."""
     smallest = min(size for layer in config.layers for size in layer.ffn.block_sizes)
-    return _MOST_SHARES if smallest >= _MOST_SHARES * _NEURONS_A_SHARE else _FEWEST_SHARES
+    return _power_of_two(smallest // _NEURONS_A_SHARE, _FEWEST_SHARES, _MOST_SHARES)
+
+
+def num_output_lanes(config: ModelConfig) -> int:
+    """How many lanes neurons have where down rows are an output each: as `num_lanes`."""
+    sizes = [layer.ffn.block_sizes for layer in config.layers]
+    if any(len(of_layer) > 1 for of_layer in sizes):
+        return _OUTPUT_LANES
+    return min(_num_pieces(size) for (size,) in sizes)
+
+
+def _num_pieces(size: int) -> int:
+    return _power_of_two(size // _NEURONS_A_PIECE, 1, _OUTPUT_LANES)
+
+
+def _power_of_two(number: int, least: int, most: int) -> int:
+    """The largest power of two up to `number` that is within least..most."""
+    return min(most, max(least, 1 << max(1, number).bit_length() - 1))
 
 
 def share_lanes(total: int, weights: Sequence[int], at_once: int = 1) -> list[Lanes]:
@@ -82,11 +101,15 @@ def in_loading_order(ids: np.ndarray, block_sizes: Sequence[int], lanes: Lanes) 
 def output_run(size: int, block: int, lane: int, total: int) -> tuple[int, int]:
     """First neuron and end of a lane of a block of `size`, where down rows are an output each.
 
-    Lanes are runs cut at multiples of UNIT. In turn another lane has what remains, so that several
-    experts are about equal work for all.
+    A block is in some lanes, mostly an expert in one: its pieces are runs cut at multiples of UNIT.
+    The next block begins in the next lane.
     """
     units, turn = -(-size // UNIT), (lane - block) % total
-    first, end = (min(units * place // total * UNIT, size) for place in (turn, turn + 1))
+    pieces = min(_num_pieces(size), total)
+    piece, rest = divmod(turn, total // pieces)
+    if rest:
+        return 0, 0
+    first, end = (min(units * place // pieces * UNIT, size) for place in (piece, piece + 1))
     return first, end
 
 

@@ -11,6 +11,7 @@ from hotcold.actors.protocol.lanes import (
     Lanes,
     in_loading_order,
     num_lanes,
+    num_output_lanes,
     num_shares,
     share_lanes,
 )
@@ -137,7 +138,7 @@ def service_lanes(
     With `of_outputs` those of down rows that are an output each.
     """
     if of_outputs:
-        return share_lanes(num_shares(config), threads)
+        return share_lanes(num_output_lanes(config), threads)
     weights = [sum(ids.size for ids in layers) for layers in planned or []]
     total, at_once = num_lanes(config), num_lanes(config) // num_shares(config)
     return share_lanes(total, weights if any(weights) else threads, at_once)

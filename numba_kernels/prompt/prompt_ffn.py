@@ -109,9 +109,9 @@ def activate_kernel(
                             own[t, n] = 0
             for t in range(begin, end):
                 for lane in range(num_fired.shape[0]):
-                    found = 0
-                    for n in range(ends[b, lane], ends[b, lane + 1]):
-                        found += own[t, n] != 0
+                    found, of_lane = 0, own[t, ends[b, lane] : ends[b, lane + 1]]
+                    for n in range(of_lane.shape[0]):
+                        found += of_lane[n] != 0
                     num_fired[lane, choice + t] = found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import num_lanes
+from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.choose import choose_system, require_one_mode
 from hotcold.actors.setup.memory_needs import attention_parts_bytes, system_need
@@ -106,9 +106,9 @@ def test_no_thread_is_left_over(num_threads: int, num_services: int, tmp_path: P
     ids = [spec.neuron_ids[0] for spec in cpus if spec.neuron_ids]
     assert np.sort(np.concatenate(ids)).tolist() == list(range(config.ffn_size))
     for count, shard in zip(counts, ids, strict=True):
-        # a lane less or more, where lanes do not divide evenly
+        # a share of lanes less or more, where these do not divide evenly
         share = config.ffn_size * count / sum(counts)
-        assert abs(shard.size - share) <= config.ffn_size / num_lanes(config)
+        assert abs(shard.size - share) <= config.ffn_size / num_shares(config)
 
 
 def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
