@@ -6,7 +6,6 @@ requests a fork at a socket, and becomes a plain worker if it gets none.
 """
 
 import atexit
-import ctypes
 import gc
 import importlib
 import json
@@ -20,8 +19,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hotcold.actors.processes.child_process import end_with_parent
 from hotcold.model.current_folder import environment_of_python
+
+if TYPE_CHECKING:
+    from hotcold.actors.protocol.messages import SystemConfig
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
 _WORKER = "ray._private.workers.default_worker"
@@ -48,7 +52,6 @@ _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
-_PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
@@ -90,6 +93,10 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # its own: Ctrl-C must not reach it
             )
+
+    def compile(self, system: SystemConfig) -> None:
+        """Compile its kernels, once, while Ray starts; before `listen`. Errors: OSError."""
+        self._control.send(system.as_json())
 
     def listen(self, address: Path) -> None:
         """Fork a worker for each connection to this path. Errors: OSError, also for a later Ray."""
@@ -139,10 +146,26 @@ def main() -> None:
     added = {name: text for name, text in os.environ.items() if name not in given}
     gc.freeze()  # a collection must not write to shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
-    _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
-    if not descriptors:  # the owner has ended
-        return
+    descriptors: list[int] = []
+    while not descriptors:
+        request, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
+        if not request:  # the owner has ended
+            return
+        if not descriptors:
+            _compile(request)
     _serve(owner, socket.socket(fileno=descriptors[0]), added)
+
+
+def _compile(system: bytes) -> None:
+    """Compile for the system of this JSON, in a fork that ends with this process."""
+    from hotcold.actors.processes.precompile import compile_beside
+    from hotcold.actors.protocol.messages import SystemConfig
+
+    with suppress(OSError):  # out of processes or memory
+        if os.fork() == 0:
+            end_with_parent()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            compile_beside(SystemConfig.from_json(system))
 
 
 def _register_types() -> None:
@@ -210,7 +233,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != server:  # it ended before prctl was called
         sys.exit()
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended

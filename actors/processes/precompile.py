@@ -1,9 +1,11 @@
-"""Compiles a system's kernels ahead of time, in a process of its own.
+"""Compiles a system's kernels ahead of time, by services without weights, in other processes.
+
+The compiled kernels are in the disk cache then, where the system's own processes find them.
 
 LLVM takes several hundred megabytes to compile a service's kernels, and keeps that memory. With a
-memory budget (--cpu-memory) one process therefore goes first: it runs services without weights, one
-token, several tokens and part of a prompt. The compiled kernels are in the disk cache when it ends,
-and the system's own processes load them from there.
+memory budget (--cpu-memory) one process therefore goes first, and runs one token, several tokens
+and part of a prompt. Where all is in memory, compilers begin while Ray still starts, one for each
+kind of process: services that need a kernel meanwhile wait for them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import llvmlite.binding
 import numpy as np
@@ -46,6 +49,8 @@ from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
+_PROMPT_NICENESS = 10  # of compiling what only long prompts need
+
 
 def precompile_once(system: SystemConfig) -> None:
     """Compile the kernels of `system` in another process, once per machine and kind of system.
@@ -53,8 +58,8 @@ def precompile_once(system: SystemConfig) -> None:
     Does nothing without a memory budget, or where the kernel cache cannot be written. If that
     process fails, the system's own processes compile.
     """
-    marker = None if system.storage is None else _marker(system)
-    if marker is None or marker.exists():
+    marker = None if system.storage is None else _missing_marker(system)
+    if marker is None:
         return
     with suppress(OSError):
         process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -65,17 +70,72 @@ def precompile_once(system: SystemConfig) -> None:
             write_atomic(marker, b"")
 
 
-def _marker(system: SystemConfig) -> Path | None:
-    """The file that marks such a system's kernels as compiled; None without a kernel cache."""
+def compile_beside(system: SystemConfig) -> NoReturn:
+    """Compile what a first token of `system` needs, then a first long prompt, and end this process.
+
+    For a fork of a process that has imported services. All weights of the system are in memory, and
+    its attention is on the CPU. What fails is left to the system's own processes.
+    """
+    with suppress(Exception):
+        marker = _missing_marker(system)
+        if marker is not None:
+            _compile_parts(system, marker)
+    os._exit(0)
+
+
+def _compile_parts(system: SystemConfig, marker: Path) -> None:
+    """Compile in a child for each kind of process; `marker` is written once tokens need no more."""
+
+    def service(only: Callable[[Topology], int]) -> Callable[[], object]:
+        return _start(system, only).services[0].prepare_prompts
+
+    parts = (
+        lambda: service(lambda topology: topology.cache_services[0]),
+        lambda: service(lambda topology: topology.cpu_services[0]),
+        lambda: _compile_driver(system),
+    )
+    done, tell = os.pipe()
+
+    def run(part: Callable[[], Callable[[], object]]) -> None:
+        rest = part()
+        os.write(tell, b"x")
+        os.nice(_PROMPT_NICENESS)
+        rest()
+
+    children = [_begin_child(partial(run, part)) for part in parts]
+    os.close(tell)
+    if sum(len(os.read(done, 1)) for _ in parts) == len(parts):
+        write_atomic(marker, b"")
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _compile_driver(system: SystemConfig) -> Callable[[], object]:
+    from hotcold.actors.driver.driver import compile_driver
+
+    served = served_config(
+        system, Checkpoint(Path(system.model_path)), read_config(system.model_path)
+    )
+    topology = Topology(tuple(service_specs(system, served)))
+    compile_driver(system, arena_layout(system, served), topology)
+    return lambda: None
+
+
+def _missing_marker(system: SystemConfig) -> Path | None:
+    """The file that will mark such a system's kernels as compiled.
+
+    None where it is there, or there is no kernel cache.
+    """
     kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
     options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms, system.draft
     key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
-    key.append(system.down_transposed)
+    key += [system.down_transposed, system.storage is not None]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
-        return own_folder("numba", f"precompiled-{sources_digest()}") / digest
+        marker = own_folder("numba", f"precompiled-{sources_digest()}") / digest
     except OSError:
         return None
+    return None if marker.exists() else marker
 
 
 class _ThreadWatch:
@@ -126,27 +186,45 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
-    """Keeps as little in memory as a CPU service can: as many neurons as its largest layer has."""
-    from hotcold.actors.cpu.cpu_service import load_cpu_service
+    """Reads one row of each matrix; with neurons on storage, as many as its largest layer has."""
+    from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
+    from hotcold.actors.cpu.dense_service import load_dense_service
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
-    assert spec.storage is not None and spec.neuron_ids is not None
+    assert spec.neuron_ids is not None
+    if spec.storage is None:
+        load: Callable[..., CpuService] = (
+            load_dense_service if spec.system.down_transposed else load_cpu_service
+        )
+        service = load(_without_draft(spec), config, lambda num_bytes: None, max_rows=1)
+        _add_draft(service, spec, config)
+        return service
     stored = served_config(spec.system, Checkpoint(spec.path), config)
     share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
     service = load_offloaded_service(
-        replace(spec, system=replace(spec.system, draft=NO_MODEL)),
+        _without_draft(spec),
         config,
         share,
         Path(predictors) if predictors else None,
         lambda num_bytes: None,
     )
-    if spec.draft is not None:
+    _add_draft(service, spec, config)
+    return service
+
+
+def _without_draft(spec: ServiceSpec) -> ServiceSpec:
+    return replace(spec, system=replace(spec.system, draft=NO_MODEL))
+
+
+def _add_draft(service: Service, spec: ServiceSpec, config: ModelConfig) -> None:
+    from hotcold.actors.cpu.cpu_service import load_cpu_service
+
+    if spec.draft is not None and spec.neuron_ids is not None:
         few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
         draft = replace(spec.draft, neuron_ids=few)
         service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
-    return service
 
 
 def _start(system: SystemConfig, only: Callable[[Topology], int] | None = None) -> _Services:
@@ -193,8 +271,13 @@ def precompile(system: SystemConfig) -> None:
 
 def _in_own_process(function: Callable[[], object]) -> bool:
     """Call `function` in a forked child; whether it returned."""
+    return os.waitpid(_begin_child(function), 0)[1] == 0
+
+
+def _begin_child(function: Callable[[], object]) -> int:
+    """Call `function` in a forked child, which ends then; returns its process id."""
     if child := os.fork():
-        return os.waitpid(child, 0)[1] == 0
+        return child
     try:
         end_with_parent()
         give_back_freed_memory()
