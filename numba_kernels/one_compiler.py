@@ -145,9 +145,9 @@ def _few_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_count()[0] > _MANY_OBJECTS:
-            gc.collect(0)
         if was_on:
+            if gc.get_count()[0] > _MANY_OBJECTS:
+                gc.collect(0)
             gc.enable()
 
 

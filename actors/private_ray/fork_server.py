@@ -5,6 +5,8 @@ and each worker is a fork of it. In place of a worker the raylet runs `forked_wo
 requests a fork at a socket, and becomes a plain worker if it gets none.
 """
 
+from __future__ import annotations
+
 import atexit
 import gc
 import importlib
@@ -57,7 +59,7 @@ _PAUSE_S = 0.1  # before a failed fork is tried again
 class ForkServer:
     """The server, as its owner sees it; it ends with the owner, and all workers end with it."""
 
-    _begun: "ForkServer | None" = None
+    _begun: ForkServer | None = None
     _module = __name__  # whose main it runs
 
     @classmethod
@@ -71,7 +73,7 @@ class ForkServer:
             atexit.register(cls._begun.end)
 
     @classmethod
-    def take(cls) -> "ForkServer":
+    def take(cls) -> ForkServer:
         """The server that `begin` started, else a new one; the caller ends it. Errors: OSError."""
         begun, cls._begun = cls._begun, None
         if begun is not None:

@@ -43,6 +43,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.compiling_process import only_compile
 from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
@@ -97,6 +98,7 @@ def _compile_parts(system: SystemConfig, marker: Path) -> None:
     done, tell = os.pipe()
 
     def run(part: Callable[[], Callable[[], object]]) -> None:
+        only_compile()
         rest = part()
         os.write(tell, b"x")
         os.nice(_PROMPT_NICENESS)
