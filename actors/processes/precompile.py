@@ -39,7 +39,7 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
-_PROMPT_NICENESS = 10  # of compiling what only long prompts need
+_NICENESS = 7  # added for what is needed later: a fifth of the time beside what is not nice
 
 
 def precompile_once(system: SystemConfig) -> None:
@@ -90,21 +90,23 @@ def _compile_parts(system: SystemConfig, marker: Path) -> None:
     def service(only: Callable[[Topology], int]) -> Callable[[], object]:
         return _start(system, only).services[0].prepare_prompts
 
+    # A CPU service takes the longest: it has a core for itself where there are two.
     parts = (
-        lambda: service(lambda topology: topology.cache_services[0]),
-        lambda: service(lambda topology: topology.cpu_services[0]),
-        lambda: _compile_driver(system),
+        (0, lambda: service(lambda topology: topology.cpu_services[0])),
+        (_NICENESS, lambda: service(lambda topology: topology.cache_services[0])),
+        (_NICENESS, lambda: _compile_driver(system)),
     )
     done, tell = os.pipe()
 
-    def run(part: Callable[[], Callable[[], object]]) -> None:
+    def run(niceness: int, part: Callable[[], Callable[[], object]]) -> None:
+        os.nice(niceness)  # of this thread and those that it starts
         only_compile()
         rest = part()
         os.write(tell, b"x")
-        os.nice(_PROMPT_NICENESS)
+        os.nice(_NICENESS)
         rest()
 
-    children = [_begin_child(partial(run, part)) for part in parts]
+    children = [_begin_child(partial(run, *part)) for part in parts]
     os.close(tell)
     if sum(len(os.read(done, 1)) for _ in parts) == len(parts):
         write_atomic(marker, b"")
@@ -178,13 +180,18 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         """With weights of the dtype `name`."""
         with TensorReader(checkpoint, dtype=requested_dtype(name), max_rows=1) as reader:
             attention, head = read_attention(reader, config), read_head(reader, config)
-        arrays = attention_arrays(config, cache, attention, head)
+        arrays = attention_arrays(config, cache, attention, head, _any_frequencies)
         return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
 
     found = service(spec.system.weight_dtype, spec.cache)
     if spec.draft is not None:
         found.draft = service(spec.draft.system.weight_dtype, spec.cache)
     return found
+
+
+def _any_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
+    """In place of the rope's own, which take torch a second: compiled code does not depend on them."""
+    return np.ones(rope.rotary_dim(head_dim) // 2, np.float32)
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
