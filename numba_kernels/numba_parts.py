@@ -63,7 +63,7 @@ _COMPILING = {
     "targetconfig:TargetConfig.values": "self",
     "event:start_event": "kind data",
     "event:end_event": "kind data exc_details",
-    "event:_registered": None,
+    "event:install_timer": None,
     "ir:Inst._rec_list_vars": "self val",
     "types:unliteral": "lit_type",
 }

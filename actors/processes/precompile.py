@@ -190,7 +190,7 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 
 def _any_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
-    """In place of the rope's own, which take torch a second: compiled code does not depend on them."""
+    """In place of the rope's own, for which torch would be imported."""
     return np.ones(rope.rotary_dim(head_dim) // 2, np.float32)
 
 
