@@ -4,7 +4,6 @@ Numba serves programs that run on, and that watch how it compiles. Compiled code
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
-import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,13 +11,14 @@ from numba.core import event, ir
 from numba.core.targetconfig import TargetConfig
 
 from hotcold.numba_kernels.numba_parts import has_compiling_parts
+from hotcold.numba_kernels.one_compiler import never_collect
 
 _PLAIN = frozenset({ir.Loc, ir.Scope, str, int, float, bool, type(None)})  # have no variables
 
 
 def only_compile() -> None:
     """Let this process compile faster from now on; it never collects garbage."""
-    gc.disable()
+    never_collect()
     if has_compiling_parts():
         TargetConfig.__eq__, TargetConfig.__hash__ = _same_values, _hash_of_type
         event.start_event = event.end_event = _tell_nobody

@@ -115,6 +115,7 @@ def _field_names(sig: Any) -> tuple[Any, ...]:
 
 
 _MANY_OBJECTS = 100_000  # that were made since the last collection; some hundred bytes each
+_collects = True
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
 
 
@@ -145,10 +146,17 @@ def _few_collections() -> Iterator[None]:
     try:
         yield
     finally:
+        if _collects and gc.get_count()[0] > _MANY_OBJECTS:
+            gc.collect(0)
         if was_on:
-            if gc.get_count()[0] > _MANY_OBJECTS:
-                gc.collect(0)
             gc.enable()
+
+
+def never_collect() -> None:
+    """For a process that ends once it has compiled."""
+    global _collects
+    _collects = False
+    gc.disable()
 
 
 @contextmanager

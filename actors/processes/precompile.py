@@ -32,6 +32,7 @@ from hotcold.actors.processes.child_process import (
     end_with_parent,
     give_back_freed_memory,
 )
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
@@ -87,8 +88,8 @@ def compile_beside(system: SystemConfig) -> NoReturn:
 def _compile_parts(system: SystemConfig, marker: Path) -> None:
     """Compile in a child for each kind of process; `marker` is written once tokens need no more."""
 
-    def service(only: Callable[[Topology], int]) -> Callable[[], object]:
-        return _start(system, only).services[0].prepare_prompts
+    def service(which: Callable[[Topology], int]) -> Callable[[], object]:
+        return _compile_service(system, which).prepare_prompts
 
     # A CPU service takes the longest: it has a core for itself where there are two.
     parts = (
@@ -117,12 +118,8 @@ def _compile_parts(system: SystemConfig, marker: Path) -> None:
 def _compile_driver(system: SystemConfig) -> Callable[[], object]:
     from hotcold.actors.driver.driver import compile_driver
 
-    served = served_config(
-        system, Checkpoint(Path(system.model_path)), read_config(system.model_path)
-    )
-    topology = Topology(tuple(service_specs(system, served)))
-    compile_driver(system, arena_layout(system, served), topology)
-    return lambda: None
+    _, specs, layout = _plan(system)
+    return compile_driver(system, layout, Topology(tuple(specs)))
 
 
 def _missing_marker(system: SystemConfig) -> Path | None:
@@ -236,22 +233,36 @@ def _add_draft(service: Service, spec: ServiceSpec, config: ModelConfig) -> None
         service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
 
 
-def _start(system: SystemConfig, only: Callable[[Topology], int] | None = None) -> _Services:
-    """Start all services of `system` on one arena, or `only` one of its topology."""
+def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    return (_cpu_service if spec.is_cpu_service else _attention_service)(spec, config)
+
+
+def _plan(system: SystemConfig) -> tuple[ModelConfig, list[ServiceSpec], ArenaLayout]:
     config = read_config(system.model_path)
     served = served_config(system, Checkpoint(Path(system.model_path)), config)
-    specs, services = service_specs(system, served), []
-    topology = Topology(tuple(specs))
-    layout = arena_layout(system, served)
-    arena = layout.new_arena()
-    for spec in specs if only is None else [specs[only(topology)]]:
-        service = (_cpu_service if spec.is_cpu_service else _attention_service)(spec, config)
+    return config, service_specs(system, served), arena_layout(system, served)
+
+
+def _compile_service(system: SystemConfig, which: Callable[[Topology], int]) -> Service:
+    """Compile the loops of one of the system's services."""
+    config, specs, layout = _plan(system)
+    service = _service(specs[which(Topology(tuple(specs)))], config)
+    service.compile(layout, layout.new_arena())
+    return service
+
+
+def _start(system: SystemConfig) -> _Services:
+    """Start all services of `system` on one arena."""
+    config, specs, layout = _plan(system)
+    arena, services = layout.new_arena(), []
+    for spec in specs:
+        service = _service(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
         service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
-    return _Services(services, topology, layout.buffers(arena))
+    return _Services(services, Topology(tuple(specs)), layout.buffers(arena))
 
 
 def precompile(system: SystemConfig) -> None:
@@ -276,6 +287,7 @@ def precompile(system: SystemConfig) -> None:
                 engine.logits(count, 1)
 
     driver.between_requests(run)
+    driver.generator.compile_extras()
 
 
 def _in_own_process(function: Callable[[], object]) -> bool:
@@ -301,8 +313,8 @@ def _main() -> None:
     end_with_parent()
     system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (
-        (lambda: _start(system, lambda topology: topology.cache_services[0])),
-        (lambda: _start(system, lambda topology: topology.cpu_services[0])),
+        (lambda: _compile_service(system, lambda topology: topology.cache_services[0])),
+        (lambda: _compile_service(system, lambda topology: topology.cpu_services[0])),
         (lambda: precompile(system)),
     )
     sys.exit(sum(not _in_own_process(part) for part in parts))
