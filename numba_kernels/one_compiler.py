@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numba.core.dispatcher
-from numba.core import types
+from numba.core import event, types
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -131,7 +131,11 @@ def _locked(what: Path) -> Iterator[None]:
     with ExitStack() as opened:
         with suppress(OSError):
             file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # to who looks on, waiting for a compiler is compiling
+                with event.trigger_event("numba:compile"):
+                    fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
