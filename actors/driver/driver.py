@@ -503,6 +503,7 @@ def compile_driver(
     config = read_config(path)
     exchange = ArenaExchange(layout.buffers(layout.new_arena()), _Nobody())
     embedding = load_embedding(Checkpoint(path, keeps_pages=False), config)
+    embedding.lookup(np.zeros(1, np.int64), np.zeros(1, np.int64))
     mode = _load_mode(system, config, topology.shards, exchange)
     engine = Engine(config, embedding, exchange, topology, mode)
     engine.compile()

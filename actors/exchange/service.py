@@ -138,12 +138,18 @@ class Service(ABC):
             self._draft.work_within(self)
             self._draft.prepare(layout)
 
-    def compile(self, layout: ArenaLayout, arena: np.ndarray) -> None:
-        """Compile the loops without threads: each is entered with a request left to Python."""
-        buffers = layout.buffers(arena)
-        self._prepare_all(layout, arena, buffers)
-        buffers.requests[self.index, OPERATION] = STOP
-        buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL] = 1
+    def prepare_unattached(self, layout: ArenaLayout) -> None:
+        """As `attach`, on an arena of its own and without threads: to compile."""
+        arena = layout.new_arena()
+        self._prepare_all(layout, arena, layout.buffers(arena))
+
+    def compile(self) -> None:
+        """Compile the loops, after `prepare_unattached`.
+
+        Each is entered with a request that it leaves to Python.
+        """
+        self.buffers.requests[self.index, OPERATION] = STOP
+        self.buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL] = 1
         for service in filter(None, (self, self._draft)):
             service.serve(0, 0)
 

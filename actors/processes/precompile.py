@@ -51,7 +51,7 @@ from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
-_NICENESS = 7  # added for what is needed later: a fifth of the time beside what is not nice
+_NICENESS, _LATER_NICENESS = 7, 19  # a fifth and a sixtieth of the time beside what is not nice
 
 
 def precompile_once(system: SystemConfig) -> None:
@@ -87,24 +87,20 @@ def compile_beside(system: SystemConfig) -> NoReturn:
 
 def _compile_parts(system: SystemConfig, marker: Path) -> None:
     """Compile in a child for each kind of process; `marker` is written once tokens need no more."""
-
-    def service(which: Callable[[Topology], int]) -> Callable[[], object]:
-        return _compile_service(system, which).prepare_prompts
-
     # A CPU service takes the longest: it has a core for itself where there are two.
     parts = (
-        (0, lambda: service(lambda topology: topology.cpu_services[0])),
-        (_NICENESS, lambda: service(lambda topology: topology.cache_services[0])),
-        (_NICENESS, lambda: _compile_driver(system)),
+        (0, _compile_cpu_service),
+        (_NICENESS, _compile_attention),
+        (_NICENESS, _compile_driver),
     )
     done, tell = os.pipe()
 
-    def run(niceness: int, part: Callable[[], Callable[[], object]]) -> None:
-        os.nice(niceness)  # of this thread and those that it starts
+    def run(niceness: int, part: Callable[[SystemConfig], Callable[[], object]]) -> None:
+        os.nice(niceness)
         only_compile()
-        rest = part()
+        rest = part(system)
         os.write(tell, b"x")
-        os.nice(_NICENESS)
+        os.nice(_LATER_NICENESS)
         rest()
 
     children = [_begin_child(partial(run, *part)) for part in parts]
@@ -115,11 +111,32 @@ def _compile_parts(system: SystemConfig, marker: Path) -> None:
         os.waitpid(child, 0)
 
 
+# Each compiles what a first token needs, and returns what compiles the rest.
+
+
+def _compile_cpu_service(system: SystemConfig) -> Callable[[], object]:
+    service = _unattached(system, lambda topology: topology.cpu_services[0])
+    service.compile()
+    return service.prepare_prompts
+
+
+def _compile_attention(system: SystemConfig) -> Callable[[], object]:
+    service = _unattached(system, lambda topology: topology.cache_services[0])
+    service.compile()
+    return lambda: None
+
+
 def _compile_driver(system: SystemConfig) -> Callable[[], object]:
     from hotcold.actors.driver.driver import compile_driver
 
     _, specs, layout = _plan(system)
-    return compile_driver(system, layout, Topology(tuple(specs)))
+    compile_extras = compile_driver(system, layout, Topology(tuple(specs)))
+
+    def compile_rest() -> None:  # also of attention, as it is done with the driver before that is
+        _unattached(system, lambda topology: topology.cache_services[0]).prepare_prompts()
+        compile_extras()
+
+    return compile_rest
 
 
 def _missing_marker(system: SystemConfig) -> Path | None:
@@ -243,11 +260,11 @@ def _plan(system: SystemConfig) -> tuple[ModelConfig, list[ServiceSpec], ArenaLa
     return config, service_specs(system, served), arena_layout(system, served)
 
 
-def _compile_service(system: SystemConfig, which: Callable[[Topology], int]) -> Service:
-    """Compile the loops of one of the system's services."""
+def _unattached(system: SystemConfig, which: Callable[[Topology], int]) -> Service:
+    """One of the system's services, without threads and weights."""
     config, specs, layout = _plan(system)
     service = _service(specs[which(Topology(tuple(specs)))], config)
-    service.compile(layout, layout.new_arena())
+    service.prepare_unattached(layout)
     return service
 
 
@@ -313,8 +330,8 @@ def _main() -> None:
     end_with_parent()
     system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (
-        (lambda: _compile_service(system, lambda topology: topology.cache_services[0])),
-        (lambda: _compile_service(system, lambda topology: topology.cpu_services[0])),
+        (lambda: _compile_attention(system)),
+        (lambda: _compile_cpu_service(system)),
         (lambda: precompile(system)),
     )
     sys.exit(sum(not _in_own_process(part) for part in parts))
