@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
 from hotcold.actors.private_ray.start import init_private
 from hotcold.actors.private_ray.temp_folder import MAX_CHOSEN_BYTES, TempFolder, base_folder
+from hotcold.actors.processes import precompile
 from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
@@ -93,7 +94,8 @@ def start_local_ray(
     # Ray's processes keep this one's current folder, and workers would import modules from it.
     with elsewhere(), own_sigterm(), _environment(environment_of_python()):
         try:
-            init_private(_FIRST_WORKERS, compiled, job_config=OwnFolders(), **options)
+            compiler = None if compiled is None else (precompile.__name__, compiled.as_json())
+            init_private(_FIRST_WORKERS, compiler, job_config=OwnFolders(), **options)
         except Exception as error:  # any, with an unknown version of Ray
             _end(_children() - others)
             _init(options)

@@ -1,6 +1,7 @@
 """`python -m hotcold`, and the command `hotcold`."""
 
-import _signal  # not `signal`: foreign modules of the current folder are found until they are not
+# Not `signal`: until the command is imported, modules of the current folder are found.
+import _signal  # type: ignore[import-not-found]
 import os
 
 

@@ -29,7 +29,7 @@ def only_compile() -> None:
 # Each call of each overload looks flags up, and Numba would list the options of both every time.
 
 
-def _same_values(self: TargetConfig, other: object) -> bool:
+def _same_values(self: Any, other: Any) -> bool:
     if type(self) is not type(other):
         return False
     names = self._values.keys() | other._values.keys()  # others are what both leave at its default

@@ -8,6 +8,7 @@ requests a fork at a socket, and becomes a plain worker if it gets none.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -21,13 +22,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hotcold.actors.processes.child_process import end_with_parent
 from hotcold.model.current_folder import environment_of_python
-
-if TYPE_CHECKING:
-    from hotcold.actors.protocol.messages import SystemConfig
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
 _WORKER = "ray._private.workers.default_worker"
@@ -54,6 +50,7 @@ _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
+_PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
@@ -96,9 +93,12 @@ class ForkServer:
                 process_group=0,  # its own: Ctrl-C must not reach it
             )
 
-    def compile(self, system: SystemConfig) -> None:
-        """Compile its kernels, once, while Ray starts; before `listen`. Errors: OSError."""
-        self._control.send(system.as_json())
+    def run_beside(self, module: str, argument: bytes) -> None:
+        """Call main(argument) of a module, in a fork that ends with the server; before `listen`.
+
+        Errors:  OSError
+        """
+        self._control.send(module.encode() + b"\n" + argument)
 
     def listen(self, address: Path) -> None:
         """Fork a worker for each connection to this path. Errors: OSError, also for a later Ray."""
@@ -154,20 +154,23 @@ def main() -> None:
         if not request:  # the owner has ended
             return
         if not descriptors:
-            _compile(request)
+            _run_beside(request)
     _serve(owner, socket.socket(fileno=descriptors[0]), added)
 
 
-def _compile(system: bytes) -> None:
-    """Compile for the system of this JSON, in a fork that ends with this process."""
-    from hotcold.actors.processes.precompile import compile_beside
-    from hotcold.actors.protocol.messages import SystemConfig
-
+def _run_beside(request: bytes) -> None:
+    """Fork, and call what `ForkServer.run_beside` has sent."""
+    module, argument = request.split(b"\n", 1)
+    server = os.getpid()
     with suppress(OSError):  # out of processes or memory
         if os.fork() == 0:
-            end_with_parent()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            compile_beside(SystemConfig.from_json(system))
+            try:
+                if os.getppid() == server:
+                    importlib.import_module(module.decode()).main(argument)
+            finally:
+                os._exit(0)
 
 
 def _register_types() -> None:
@@ -235,7 +238,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:  # it ended before prctl was called
         sys.exit()
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended

@@ -22,7 +22,6 @@ import ray
 from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
 from hotcold.actors.private_ray.fork_server import ADDRESS, ForkServer
 from hotcold.actors.private_ray.temp_folder import TempFolder
-from hotcold.actors.protocol.messages import SystemConfig
 
 _log = logging.getLogger(__name__)
 _STUB_AGENT = Path(__file__).with_name("stub_agent.py")
@@ -67,11 +66,11 @@ _REGISTERED_S = 15.0  # for the raylet to register with the GCS server; mostly i
 _starting = threading.Lock()
 
 
-def init_private(num_workers: int, compiled: SystemConfig | None = None, **options: Any) -> None:
+def init_private(num_workers: int, beside: tuple[str, bytes] | None = None, **options: Any) -> None:
     """`ray.init(**options)` with the fewest processes; Ray ends with this process.
 
-    `num_workers` worker processes start at once, before the first call. Kernels of the system
-    `compiled` are compiled meanwhile. Ray's files are in a
+    `num_workers` worker processes start at once, before the first call. `beside`: what
+    `ForkServer.run_beside` runs meanwhile. Ray's files are in a
     private folder, which `ray.shutdown` removes.
     Errors:  any, with an unknown version of Ray; it may leave children of this process running
     """
@@ -86,8 +85,8 @@ def init_private(num_workers: int, compiled: SystemConfig | None = None, **optio
         server = ForkServer.take()
         undo.callback(server.end)
         try:
-            if compiled is not None:
-                server.compile(compiled)
+            if beside is not None:
+                server.run_beside(*beside)
             server.listen(folder.path / _WORKERS_SOCKET)
         except OSError as error:
             server.end()

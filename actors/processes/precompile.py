@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import llvmlite.binding
 import numpy as np
@@ -72,17 +72,17 @@ def precompile_once(system: SystemConfig) -> None:
             write_atomic(marker, b"")
 
 
-def compile_beside(system: SystemConfig) -> NoReturn:
-    """Compile what a first token of `system` needs, then a first long prompt, and end this process.
+def main(system: bytes) -> None:
+    """Compile what a first token needs, then a first long prompt, of the system of this JSON.
 
     For a fork of a process that has imported services. All weights of the system are in memory, and
     its attention is on the CPU. What fails is left to the system's own processes.
     """
+    asked = SystemConfig.from_json(system)
     with suppress(Exception):
-        marker = _missing_marker(system)
+        marker = _missing_marker(asked)
         if marker is not None:
-            _compile_parts(system, marker)
-    os._exit(0)
+            _compile_parts(asked, marker)
 
 
 def _compile_parts(system: SystemConfig, marker: Path) -> None:
