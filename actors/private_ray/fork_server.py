@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -230,6 +231,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     sys.argv = [worker, *arguments]
     connection.send(b"forked")
     connection.close()
+    stop_signal_timer()
     runpy.run_path(worker, run_name="__main__")
     sys.exit()
 

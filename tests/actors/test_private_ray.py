@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -119,6 +120,36 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
     assert told["wait_policy"] == "passive"
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
+
+
+def looks_for_signals(process_id: int) -> int:
+    """How often the process's main thread has slept in the next second."""
+    status = Path(f"/proc/{process_id}/task/{process_id}/status")
+
+    def slept() -> int:
+        return int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    before = slept()
+    time.sleep(1.0)
+    return slept() - before
+
+
+def test_idle_workers_sleep_until_they_are_called_or_ended() -> None:
+    """By themselves they look for signals a hundred times a second, on a busy machine too."""
+    with owner() as (process, told):
+        assert process.stdin is not None and process.stdout is not None
+        servers = of_kind(told, "fork_server")
+        forked = [int(pid) for pid, parent in told["parents"].items() if parent in servers]
+        deadline = time.monotonic() + 120
+        while any(looks_for_signals(pid) > 9 for pid in forked):
+            assert time.monotonic() < deadline
+        process.stdin.write(b"say\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"again\n"
+        assert all(looks_for_signals(pid) <= 9 for pid in forked)
+        for pid in forked:
+            os.kill(pid, signal.SIGTERM)
+        assert ended(forked)
 
 
 def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
