@@ -50,7 +50,7 @@ def keep() -> None:
     with ExitStack() as stack:
         stack.callback(registration.remove)
         registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
-        begin_workers()
+        begin_workers(forked=True)
         signals = stack.enter_context(Signals())
         options = _options(handed["options"])
         _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)

@@ -3,6 +3,9 @@
 A worker takes a second to import Ray, NumPy and Numba. Here one process does so while Ray starts,
 and each worker is a fork of it. In place of a worker the raylet runs `forked_worker.py`, which
 requests a fork at a socket, and becomes a plain worker if it gets none.
+
+A command that stays imports most of this too, so there the server is a fork of it: all share what
+has been imported before.
 """
 
 import atexit
@@ -18,8 +21,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
@@ -28,10 +33,13 @@ ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's pat
 _WORKER = "ray._private.workers.default_worker"
 # None of them may create actor classes: Ray draws their ids at random, and after the fork all
 # workers would draw the same ones.
-_PRELOADED: tuple[str, ...] = (
+_OF_ALL = (  # of a command that stays, too
     _WORKER,
     "hotcold.actors.processes.driver_actor",
     "hotcold.actors.processes.service_actor",
+)
+_PRELOADED: tuple[str, ...] = (
+    *_OF_ALL,
     "hotcold.actors.driver.driver",
     "hotcold.actors.cpu.cpu_service",
     "hotcold.actors.attention.attention_service",
@@ -45,7 +53,9 @@ _NEWEST_RAY = (2, 60)
 _GC_THRESHOLD = 50_000
 # Of the C library, which makes eight a core, and what one thread freed others cannot use: some
 # 20 MB in each process.
-_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+_NUM_ARENAS = 2
+_ARENAS = {"MALLOC_ARENA_MAX": str(_NUM_ARENAS)}
+_ARENA_MAX = -8  # a parameter of mallopt(3)
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
@@ -65,24 +75,36 @@ class ForkServer:
         It does not get the environment variables named in `secrets`.
         """
         if cls._begun is None:
-            cls._begun = cls(*secrets)
-            atexit.register(cls._begun.end)
+            cls._keep(cls.start(*secrets))
+
+    @classmethod
+    def fork(cls, *secrets: str) -> None:
+        """As `begin`, by a fork of this process, which still has one thread and one task: to begin.
+
+        First it imports what both need.
+        """
+        if cls._begun is None:
+            cls._keep(cls._forked(secrets))
 
     @classmethod
     def take(cls) -> "ForkServer":
-        """The server that `begin` started, else a new one; the caller ends it. Errors: OSError."""
+        """The server that `begin` or `fork` started, else a new one; the caller ends it.
+
+        Errors:  OSError
+        """
         begun, cls._begun = cls._begun, None
         if begun is not None:
             atexit.unregister(begun.end)
-        return begun or cls()
+        return begun or cls.start()
 
-    def __init__(self, *secrets: str) -> None:
-        """Start a server, which imports and waits for `listen`. Errors: OSError."""
-        self._control, theirs = _socketpair()  # the server ends where the owner's side closes
+    @classmethod
+    def start(cls, *secrets: str) -> "ForkServer":
+        """A new server. `secrets`: see `begin`. Errors: OSError."""
+        control, theirs = _socketpair()  # the server ends where the owner's side closes
         shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
+            process = subprocess.Popen(
+                [sys.executable, "-m", cls._module, str(theirs.fileno())],
                 env=_ARENAS | shown | environment_of_python(),
                 cwd=os.sep,
                 stdin=subprocess.DEVNULL,
@@ -91,6 +113,27 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # its own: Ctrl-C must not reach it
             )
+        return cls(process, control)
+
+    @classmethod
+    def _forked(cls, secrets: Sequence[str]) -> "ForkServer":
+        added = _import(_OF_ALL)
+        gc.freeze()  # a collection must not write to shared pages
+        owner = os.getpid()
+        control, theirs = _socketpair()
+        if (server := os.fork()) == 0:
+            _serve_owner(theirs, owner, added, secrets)
+        theirs.close()
+        return cls(_Fork(server), control)
+
+    @classmethod
+    def _keep(cls, begun: "ForkServer") -> None:
+        cls._begun = begun
+        atexit.register(begun.end)
+
+    def __init__(self, process: "subprocess.Popen[bytes] | _Fork", control: socket.socket) -> None:
+        """`control`: the owner's side."""
+        self._process, self._control = process, control
 
     def listen(self, address: Path) -> None:
         """Fork a worker for each connection to this path. Errors: OSError, also for a later Ray."""
@@ -108,14 +151,33 @@ class ForkServer:
         self._control.close()
 
 
-def begin_workers() -> None:
+class _Fork:
+    """A child of this process that runs no program of its own; see subprocess.Popen."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self._has_ended = False
+
+    def kill(self) -> None:
+        if not self._has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self._process_id, signal.SIGKILL)
+
+    def wait(self) -> None:
+        with suppress(ChildProcessError):
+            if not self._has_ended:
+                os.waitpid(self._process_id, 0)
+        self._has_ended = True
+
+
+def begin_workers(*, forked: bool = False) -> None:
     """Start a server early for a command that will start a private Ray; idempotent.
 
-    Does nothing where RAY_ADDRESS names a cluster.
+    `forked`: as `ForkServer.fork`. Does nothing where RAY_ADDRESS names a cluster.
     """
     if "RAY_ADDRESS" not in os.environ:
         with suppress(OSError):  # `ForkServer.take` will report it
-            ForkServer.begin("HOTCOLD_API_KEY")
+            (ForkServer.fork if forked else ForkServer.begin)("HOTCOLD_API_KEY")
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
@@ -125,19 +187,90 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 def main() -> None:
     """Run the server; its argument is the descriptor of the owner's socket."""
     gc.set_threshold(_GC_THRESHOLD)
-    owner = socket.socket(fileno=int(sys.argv[1]))
+    _prepare(socket.socket(fileno=int(sys.argv[1])), {})
+
+
+def _serve_owner(
+    owner: socket.socket, process_id: int, added: dict[str, str], secrets: Sequence[str]
+) -> NoReturn:
+    """Run the server in a fork of its owner, which is the process `process_id`."""
+    status = 1
+    try:
+        _end_with(process_id)
+        _leave_owner(owner, secrets)
+        _prepare(owner, added)
+        status = 0
+    except SystemExit as end:  # a worker's
+        status = end.code if isinstance(end.code, int) else 1
+    finally:  # not as the owner would end
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        os._exit(status)
+
+
+def _leave_owner(owner: socket.socket, secrets: Sequence[str]) -> None:
+    """Keep nothing of the owner's but its modules and `owner`, as if started by itself."""
+    os.setpgid(0, 0)  # its own: Ctrl-C must not reach it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.unraisablehook = sys.__unraisablehook__
+    for name in secrets:
+        os.environ.pop(name, None)
+    for link in Path("/proc/self/fd").iterdir():
+        if int(link.name) not in (0, 1, 2, owner.fileno()):
+            with suppress(OSError):  # that of the folder itself
+                os.close(int(link.name))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    os.chdir(os.sep)
+    os.environ |= environment_of_python()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not _ARENAS.keys() & os.environ.keys():
+        mallopt(_ARENA_MAX, _NUM_ARENAS)
+    _take_name(__name__)
+
+
+def _take_name(name: str) -> None:
+    """Be called `name` where processes are listed, not as the owner, with its options."""
+    with suppress(ImportError):  # of a Ray that has none
+        from ray._raylet import setproctitle
+
+        setproctitle(name)
+
+
+def _import(names: Sequence[str]) -> dict[str, str]:
+    """Import modules that workers need; returns the environment variables that these have set.
+
+    Modules that set a variable when they are imported do not run again in a worker.
+    """
     # Ray reads these two once, when it is imported. A worker ends with the process of the second
     # one, and with the raylet's socket.
-    os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    given = set(os.environ)
+    of_ray = {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    before = {name: os.environ.get(name) for name in of_ray}
+    given = set(os.environ | of_ray)
+    os.environ |= of_ray
+    for name in names if _is_known_ray() else ():
+        importlib.import_module(name)
+    for name, text in before.items():
+        del os.environ[name]
+        if text is not None:
+            os.environ[name] = text
+    return {name: text for name, text in os.environ.items() if name not in given}
+
+
+def _prepare(owner: socket.socket, added: dict[str, str]) -> None:
+    """Import what workers need, and serve once `owner` says where."""
+    added = added | _import(_PRELOADED)
     if not _is_known_ray():
         return
-    for name in _PRELOADED:
-        importlib.import_module(name)
     _register_types()
     _send_plain_objects()
-    # Modules that set a variable when they are imported do not run again in a worker.
-    added = {name: text for name, text in os.environ.items() if name not in given}
     gc.freeze()  # a collection must not write to shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
     _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
@@ -211,9 +344,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before prctl was called
-        sys.exit()
+    _end_with(server)
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
@@ -234,6 +365,13 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     stop_signal_timer()
     runpy.run_path(worker, run_name="__main__")
     sys.exit()
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl was called
+        sys.exit()
 
 
 if __name__ == "__main__":

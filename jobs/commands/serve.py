@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
-from hotcold.jobs.support.signals import Signals
+from hotcold.jobs.support.signals import Signals, interrupts_after
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
@@ -106,17 +107,20 @@ def serve(
     """
     os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
     require_extra("ui", "serve")
+    from hotcold.ui.gate import is_loopback
+
+    _check_keys(host, keys, is_loopback(host))
+    with interrupts_after():
+        begin_workers(forked=True)
     from hotcold.actors.protocol.ray_memory import free_bytes
     from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
     from hotcold.ui.server_thread import LoadingGate, ServerThread
 
-    _check_keys(host, keys, is_loopback(host))
     options = split_system_options(values)
     plans = model_plans(model, options)
     free, name = free_bytes(), plans[0].name

@@ -63,6 +63,7 @@ def owner(
             process.kill()
 
 
+STAND_IN = "stands_in_for_an_agent"
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
@@ -109,7 +110,7 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
     # A worker takes its name once it has begun to work; until then it has its server's.
     servers = of_kind(told, "fork_server")
     forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}
-    kinds = ("gcs_server", "raylet", "stub_agent")
+    kinds = ("gcs_server", "raylet", STAND_IN)
     assert [len(of_kind(told, kind)) for kind in kinds] == [1, 1, 2]
     assert len(forked) == 3
     assert len(told["processes"]) == 8  # the fork server is one of them
@@ -184,33 +185,13 @@ def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
     assert foreign.exists() and (elsewhere / "kept").exists()
 
 
-def test_a_stand_in_ends_with_its_raylet() -> None:
-    """A process that sleeps plays the raylet; the stub says when it begins to wait."""
-    stand_in = f"""
-import runpy, signal
-pause = signal.pause
-signal.pause = lambda: (print("waits", flush=True), pause())
-runpy.run_path({str(start._STUB_AGENT)!r}, run_name="__main__")
-"""
-    code = f"""
-import os, subprocess, sys, time
-os.environ["RAY_RAYLET_PID"] = str(os.getpid())
-print(subprocess.Popen([sys.executable, "-I", "-S", "-c", {stand_in!r}]).pid, flush=True)
-time.sleep(1000)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as raylet:
-        assert raylet.stdout is not None
-        pid, waits = sorted(raylet.stdout.readline() for _ in range(2))
-        assert waits == b"waits\n"
-        raylet.kill()
-        assert ended([int(pid)])
-
-
-def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
-    command = [sys.executable, "-I", "-S", str(start._STUB_AGENT)]
-    environment = os.environ | {"RAY_RAYLET_PID": "1000000000"}
-    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+def test_stand_ins_of_agents_end_with_their_raylet() -> None:
+    with owner("1") as (_, told):
+        stand_ins = of_kind(told, STAND_IN)
+        assert len(stand_ins) == 2
+        (raylet,) = of_kind(told, "raylet")
+        os.kill(raylet, signal.SIGKILL)
+        assert ended(stand_ins)
 
 
 def in_its_own_process(check: Callable[[Path], None], folder: Path) -> None:
@@ -276,7 +257,7 @@ def start_with_renamed_parts(base: Path) -> None:
     assert line.startswith("Ray's workers start in its own way, which takes longer: ")
     assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
     told = facts_of(psutil.Process().children(recursive=True))
-    assert len(of_kind(told, "stub_agent")) == 2  # it is a private one still
+    assert len(of_kind(told, STAND_IN)) == 2  # it is a private one still
     kinds = ("fork_server", "log_monitor", "dashboard", "monitor")
     assert not any(of_kind(told, kind) for kind in kinds)
     ray.shutdown()
