@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from hotcold.actors.exchange.watch import Pulse
-from hotcold.actors.private_ray.fork_server import begin_workers
+from hotcold.actors.private_ray.shared_imports import shared_imports
 from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
@@ -50,10 +50,16 @@ def keep() -> None:
     with ExitStack() as stack:
         stack.callback(registration.remove)
         registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
-        begin_workers(forked=True)
+        with shared_imports():
+            _import()
         signals = stack.enter_context(Signals())
         options = _options(handed["options"])
         _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)
+
+
+def _import() -> None:
+    """All that a daemon needs."""
+    require_extra("ui", "--keep")
 
 
 def _options(given: dict[str, Any]) -> SystemOptions:
@@ -70,7 +76,6 @@ def _hold(
     stack: ExitStack,
 ) -> None:
     """Load and answer until a signal comes or the system was idle; then finish what runs."""
-    require_extra("ui", "--keep")
     from hotcold.jobs.kept.endpoint import ControlEndpoint
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits

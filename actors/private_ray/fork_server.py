@@ -4,8 +4,7 @@ A worker takes a second to import Ray, NumPy and Numba. Here one process does so
 and each worker is a fork of it. In place of a worker the raylet runs `forked_worker.py`, which
 requests a fork at a socket, and becomes a plain worker if it gets none.
 
-A command that stays imports most of this too, so there the server is a fork of it: all share what
-has been imported before.
+In a command that stays the server is itself a fork of that (`shared_imports.py`).
 """
 
 import atexit
@@ -21,10 +20,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
@@ -33,13 +31,10 @@ ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's pat
 _WORKER = "ray._private.workers.default_worker"
 # None of them may create actor classes: Ray draws their ids at random, and after the fork all
 # workers would draw the same ones.
-_OF_ALL = (  # of a command that stays, too
+_PRELOADED: tuple[str, ...] = (
     _WORKER,
     "hotcold.actors.processes.driver_actor",
     "hotcold.actors.processes.service_actor",
-)
-_PRELOADED: tuple[str, ...] = (
-    *_OF_ALL,
     "hotcold.actors.driver.driver",
     "hotcold.actors.cpu.cpu_service",
     "hotcold.actors.attention.attention_service",
@@ -53,9 +48,7 @@ _NEWEST_RAY = (2, 60)
 _GC_THRESHOLD = 50_000
 # Of the C library, which makes eight a core, and what one thread freed others cannot use: some
 # 20 MB in each process.
-_NUM_ARENAS = 2
-_ARENAS = {"MALLOC_ARENA_MAX": str(_NUM_ARENAS)}
-_ARENA_MAX = -8  # a parameter of mallopt(3)
+NUM_ARENAS, ARENAS = 2, "MALLOC_ARENA_MAX"
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
@@ -75,20 +68,17 @@ class ForkServer:
         It does not get the environment variables named in `secrets`.
         """
         if cls._begun is None:
-            cls._keep(cls.start(*secrets))
+            cls.keep(cls.start(*secrets))
 
     @classmethod
-    def fork(cls, *secrets: str) -> None:
-        """As `begin`, by a fork of this process, which still has one thread and one task: to begin.
-
-        First it imports what both need.
-        """
-        if cls._begun is None:
-            cls._keep(cls._forked(secrets))
+    def keep(cls, begun: "ForkServer") -> None:
+        """Hold a server for the next `take`."""
+        cls._begun = begun
+        atexit.register(begun.end)
 
     @classmethod
     def take(cls) -> "ForkServer":
-        """The server that `begin` or `fork` started, else a new one; the caller ends it.
+        """The server that was begun, else a new one; the caller ends it.
 
         Errors:  OSError
         """
@@ -100,12 +90,12 @@ class ForkServer:
     @classmethod
     def start(cls, *secrets: str) -> "ForkServer":
         """A new server. `secrets`: see `begin`. Errors: OSError."""
-        control, theirs = _socketpair()  # the server ends where the owner's side closes
+        control, theirs = socketpair()  # the server ends where the owner's side closes
         shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", cls._module, str(theirs.fileno())],
-                env=_ARENAS | shown | environment_of_python(),
+                env={ARENAS: str(NUM_ARENAS)} | shown | environment_of_python(),
                 cwd=os.sep,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -115,23 +105,7 @@ class ForkServer:
             )
         return cls(process, control)
 
-    @classmethod
-    def _forked(cls, secrets: Sequence[str]) -> "ForkServer":
-        added = _import(_OF_ALL)
-        gc.freeze()  # a collection must not write to shared pages
-        owner = os.getpid()
-        control, theirs = _socketpair()
-        if (server := os.fork()) == 0:
-            _serve_owner(theirs, owner, added, secrets)
-        theirs.close()
-        return cls(_Fork(server), control)
-
-    @classmethod
-    def _keep(cls, begun: "ForkServer") -> None:
-        cls._begun = begun
-        atexit.register(begun.end)
-
-    def __init__(self, process: "subprocess.Popen[bytes] | _Fork", control: socket.socket) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes] | Fork", control: socket.socket) -> None:
         """`control`: the owner's side."""
         self._process, self._control = process, control
 
@@ -151,7 +125,7 @@ class ForkServer:
         self._control.close()
 
 
-class _Fork:
+class Fork:
     """A child of this process that runs no program of its own; see subprocess.Popen."""
 
     def __init__(self, process_id: int) -> None:
@@ -159,117 +133,81 @@ class _Fork:
         self._has_ended = False
 
     def kill(self) -> None:
+        """End it; idempotent."""
         if not self._has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self._process_id, signal.SIGKILL)
 
     def wait(self) -> None:
+        """Wait for its end; idempotent."""
         with suppress(ChildProcessError):
             if not self._has_ended:
                 os.waitpid(self._process_id, 0)
         self._has_ended = True
 
 
-def begin_workers(*, forked: bool = False) -> None:
+def begin_workers() -> None:
     """Start a server early for a command that will start a private Ray; idempotent.
 
-    `forked`: as `ForkServer.fork`. Does nothing where RAY_ADDRESS names a cluster.
+    Does nothing where RAY_ADDRESS names a cluster.
     """
     if "RAY_ADDRESS" not in os.environ:
         with suppress(OSError):  # `ForkServer.take` will report it
-            (ForkServer.fork if forked else ForkServer.begin)("HOTCOLD_API_KEY")
+            ForkServer.begin("HOTCOLD_API_KEY")
 
 
-def _socketpair() -> tuple[socket.socket, socket.socket]:
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """The owner's side and the server's."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def main() -> None:
     """Run the server; its argument is the descriptor of the owner's socket."""
     gc.set_threshold(_GC_THRESHOLD)
-    _prepare(socket.socket(fileno=int(sys.argv[1])), {})
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    with importing_for_workers() as added:
+        is_known = preload()
+    if is_known:
+        serve(owner, added)
 
 
-def _serve_owner(
-    owner: socket.socket, process_id: int, added: dict[str, str], secrets: Sequence[str]
-) -> NoReturn:
-    """Run the server in a fork of its owner, which is the process `process_id`."""
-    status = 1
-    try:
-        _end_with(process_id)
-        _leave_owner(owner, secrets)
-        _prepare(owner, added)
-        status = 0
-    except SystemExit as end:  # a worker's
-        status = end.code if isinstance(end.code, int) else 1
-    finally:  # not as the owner would end
-        with suppress(BaseException):
-            atexit._run_exitfuncs()
-        os._exit(status)
+@contextmanager
+def importing_for_workers() -> Iterator[dict[str, str]]:
+    """Within it Ray is imported as workers need it.
 
-
-def _leave_owner(owner: socket.socket, secrets: Sequence[str]) -> None:
-    """Keep nothing of the owner's but its modules and `owner`, as if started by itself."""
-    os.setpgid(0, 0)  # its own: Ctrl-C must not reach it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.unraisablehook = sys.__unraisablehook__
-    for name in secrets:
-        os.environ.pop(name, None)
-    for link in Path("/proc/self/fd").iterdir():
-        if int(link.name) not in (0, 1, 2, owner.fileno()):
-            with suppress(OSError):  # that of the folder itself
-                os.close(int(link.name))
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(nowhere, number)
-    os.close(nowhere)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, closefd=False)  # noqa: SIM115
-        for number, mode in enumerate(("r", "w", "w"))
-    )
-    os.chdir(os.sep)
-    os.environ |= environment_of_python()
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not _ARENAS.keys() & os.environ.keys():
-        mallopt(_ARENA_MAX, _NUM_ARENAS)
-    _take_name(__name__)
-
-
-def _take_name(name: str) -> None:
-    """Be called `name` where processes are listed, not as the owner, with its options."""
-    with suppress(ImportError):  # of a Ray that has none
-        from ray._raylet import setproctitle
-
-        setproctitle(name)
-
-
-def _import(names: Sequence[str]) -> dict[str, str]:
-    """Import modules that workers need; returns the environment variables that these have set.
-
-    Modules that set a variable when they are imported do not run again in a worker.
+    Yields the environment variables that modules have set meanwhile, once it has ended: in a worker
+    they do not run again.
     """
     # Ray reads these two once, when it is imported. A worker ends with the process of the second
     # one, and with the raylet's socket.
     of_ray = {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    before = {name: os.environ.get(name) for name in of_ray}
-    given = set(os.environ | of_ray)
+    before = {name: os.environ[name] for name in of_ray if name in os.environ}
     os.environ |= of_ray
-    for name in names if _is_known_ray() else ():
-        importlib.import_module(name)
-    for name, text in before.items():
-        del os.environ[name]
-        if text is not None:
-            os.environ[name] = text
-    return {name: text for name, text in os.environ.items() if name not in given}
+    given, added = set(os.environ), dict[str, str]()
+    try:
+        yield added
+    finally:
+        added |= {name: text for name, text in os.environ.items() if name not in given}
+        for name in of_ray:
+            del os.environ[name]
+        os.environ |= before
 
 
-def _prepare(owner: socket.socket, added: dict[str, str]) -> None:
-    """Import what workers need, and serve once `owner` says where."""
-    added = added | _import(_PRELOADED)
+def preload() -> bool:
+    """Import what workers need; False with a later Ray."""
     if not _is_known_ray():
-        return
+        return False
+    for name in _PRELOADED:
+        importlib.import_module(name)
     _register_types()
+    return True
+
+
+def serve(owner: socket.socket, added: dict[str, str]) -> None:
+    """Fork workers once `owner` says where they are requested, until it ends.
+
+    `added`: environment variables beside those of the requests
+    """
     _send_plain_objects()
     gc.freeze()  # a collection must not write to shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
@@ -344,7 +282,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    _end_with(server)
+    end_with(server)
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
@@ -367,7 +305,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     sys.exit()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl was called

@@ -54,6 +54,13 @@ _SETTINGS: dict[str, Any] = {
     "local_fs_monitor_interval_ms": 10_000,
     "io_context_monitor_probe_interval_ms": 10_000,
     "report_worker_backlog_interval_ms": 10_000,
+    "gcs_max_active_rpcs_per_handler": 8,
+    "debug_dump_period_milliseconds": 0,
+    "grpc_client_check_connection_status_interval_milliseconds": 10_000,
+    "raylet_death_check_interval_milliseconds": 10_000,
+    "ray_syncer_message_refresh_interval_ms": 60_000,
+    "health_check_period_ms": 30_000,
+    "start_python_gc_manager_thread": False,
 }
 _AGENT_PORTS = (
     "metrics_agent_port",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.actors.private_ray.fork_server import begin_workers
+from hotcold.actors.private_ray.shared_imports import shared_imports
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
@@ -110,16 +110,15 @@ def serve(
     from hotcold.ui.gate import is_loopback
 
     _check_keys(host, keys, is_loopback(host))
-    with interrupts_after():
-        begin_workers(forked=True)
-    from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
-    from hotcold.ui.access_log import event_line
-    from hotcold.ui.api.backend import Backend, ServerSettings
-    from hotcold.ui.api.served_models import ServedModels
-    from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.model_loading import ModelLoader, Need
-    from hotcold.ui.server_thread import LoadingGate, ServerThread
+    with interrupts_after(), shared_imports():
+        from hotcold.actors.protocol.ray_memory import free_bytes
+        from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
+        from hotcold.ui.access_log import event_line
+        from hotcold.ui.api.backend import Backend, ServerSettings
+        from hotcold.ui.api.served_models import ServedModels
+        from hotcold.ui.connections import ConnectionLimits
+        from hotcold.ui.model_loading import ModelLoader, Need
+        from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     options = split_system_options(values)
     plans = model_plans(model, options)
