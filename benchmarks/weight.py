@@ -4,7 +4,8 @@
 
 Starts `hotcold serve` and a kept system (`hotcold generate --keep`) in turn, asks each for a few
 tokens, waits until it rests, and prints a row for each of its processes: the memory
-(proportional set size, so what processes share is counted once; and what each has alone), threads,
+(proportional set size, so what processes share is counted once; and what each has alone; for root
+also all pages that they map, which is the same whoever else maps some of them), threads,
 and over so many seconds the share of one core and how often it woke. Then it asks once more: the
 time to the answer of a system that has rested. `--repeat` starts each so often, and prints medians
 of the sums. `--beside` measures another checkout in turn with this one. `--threads` says which
@@ -30,7 +31,7 @@ from pathlib import Path
 import click
 import psutil
 
-from benchmarks.process_memory import kilobytes
+from benchmarks.process_memory import kilobytes, mapped_bytes
 
 HERE = Path(__file__).resolve().parents[1]
 _ASK = ("--prompt", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
@@ -51,11 +52,13 @@ class Weight:
     threads: int
     cpu_percent: float  # of one core
     wakes_per_s: float
+    mapped_mb: float = 0.0  # of all together
 
     def __str__(self) -> str:
+        mapped = f", which map {self.mapped_mb:.1f} MB" if self.mapped_mb else ""
         return (
             f"{self.pss_mb:8.1f} {self.alone_mb:8.1f} {self.threads:8} {self.cpu_percent:8.2f} "
-            f"{self.wakes_per_s:8.1f}  {self.name}"
+            f"{self.wakes_per_s:8.1f}  {self.name}{mapped}"
         )
 
 
@@ -164,14 +167,15 @@ def weigh(root: int, seconds: float) -> tuple[list[Weight], Counter[tuple[str, s
                 used.wakes.total() / passed,
             )
         )
-    return [*found, _sum(found)], woken
+    mapped_mb = mapped_bytes(process.pid for process in processes) / 1e6
+    return [*found, _sum(found, mapped_mb)], woken
 
 
 def _megabytes(process_id: int, name: str) -> float:
     return kilobytes(process_id, "smaps_rollup", name) * 1024 / 1e6
 
 
-def _sum(found: list[Weight]) -> Weight:
+def _sum(found: list[Weight], mapped_mb: float) -> Weight:
     return Weight(
         f"all {len(found)} processes",
         sum(each.pss_mb for each in found),
@@ -179,6 +183,7 @@ def _sum(found: list[Weight]) -> Weight:
         sum(each.threads for each in found),
         sum(each.cpu_percent for each in found),
         sum(each.wakes_per_s for each in found),
+        mapped_mb,
     )
 
 
@@ -195,6 +200,7 @@ def median_of(sums: list[Weight]) -> Weight:
         round(median("threads")),
         median("cpu_percent"),
         median("wakes_per_s"),
+        median("mapped_mb"),
     )
 
 

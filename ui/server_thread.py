@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hotcold.actors.processes.child_process import trim_heap
 from hotcold.actors.protocol.messages import LoadProgress
 from hotcold.ui.access_log import IS_LOADING, AccessLog
 from hotcold.ui.api.errors import unavailable
@@ -181,6 +182,7 @@ class ServerThread:
         # All objects that stay exist now. Collecting them takes 0.2 s without any answer,
         # and every answer of many objects would start it.
         gc.freeze()
+        trim_heap()  # of what was read to make tokenizers
 
     def refuse_new(self) -> None:
         """Stop listening; requests that run go on."""

@@ -23,7 +23,6 @@ from hotcold.actors.private_ray.fork_server import (
     NUM_ARENAS,
     Fork,
     ForkServer,
-    begin_workers,
     end_with,
     importing_for_workers,
     preload,
@@ -39,12 +38,10 @@ _ARENA_MAX = -8  # a parameter of mallopt(3)
 def shared_imports() -> Iterator[None]:
     """Share what is imported within it; at its end this process forks.
 
-    For a process that will start a private Ray, and that has not begun anything: with other
-    threads, or with Ray imported before, the fork server is a process of its own as elsewhere. None
-    is begun where RAY_ADDRESS names a cluster.
+    For a process that will start a private Ray, and that has not begun anything. With other threads,
+    with Ray imported before, or where RAY_ADDRESS names a cluster, it does not fork.
     """
     if "RAY_ADDRESS" in os.environ or "ray" in sys.modules or threading.active_count() > 1:
-        begin_workers()
         yield
         return
     with importing_for_workers() as added:

@@ -54,7 +54,6 @@ _SETTINGS: dict[str, Any] = {
     "local_fs_monitor_interval_ms": 10_000,
     "io_context_monitor_probe_interval_ms": 10_000,
     "report_worker_backlog_interval_ms": 10_000,
-    "gcs_max_active_rpcs_per_handler": 8,
     "debug_dump_period_milliseconds": 0,
     "grpc_client_check_connection_status_interval_milliseconds": 10_000,
     "raylet_death_check_interval_milliseconds": 10_000,
@@ -114,10 +113,19 @@ def init_private(num_workers: int, **options: Any) -> None:
             ray.init(
                 _temp_dir=str(folder.temp_dir),
                 _skip_env_hook=True,
-                _system_config=_SETTINGS if ray.__version__.startswith(_SETTINGS_OF) else None,
+                _system_config=_settings(options["num_cpus"]),
                 **options,
             )
         undo.pop_all()
+
+
+def _settings(num_cpus: int) -> dict[str, Any] | None:
+    """Ray's; None for versions that they were not tried with."""
+    if not ray.__version__.startswith(_SETTINGS_OF):
+        return None
+    # Calls of one kind that the GCS server keeps at once, memory for each. Every process has one
+    # that waits for news; a model has a driver, an attention service and at most a service a CPU.
+    return _SETTINGS | {"gcs_max_active_rpcs_per_handler": 16 + 4 * num_cpus}
 
 
 def _node_class(
