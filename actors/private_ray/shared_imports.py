@@ -38,8 +38,8 @@ _ARENA_MAX = -8  # a parameter of mallopt(3)
 def shared_imports() -> Iterator[None]:
     """Share what is imported within it; at its end this process forks.
 
-    For a process that will start a private Ray, and that has not begun anything. With other threads,
-    with Ray imported before, or where RAY_ADDRESS names a cluster, it does not fork.
+    For a process that will start a private Ray, and that has not begun anything: with other
+    threads, with Ray imported before, or where RAY_ADDRESS names a cluster, it does not fork.
     """
     if "RAY_ADDRESS" in os.environ or "ray" in sys.modules or threading.active_count() > 1:
         yield

@@ -49,11 +49,11 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def owner(
-    *num_workers: str, **environment: str
+    *num_workers: str, script: str = "private_ray_script", **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process with a private Ray, and what it told of it."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.private_ray_script", *num_workers],
+        [sys.executable, "-m", f"tests.actors.{script}", *num_workers],
         env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -71,6 +71,12 @@ def of_kind(told: dict[str, Any], kind: str) -> list[int]:
     """Process ids of those whose program has that in its name."""
     named = {pid: words.split(" --")[0].split("/")[-1] for pid, words in told["processes"].items()}
     return [int(pid) for pid, name in named.items() if kind in name]
+
+
+def open_files(process_id: int) -> set[str]:
+    """The files, without sockets, that a process has open."""
+    names = {os.readlink(link) for link in Path(f"/proc/{process_id}/fd").iterdir()}
+    return {name for name in names if not name.startswith("socket:")}
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
@@ -99,16 +105,23 @@ def told() -> Iterator[dict[str, Any]]:
         process.communicate(b"exit\n", timeout=60)
 
 
-def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
-    with owner() as (process, told):
+@pytest.mark.parametrize(
+    ("script", "server"),
+    [("private_ray_script", "fork_server"), ("shared_imports_script", "shared_imports")],
+)
+def test_it_starts_only_what_is_needed_and_leaves_nothing(
+    base: Path, script: str, server: str
+) -> None:
+    with owner(script=script) as (process, told):
         assert told["said"] == "here"
+        servers = of_kind(told, server)
+        assert open_files(servers[0]) == {os.devnull}
         assert list(base.glob(f"{PREFIX}*")) == [Path(told["folders"][0])]
         process.communicate(b"shutdown\n", timeout=60)
         assert ended([int(pid) for pid in told["processes"]])
     assert not list(base.iterdir())
     assert "ray" in told["imports"] and "pydantic" not in told["imports"]  # 10 MB a worker
     # A worker takes its name once it has begun to work; until then it has its server's.
-    servers = of_kind(told, "fork_server")
     forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}
     kinds = ("gcs_server", "raylet", STAND_IN)
     assert [len(of_kind(told, kind)) for kind in kinds] == [1, 1, 2]
