@@ -8,13 +8,13 @@ writes.
 import atexit
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,18 +34,17 @@ from hotcold.model.current_folder import environment_of_python
 _ARENA_MAX = -8  # a parameter of mallopt(3)
 
 
-@contextmanager
-def shared_imports() -> Iterator[None]:
-    """Share what is imported within it; at its end this process forks.
+def share_imports(*modules: str) -> None:
+    """Import modules, and what workers need, and fork: this process shares them with its workers.
 
     For a process that will start a private Ray, and that has not begun anything: with other
-    threads, with Ray imported before, or where RAY_ADDRESS names a cluster, it does not fork.
+    threads, with Ray imported before, or where RAY_ADDRESS names a cluster, it does nothing.
     """
     if "RAY_ADDRESS" in os.environ or "ray" in sys.modules or threading.active_count() > 1:
-        yield
         return
     with importing_for_workers() as added:
-        yield
+        for name in modules:
+            importlib.import_module(name)
         is_known = preload()
     if is_known:
         with suppress(OSError):  # a server of its own is started later, or says why not

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.actors.private_ray.shared_imports import shared_imports
+from hotcold.actors.private_ray.shared_imports import share_imports
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.server_thread import ServerThread
 
+_MODULES = (
+    "hotcold.jobs.kept.served_systems",
+    "hotcold.ui.app",
+    "hotcold.ui.model_loading",
+    "hotcold.ui.server_thread",
+)
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
@@ -110,15 +116,16 @@ def serve(
     from hotcold.ui.gate import is_loopback
 
     _check_keys(host, keys, is_loopback(host))
-    with interrupts_after(), shared_imports():
-        from hotcold.actors.protocol.ray_memory import free_bytes
-        from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
-        from hotcold.ui.access_log import event_line
-        from hotcold.ui.api.backend import Backend, ServerSettings
-        from hotcold.ui.api.served_models import ServedModels
-        from hotcold.ui.connections import ConnectionLimits
-        from hotcold.ui.model_loading import ModelLoader, Need
-        from hotcold.ui.server_thread import LoadingGate, ServerThread
+    with interrupts_after():
+        share_imports(*_MODULES)
+    from hotcold.actors.protocol.ray_memory import free_bytes
+    from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
+    from hotcold.ui.access_log import event_line
+    from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.api.served_models import ServedModels
+    from hotcold.ui.connections import ConnectionLimits
+    from hotcold.ui.model_loading import ModelLoader, Need
+    from hotcold.ui.server_thread import LoadingGate, ServerThread
 
     options = split_system_options(values)
     plans = model_plans(model, options)
