@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import psutil
@@ -52,9 +53,26 @@ CONTROL = "control"
 # Else Ray records every call, 250 MB in an hour.
 _UNRECORDED = {"enable_task_events": False}
 
-RemoteDriver = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS}, **_UNRECORDED)(DriverActor)
-RemoteService = ray.remote(**_UNRECORDED)(ServiceActor)
-RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
+
+@cache
+def remote_driver() -> Any:
+    """The actor class of drivers.
+
+    Like the others it is made when it is needed: Ray draws its id at random, and forks of a process
+    that has drawn one would all draw the same next.
+    """
+    groups = {CONTROL: _CONTROL_CALLS}
+    return ray.remote(concurrency_groups=groups, **_UNRECORDED)(DriverActor)
+
+
+@cache
+def _remote_service() -> Any:
+    return ray.remote(**_UNRECORDED)(ServiceActor)
+
+
+@cache
+def _remote_relay() -> Any:
+    return ray.remote(**_UNRECORDED)(RelayActor)
 
 
 def start_local_ray(
@@ -202,14 +220,14 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     # Ray keeps only small arguments for restarts; `load` gets the rest.
-    return RemoteService.options(**options).remote(replace(spec, neuron_ids=None))
+    return _remote_service().options(**options).remote(replace(spec, neuron_ids=None))
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:
     """Start another host's relay, which mostly waits and reserves no Ray CPU."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "max_task_retries": 0}
-    return RemoteRelay.options(scheduling_strategy=there, **options).remote(names, handles)
+    return _remote_relay().options(scheduling_strategy=there, **options).remote(names, handles)
 
 
 def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
@@ -226,7 +244,7 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
-    return RemoteDriver.options(**options).remote(system, spawn_service, spawn_relay)
+    return remote_driver().options(**options).remote(system, spawn_service, spawn_relay)
 
 
 def find_driver(name: str) -> Any | None:

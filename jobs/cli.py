@@ -68,7 +68,6 @@ COMMANDS = {
     "serve": LazyCommand(
         "hotcold.jobs.commands.serve:serve",
         "The chat page and an OpenAI-compatible API.",
-        starts_system=True,
     ),
     "ps": LazyCommand("hotcold.jobs.kept.commands:ps", "List the systems that are running."),
     "top": LazyCommand(

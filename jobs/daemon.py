@@ -18,8 +18,7 @@ from typing import Any
 
 import click
 
-from hotcold.actors.exchange.watch import Pulse
-from hotcold.actors.private_ray.fork_server import begin_workers
+from hotcold.actors.private_ray.shared_imports import share_imports
 from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
@@ -28,6 +27,13 @@ from hotcold.jobs.support.signals import Signals
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0
+_MODULES = (
+    "hotcold.actors.setup.preflight",
+    "hotcold.jobs.kept.endpoint",
+    "hotcold.jobs.support.loading",
+    "hotcold.ui.app",
+    "hotcold.ui.server_thread",
+)
 _FOREVER_S = 1e8  # clients limit an answer's time themselves
 
 
@@ -50,7 +56,8 @@ def keep() -> None:
     with ExitStack() as stack:
         stack.callback(registration.remove)
         registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
-        begin_workers()
+        require_extra("ui", "--keep")
+        share_imports(*_MODULES)
         signals = stack.enter_context(Signals())
         options = _options(handed["options"])
         _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)
@@ -70,7 +77,6 @@ def _hold(
     stack: ExitStack,
 ) -> None:
     """Load and answer until a signal comes or the system was idle; then finish what runs."""
-    require_extra("ui", "--keep")
     from hotcold.jobs.kept.endpoint import ControlEndpoint
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.connections import ConnectionLimits
@@ -92,6 +98,7 @@ def _hold(
     )
     stack.callback(server.stop)
 
+    from hotcold.actors.exchange.watch import Pulse
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
     from hotcold.model.files.locate import locate_model

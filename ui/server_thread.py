@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hotcold.actors.processes.child_process import trim_heap
 from hotcold.actors.protocol.messages import LoadProgress
 from hotcold.ui.access_log import IS_LOADING, AccessLog
 from hotcold.ui.api.errors import unavailable
@@ -26,7 +27,8 @@ from hotcold.ui.connections import ConnectionLimits, Connections
 from hotcold.ui.gate import Gate
 
 _END_S = 10.0
-SocketServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket
+_DATE_S = 1.0  # between two looks at the clock, for the dates of answers
+SocketServer = tuple["QuietServer", socket.socket]  # at a Unix socket
 _PAGE = Path(__file__).with_name("page") / "loading.html"  # reloads itself
 
 
@@ -68,6 +70,28 @@ class LoadingGate:
         return JSONResponse(body, error.status, error.headers)
 
 
+class QuietServer(uvicorn.Server):
+    """Sleeps until `end`; uvicorn looks ten times a second whether it should end."""
+
+    def __init__(self, config: uvicorn.Config, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: in which it will serve."""
+        super().__init__(config)
+        self._loop = loop
+        self._ending = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Return once it should end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _DATE_S)
+
+    def end(self) -> None:
+        """Stop listening; requests that run go on. From any thread."""
+        self.should_exit = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._ending.set)
+
+
 class ServerThread:
     """Uvicorn in a thread, so that the main thread is free for loading and signals."""
 
@@ -92,16 +116,16 @@ class ServerThread:
         self._settings = max_body_bytes, log
         self._servers: list[SocketServer] = []
         self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
+        self._loop = asyncio.new_event_loop()
         if listener is not None:
             self._servers.append((self._server(loading_gate, keys, local), listener))
         if control is not None:
             self._servers.append((self._server(control[1], (), True), control[0]))
         self._lifespan = contextlib.AsyncExitStack()
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
-    def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
+    def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> QuietServer:
         """A server of `app` behind a `Gate` and an `AccessLog`."""
         max_body_bytes, log = self._settings
         made: Any = self._connections  # where uvicorn's types have a class
@@ -115,7 +139,7 @@ class ServerThread:
         # Defects are logged where they become answers; uvicorn would log them again, and every
         # answer that the server's end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
-        return uvicorn.Server(config)
+        return QuietServer(config, self._loop)
 
     def open_control_api(self, listener: socket.socket, app: ASGIApp) -> SocketServer:
         """Serve `app`, without keys, at one more Unix socket, until `close_control_api`."""
@@ -137,7 +161,7 @@ class ServerThread:
 
     def close_control_api(self, opened: SocketServer) -> None:
         """Refuse new requests there; those that run go on until `stop` cuts them off."""
-        opened[0].should_exit = True
+        opened[0].end()
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Start `work` in the server's loop."""
@@ -158,11 +182,12 @@ class ServerThread:
         # All objects that stay exist now. Collecting them takes 0.2 s without any answer,
         # and every answer of many objects would start it.
         gc.freeze()
+        trim_heap()  # of what was read to make tokenizers
 
     def refuse_new(self) -> None:
         """Stop listening; requests that run go on."""
         for server, _ in list(self._servers):
-            server.should_exit = True
+            server.end()
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """End; requests that still run after `timeout_s` are cut off. May be called again."""

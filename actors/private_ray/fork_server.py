@@ -3,12 +3,13 @@
 A worker takes a second to import Ray, NumPy and Numba. Here one process does so while Ray starts,
 and each worker is a fork of it. In place of a worker the raylet runs `forked_worker.py`, which
 requests a fork at a socket, and becomes a plain worker if it gets none.
+
+In a command that stays the server is itself a fork of that (`shared_imports.py`).
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import json
@@ -20,9 +21,12 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hotcold.actors.private_ray.signal_timer import stop_signal_timer
+from hotcold.actors.processes.child_process import end_with_parent
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -46,11 +50,10 @@ _NEWEST_RAY = (2, 60)
 _GC_THRESHOLD = 50_000
 # Of the C library, which makes eight a core, and what one thread freed others cannot use: some
 # 20 MB in each process.
-_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+NUM_ARENAS, ARENAS = 2, "MALLOC_ARENA_MAX"
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
-_PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
@@ -66,25 +69,34 @@ class ForkServer:
         It does not get the environment variables named in `secrets`.
         """
         if cls._begun is None:
-            cls._begun = cls(*secrets)
-            atexit.register(cls._begun.end)
+            cls.keep(cls.start(*secrets))
+
+    @classmethod
+    def keep(cls, begun: ForkServer) -> None:
+        """Hold a server for the next `take`."""
+        cls._begun = begun
+        atexit.register(begun.end)
 
     @classmethod
     def take(cls) -> ForkServer:
-        """The server that `begin` started, else a new one; the caller ends it. Errors: OSError."""
+        """The server that was begun, else a new one; the caller ends it.
+
+        Errors:  OSError
+        """
         begun, cls._begun = cls._begun, None
         if begun is not None:
             atexit.unregister(begun.end)
-        return begun or cls()
+        return begun or cls.start()
 
-    def __init__(self, *secrets: str) -> None:
-        """Start a server, which imports and waits for `listen`. Errors: OSError."""
-        self._control, theirs = _socketpair()  # the server ends where the owner's side closes
+    @classmethod
+    def start(cls, *secrets: str) -> ForkServer:
+        """A new server. `secrets`: see `begin`. Errors: OSError."""
+        control, theirs = socketpair()  # the server ends where the owner's side closes
         shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
-                env=_ARENAS | shown | environment_of_python(),
+            process = subprocess.Popen(
+                [sys.executable, "-m", cls._module, str(theirs.fileno())],
+                env={ARENAS: str(NUM_ARENAS)} | shown | environment_of_python(),
                 cwd=os.sep,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -92,6 +104,11 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # its own: Ctrl-C must not reach it
             )
+        return cls(process, control)
+
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, control: socket.socket) -> None:
+        """`control`: the owner's side."""
+        self._process, self._control = process, control
 
     def run_beside(self, module: str, argument: bytes) -> None:
         """Call main(argument) of a module, in a fork that ends with the server; before `listen`.
@@ -116,6 +133,27 @@ class ForkServer:
         self._control.close()
 
 
+class Fork:
+    """A child of this process that runs no program of its own; see subprocess.Popen."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self._has_ended = False
+
+    def kill(self) -> None:
+        """End it; idempotent."""
+        if not self._has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self._process_id, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for its end; idempotent."""
+        with suppress(ChildProcessError):
+            if not self._has_ended:
+                os.waitpid(self._process_id, 0)
+        self._has_ended = True
+
+
 def begin_workers() -> None:
     """Start a server early for a command that will start a private Ray; idempotent.
 
@@ -126,7 +164,8 @@ def begin_workers() -> None:
             ForkServer.begin("HOTCOLD_API_KEY")
 
 
-def _socketpair() -> tuple[socket.socket, socket.socket]:
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """The owner's side and the server's."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -134,18 +173,50 @@ def main() -> None:
     """Run the server; its argument is the descriptor of the owner's socket."""
     gc.set_threshold(_GC_THRESHOLD)
     owner = socket.socket(fileno=int(sys.argv[1]))
+    with importing_for_workers() as added:
+        is_known = preload()
+    if is_known:
+        serve(owner, added)
+
+
+@contextmanager
+def importing_for_workers() -> Iterator[dict[str, str]]:
+    """Within it Ray is imported as workers need it.
+
+    Yields the environment variables that modules have set meanwhile, once it has ended: in a worker
+    they do not run again.
+    """
     # Ray reads these two once, when it is imported. A worker ends with the process of the second
     # one, and with the raylet's socket.
-    os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    given = set(os.environ)
+    of_ray = {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    before = {name: os.environ[name] for name in of_ray if name in os.environ}
+    os.environ |= of_ray
+    given, added = set(os.environ), dict[str, str]()
+    try:
+        yield added
+    finally:
+        added |= {name: text for name, text in os.environ.items() if name not in given}
+        for name in of_ray:
+            del os.environ[name]
+        os.environ |= before
+
+
+def preload() -> bool:
+    """Import what workers need; False with a later Ray."""
     if not _is_known_ray():
-        return
+        return False
     for name in _PRELOADED:
         importlib.import_module(name)
     _register_types()
+    return True
+
+
+def serve(owner: socket.socket, added: dict[str, str]) -> None:
+    """Fork workers once `owner` says where they are requested, until it ends.
+
+    `added`: environment variables beside those of the requests
+    """
     _send_plain_objects()
-    # Modules that set a variable when they are imported do not run again in a worker.
-    added = {name: text for name, text in os.environ.items() if name not in given}
     gc.freeze()  # a collection must not write to shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
     descriptors: list[int] = []
@@ -238,8 +309,8 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before prctl was called
+    end_with_parent()
+    if os.getppid() != server:  # it ended before
         sys.exit()
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -258,6 +329,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     sys.argv = [worker, *arguments]
     connection.send(b"forked")
     connection.close()
+    stop_signal_timer()
     runpy.run_path(worker, run_name="__main__")
     sys.exit()
 

@@ -1,14 +1,13 @@
 """Starts a private Ray: GCS server, raylet and workers, without the processes for a cluster.
 
 `ray.init` starts five more Python processes: autoscaler monitor, log monitor, dashboard, and two
-agents that the raylet waits for. Here the agents are two small stubs, and the others are left out.
+agents that the raylet waits for. Here the agents are two shells, and the others are left out.
 This uses parts of Ray that are not public. If one that only saves time is missing, Ray starts
 without it; if `init_private` fails, its caller falls back on `ray.init`.
 """
 
 import logging
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,13 @@ from hotcold.actors.private_ray.temp_folder import TempFolder
 from hotcold.actors.setup.ray_parts import replaced
 
 _log = logging.getLogger(__name__)
-_STUB_AGENT = Path(__file__).with_name("stub_agent.py")
+# In place of an agent, which the raylet requires: a shell that waits for the end of a pipe, that of
+# the raylet. Ray's further arguments become the shell's, which takes no notice of them.
+_STUB_AGENT = 'sh -c "read stands_in_for_an_agent"'
+_OF_RAYLET = {
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # it is their standard input
+    "RAY_kill_idle_workers_interval_ms": "0",  # workers wait for the driver's first calls
+}
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 # Of one node that nobody watches: no statistics, one thread a task, and a look at what hardly ever
 # changes not ten times a second. A worker that ends is noticed by its closed socket.
@@ -50,6 +55,12 @@ _SETTINGS: dict[str, Any] = {
     "local_fs_monitor_interval_ms": 10_000,
     "io_context_monitor_probe_interval_ms": 10_000,
     "report_worker_backlog_interval_ms": 10_000,
+    "debug_dump_period_milliseconds": 0,
+    "grpc_client_check_connection_status_interval_milliseconds": 10_000,
+    "raylet_death_check_interval_milliseconds": 10_000,
+    "ray_syncer_message_refresh_interval_ms": 60_000,
+    "health_check_period_ms": 30_000,
+    "start_python_gc_manager_thread": False,
 }
 _AGENT_PORTS = (
     "metrics_agent_port",
@@ -106,10 +117,19 @@ def init_private(num_workers: int, beside: tuple[str, bytes] | None = None, **op
             ray.init(
                 _temp_dir=str(folder.temp_dir),
                 _skip_env_hook=True,
-                _system_config=_SETTINGS if ray.__version__.startswith(_SETTINGS_OF) else None,
+                _system_config=_settings(options["num_cpus"]),
                 **options,
             )
         undo.pop_all()
+
+
+def _settings(num_cpus: int) -> dict[str, Any] | None:
+    """Ray's; None for versions that they were not tried with."""
+    if not ray.__version__.startswith(_SETTINGS_OF):
+        return None
+    # Calls of one kind that the GCS server keeps at once, memory for each. Every process has one
+    # that waits for news; a model has a driver, an attention service and at most a service a CPU.
+    return _SETTINGS | {"gcs_max_active_rpcs_per_handler": 16 + 4 * num_cpus}
 
 
 def _node_class(
@@ -178,16 +198,17 @@ def _with_command(
     def changed(argument: str) -> str:
         name = argument.split("=", 1)[0]
         if name in _AGENTS:
-            return f'{name}="{sys.executable}" -I -S "{_STUB_AGENT}"'
+            return f"{name}={_STUB_AGENT}"
         if name == _WORKER:
             return argument.replace(worker, f"-I -S {worker}")
         return f"{name}={num_workers}" if name in (_WORKERS, _WORKERS_AT_ONCE) else argument
 
     def start_changed(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | {
-            ADDRESS: str(folder.path / _WORKERS_SOCKET),
-            "RAY_kill_idle_workers_interval_ms": "0",  # workers wait for the driver's first calls
-        }
+        kwargs["env_updates"] = (
+            (kwargs.get("env_updates") or {})
+            | _OF_RAYLET
+            | {ADDRESS: str(folder.path / _WORKERS_SOCKET)}
+        )
         return start([changed(argument) for argument in command], *args, **kwargs)
 
     return start_changed

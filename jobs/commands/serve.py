@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotcold.actors.private_ray.shared_imports import share_imports
 from hotcold.jobs.support.extras import require_extra, require_version
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
-from hotcold.jobs.support.signals import Signals
+from hotcold.jobs.support.signals import Signals, interrupts_after
 from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.server_thread import ServerThread
 
+_MODULES = (
+    "hotcold.jobs.kept.served_systems",
+    "hotcold.ui.app",
+    "hotcold.ui.model_loading",
+    "hotcold.ui.server_thread",
+)
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
@@ -108,17 +115,20 @@ def serve(
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_version("gradio", "the chat page")
+    from hotcold.ui.gate import is_loopback
+
+    _check_keys(host, keys, is_loopback(host))
+    with interrupts_after():
+        share_imports(*_MODULES)
     from hotcold.actors.protocol.ray_memory import free_bytes
     from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.gate import is_loopback
     from hotcold.ui.model_loading import ModelLoader, Need
     from hotcold.ui.server_thread import LoadingGate, ServerThread
 
-    _check_keys(host, keys, is_loopback(host))
     options = split_system_options(values)
     plans = model_plans(model, options)
     free, name = free_bytes(), plans[0].name

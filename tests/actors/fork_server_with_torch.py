@@ -18,7 +18,7 @@ class WithTorch(ForkServer):
 
 def begin_with_torch() -> None:
     """Start one for the next private Ray of this process."""
-    ForkServer._begun = WithTorch()
+    ForkServer._begun = WithTorch.start()
 
 
 def main() -> None:

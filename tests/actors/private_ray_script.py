@@ -74,7 +74,9 @@ def main() -> None:
         **facts_of(processes),
     }
     print(json.dumps(told), flush=True)
-    if sys.stdin.readline().strip() == "shutdown":
+    while (told_to := sys.stdin.readline().strip()) == "say":
+        print(ray.get(echoes[0].say.remote("again")), flush=True)
+    if told_to == "shutdown":
         ray.shutdown()
 
 

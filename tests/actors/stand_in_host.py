@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.launch import RemoteDriver, spawn_relay, spawn_service
+from hotcold.actors.launch import remote_driver, spawn_relay, spawn_service
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.system import System
@@ -43,7 +43,8 @@ def _spawn(broken: str, spec: ServiceSpec, node_id: str | None) -> Any:
 def start_stand_in(system: SystemConfig, broken: Path) -> System:
     """A system, loaded; `broken` is as in `StandInService`."""
     spawn = partial(_spawn, str(broken))
-    driver = RemoteDriver.options(num_cpus=0, max_concurrency=64).remote(system, spawn, spawn_relay)
+    made = remote_driver().options(num_cpus=0, max_concurrency=64)
+    driver = made.remote(system, spawn, spawn_relay)
     handle = System(driver, owned=True)
     handle._await_load(lambda progress: None)
     return handle

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -49,11 +50,11 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def owner(
-    *num_workers: str, **environment: str
+    *num_workers: str, script: str = "private_ray_script", **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process with a private Ray, and what it told of it."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.private_ray_script", *num_workers],
+        [sys.executable, "-m", f"tests.actors.{script}", *num_workers],
         env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -63,6 +64,7 @@ def owner(
             process.kill()
 
 
+STAND_IN = "stands_in_for_an_agent"
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
@@ -70,6 +72,12 @@ def of_kind(told: dict[str, Any], kind: str) -> list[int]:
     """Process ids of those whose program has that in its name."""
     named = {pid: words.split(" --")[0].split("/")[-1] for pid, words in told["processes"].items()}
     return [int(pid) for pid, name in named.items() if kind in name]
+
+
+def open_files(process_id: int) -> set[str]:
+    """The files, without sockets, that a process has open."""
+    names = {os.readlink(link) for link in Path(f"/proc/{process_id}/fd").iterdir()}
+    return {name for name in names if not name.startswith("socket:")}
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
@@ -98,18 +106,25 @@ def told() -> Iterator[dict[str, Any]]:
         process.communicate(b"exit\n", timeout=60)
 
 
-def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
-    with owner() as (process, told):
+@pytest.mark.parametrize(
+    ("script", "server"),
+    [("private_ray_script", "fork_server"), ("shared_imports_script", "shared_imports")],
+)
+def test_it_starts_only_what_is_needed_and_leaves_nothing(
+    base: Path, script: str, server: str
+) -> None:
+    with owner(script=script) as (process, told):
         assert told["said"] == "here"
+        servers = of_kind(told, server)
+        assert open_files(servers[0]) == {os.devnull}
         assert list(base.glob(f"{PREFIX}*")) == [Path(told["folders"][0])]
         process.communicate(b"shutdown\n", timeout=60)
         assert ended([int(pid) for pid in told["processes"]])
     assert not list(base.iterdir())
     assert "ray" in told["imports"] and "pydantic" not in told["imports"]  # 10 MB a worker
     # A worker takes its name once it has begun to work; until then it has its server's.
-    servers = of_kind(told, "fork_server")
     forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}
-    kinds = ("gcs_server", "raylet", "stub_agent")
+    kinds = ("gcs_server", "raylet", STAND_IN)
     assert [len(of_kind(told, kind)) for kind in kinds] == [1, 1, 2]
     assert len(forked) == 3
     assert len(told["processes"]) == 8  # the fork server is one of them
@@ -120,6 +135,36 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
     assert told["wait_policy"] == "passive"
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
+
+
+def looks_for_signals(process_id: int) -> int:
+    """How often the process's main thread has slept in the next second."""
+    status = Path(f"/proc/{process_id}/task/{process_id}/status")
+
+    def slept() -> int:
+        return int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    before = slept()
+    time.sleep(1.0)
+    return slept() - before
+
+
+def test_idle_workers_sleep_until_they_are_called_or_ended() -> None:
+    """By themselves they look for signals a hundred times a second, on a busy machine too."""
+    with owner() as (process, told):
+        assert process.stdin is not None and process.stdout is not None
+        servers = of_kind(told, "fork_server")
+        forked = [int(pid) for pid, parent in told["parents"].items() if parent in servers]
+        deadline = time.monotonic() + 120
+        while any(looks_for_signals(pid) > 9 for pid in forked):
+            assert time.monotonic() < deadline
+        process.stdin.write(b"say\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"again\n"
+        assert all(looks_for_signals(pid) <= 9 for pid in forked)
+        for pid in forked:
+            os.kill(pid, signal.SIGTERM)
+        assert ended(forked)
 
 
 def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
@@ -154,33 +199,13 @@ def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
     assert foreign.exists() and (elsewhere / "kept").exists()
 
 
-def test_a_stand_in_ends_with_its_raylet() -> None:
-    """A process that sleeps plays the raylet; the stub says when it begins to wait."""
-    stand_in = f"""
-import runpy, signal
-pause = signal.pause
-signal.pause = lambda: (print("waits", flush=True), pause())
-runpy.run_path({str(start._STUB_AGENT)!r}, run_name="__main__")
-"""
-    code = f"""
-import os, subprocess, sys, time
-os.environ["RAY_RAYLET_PID"] = str(os.getpid())
-print(subprocess.Popen([sys.executable, "-I", "-S", "-c", {stand_in!r}]).pid, flush=True)
-time.sleep(1000)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as raylet:
-        assert raylet.stdout is not None
-        pid, waits = sorted(raylet.stdout.readline() for _ in range(2))
-        assert waits == b"waits\n"
-        raylet.kill()
-        assert ended([int(pid)])
-
-
-def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
-    command = [sys.executable, "-I", "-S", str(start._STUB_AGENT)]
-    environment = os.environ | {"RAY_RAYLET_PID": "1000000000"}
-    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+def test_stand_ins_of_agents_end_with_their_raylet() -> None:
+    with owner("1") as (_, told):
+        stand_ins = of_kind(told, STAND_IN)
+        assert len(stand_ins) == 2
+        (raylet,) = of_kind(told, "raylet")
+        os.kill(raylet, signal.SIGKILL)
+        assert ended(stand_ins)
 
 
 def in_its_own_process(check: Callable[[Path], None], folder: Path) -> None:
@@ -246,7 +271,7 @@ def start_with_renamed_parts(base: Path) -> None:
     assert line.startswith("Ray's workers start in its own way, which takes longer: ")
     assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
     told = facts_of(psutil.Process().children(recursive=True))
-    assert len(of_kind(told, "stub_agent")) == 2  # it is a private one still
+    assert len(of_kind(told, STAND_IN)) == 2  # it is a private one still
     kinds = ("fork_server", "log_monitor", "dashboard", "monitor")
     assert not any(of_kind(told, kind) for kind in kinds)
     ray.shutdown()
