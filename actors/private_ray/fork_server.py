@@ -10,6 +10,7 @@ In a command that stays the server is itself a fork of that (`shared_imports.py`
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -26,7 +27,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hotcold.actors.private_ray.signal_timer import stop_signal_timer
-from hotcold.actors.processes.child_process import end_with_parent
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -54,6 +54,7 @@ NUM_ARENAS, ARENAS = 2, "MALLOC_ARENA_MAX"
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
+_PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
@@ -309,9 +310,7 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    end_with_parent()
-    if os.getppid() != server:  # it ended before
-        sys.exit()
+    end_with(server)
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
@@ -332,6 +331,13 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     stop_signal_timer()
     runpy.run_path(worker, run_name="__main__")
     sys.exit()
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl was called
+        sys.exit()
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from hotcold.actors.private_ray.fork_server import (
     NUM_ARENAS,
     Fork,
     ForkServer,
+    end_with,
     importing_for_workers,
     preload,
     serve,
     socketpair,
 )
-from hotcold.actors.processes.child_process import end_with_parent
 from hotcold.model.current_folder import environment_of_python
 
 _ARENA_MAX = -8  # a parameter of mallopt(3)
@@ -66,9 +66,7 @@ def _run(owner: socket.socket, process_id: int, added: dict[str, str]) -> NoRetu
     """Be the fork server, or one of its workers, of the process `process_id`."""
     status = 1
     try:
-        end_with_parent()
-        if os.getppid() != process_id:  # it ended before
-            sys.exit()
+        end_with(process_id)
         _leave_owner(owner)
         serve(owner, added)
         status = 0
