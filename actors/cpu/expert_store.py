@@ -317,9 +317,9 @@ class ExpertStore:
             of_down = rows(num_rows, geometry.down_row_bytes, down)
             return FfnArrays(weights.starts, *matrices, of_down, *vectors, lanes, first, at_once)
         memory, num_layers = self._outputs, len(weights.starts)
-        kinds = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
+        one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
         places = memory.places.reshape(num_layers, -1, NUM_PLACE_NUMBERS)
-        outputs = BlockRows(*kinds, places)
+        outputs = BlockRows(one, other, places)
         return TransposedArrays(
             weights.starts, *matrices, outputs, *vectors, NO_LANES, lanes, first, at_once
         )
