@@ -312,15 +312,16 @@ class ExpertStore:
             weights.down_bias,
             vector(self._norms),
         )
+        lanes, first, at_once = weights.lanes
         if not geometry.has_outputs:
             of_down = rows(num_rows, geometry.down_row_bytes, down)
-            return FfnArrays(weights.starts, *matrices, of_down, *vectors, *weights.lanes)
+            return FfnArrays(weights.starts, *matrices, of_down, *vectors, lanes, first, at_once)
         memory, num_layers = self._outputs, len(weights.starts)
-        first, second = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
+        one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
         places = memory.places.reshape(num_layers, -1, NUM_PLACE_NUMBERS)
-        outputs = BlockRows(first, second, places)
+        outputs = BlockRows(one, other, places)
         return TransposedArrays(
-            weights.starts, *matrices, outputs, *vectors, NO_LANES, *weights.lanes
+            weights.starts, *matrices, outputs, *vectors, NO_LANES, lanes, first, at_once
         )
 
     def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:

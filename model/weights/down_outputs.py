@@ -75,8 +75,8 @@ def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndar
     if not all(map(is_quantized, kinds)) and len(kinds) > 1:
         kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
     first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
-    is_second = np.array([dtype != first for dtype in held.flat]).reshape(*held.shape, 1)
-    is_second = (is_second & (first != second) & (sizes > 0)).reshape(len(sizes), -1)
+    is_other = np.array([dtype != first for dtype in held.flat]).reshape(*held.shape, 1)
+    is_second = (is_other & (first != second) & (sizes > 0)).reshape(len(sizes), -1)
     sizes = sizes.reshape(is_second.shape)
     places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
     rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
