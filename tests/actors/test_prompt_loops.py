@@ -63,9 +63,7 @@ def test_a_file_of_quantized_weights(
     options = SystemOptions(context_length=128, num_cpu_actors=num_services)
     made, config = prepare_system(path, options)
     specs = service_specs(replace(made, num_threads=num_threads), config)
-    with InProcessSystem(
-        path, num_threads=num_threads, specs=specs, max_tokens=128
-    ) as system:
+    with InProcessSystem(path, num_threads=num_threads, specs=specs, max_tokens=128) as system:
         in_loops = [state(system, "dense", sizes) for sizes in CUTS]
         assert set(system.python_answers) <= {"gpu"}  # logits of many tokens
         num_heads = system.python_answers.count("gpu")
