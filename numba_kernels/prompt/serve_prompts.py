@@ -101,16 +101,22 @@ def new_prompt_scratch(
         first = -array.ctypes.data % LINE_BYTES // array.itemsize
         return array[first : first + num_threads * math.prod(shape)].reshape(num_threads, *shape)
 
+    queries, page_keys, page_values, scores, sums, weighted = map(aligned, shapes)
     return PromptScratch(
-        space(width),
-        space(width),
-        space(qkv),
-        space(heads),
-        space(int(numbers["num_experts"].max())),
-        vectors(max(width, heads)),
-        vectors(width),
-        *(aligned(shape) for shape in shapes),
-        new_block_counters(NUM_PROMPT_COUNTERS, num_threads),
+        residual=space(width),
+        normed=space(width),
+        qkv=space(qkv),
+        heads=space(heads),
+        router_logits=space(int(numbers["num_experts"].max())),
+        vectors=vectors(max(width, heads)),
+        second_vectors=vectors(width),
+        queries=queries,
+        page_keys=page_keys,
+        page_values=page_values,
+        scores=scores,
+        sums=sums,
+        weighted=weighted,
+        counters=new_block_counters(NUM_PROMPT_COUNTERS, num_threads),
     )
 
 
