@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
 from hotcold.actors.private_ray.start import init_private
 from hotcold.actors.private_ray.temp_folder import MAX_CHOSEN_BYTES, TempFolder, base_folder
+from hotcold.actors.processes import precompile
 from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
@@ -57,13 +58,18 @@ RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
 
 
 def start_local_ray(
-    num_cpus: int, arena_bytes: int, num_gpus: int = 0, bits_bytes: int = 0
+    num_cpus: int,
+    arena_bytes: int,
+    num_gpus: int = 0,
+    bits_bytes: int = 0,
+    compiled: SystemConfig | None = None,
 ) -> None:
     """Start a private Ray on this machine, without a dashboard; it ends with this process.
 
     Its object store has space for two arenas (one serves, one is made when services change), the
     first with `bits_bytes` of predictors. All of it is allocated in /dev/shm now, before anything
-    else can fill it. Weights are in the actors.
+    else can fill it. Weights are in the actors. Kernels of the system `compiled` are compiled while
+    Ray starts.
     Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where other users could use
              this Ray, the folder for its files is full, or the loopback is down; any of `ray.init`
     """
@@ -88,7 +94,8 @@ def start_local_ray(
     # Ray's processes keep this one's current folder, and workers would import modules from it.
     with elsewhere(), own_sigterm(), _environment(environment_of_python()):
         try:
-            init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
+            compiler = None if compiled is None else (precompile.__name__, compiled.as_json())
+            init_private(_FIRST_WORKERS, compiler, job_config=OwnFolders(), **options)
         except Exception as error:  # any, with an unknown version of Ray
             _end(_children() - others)
             _init(options)

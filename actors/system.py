@@ -240,7 +240,9 @@ def _start_ray(systems: Sequence[SystemConfig]) -> None:
         bits_bytes = sum(arena.predictor_bytes for arena in arenas)
         num_gpus = int(any(system.device != "cpu" for system in systems))
         arena_bytes = sum(arena.num_bytes for arena in arenas) - bits_bytes
-        start_local_ray(num_threads, arena_bytes, num_gpus, bits_bytes)
+        first = systems[0]
+        compiled = first if first.device == "cpu" and first.storage is None else None
+        start_local_ray(num_threads, arena_bytes, num_gpus, bits_bytes, compiled)
     except HotcoldError:
         ray.shutdown()  # of what had started
         raise

@@ -28,7 +28,12 @@ from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
-from hotcold.jobs.support.signals import end_at_sigterm, exit_status, interrupt_again
+from hotcold.jobs.support.signals import (
+    end_at_sigterm,
+    exit_status,
+    interrupt_again,
+    raise_interrupts,
+)
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
 
@@ -191,6 +196,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     gc.set_threshold(_GC_THRESHOLD)
     ensure_home()
     try:
+        raise_interrupts()
         if command is cli:
             _begin_workers(sys.argv[1:])
         status = main(command=command, program=program)

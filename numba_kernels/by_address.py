@@ -7,6 +7,7 @@ loop, as the next one makes its own in the same place. Python calls no kernel wi
 `_nrt=True`: the references that are counted for its arrays would stay.
 """
 
+import hashlib
 from typing import Any
 
 from numba.core import cgutils, types
@@ -21,7 +22,32 @@ _make_type, _make_tuple = types.BaseTuple.from_types, BaseContext.make_tuple
 
 
 class TupleByAddress(types.NamedTuple):  # type: ignore[misc]
-    """The type of such a tuple in compiled code."""
+    """The type of such a tuple in compiled code.
+
+    Numba looks it up wherever the tuple occurs, and would go over all its fields each time.
+    """
+
+    _hash = 0
+
+    def __hash__(self) -> int:
+        self._hash = self._hash or hash(self.key)
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(super().__eq__(other))
+
+    def __reduce__(self) -> Any:
+        rebuild, (make, arguments, state) = super().__reduce__()
+        return rebuild, (make, arguments, state | {"_hash": 0})  # hashes are a process's own
+
+    @property
+    def mangling_args(self) -> tuple[str, tuple[()]]:
+        """Its part of a symbol's name, which stands at each call: short, for thousands of letters.
+
+        See numba.core.types.
+        """
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        return f"{self.instance_class.__name__}{digest}", ()
 
 
 @register_default(TupleByAddress)

@@ -60,6 +60,11 @@ _COMPILING = {
     "imputils:lower_getattr_generic": None,
     "registry:cpu_target": None,
     "sigutils:normalize_signature": "sig",
+    "targetconfig:TargetConfig.values": "self",
+    "event:start_event": "kind data",
+    "event:end_event": "kind data exc_details",
+    "event:install_timer": None,
+    "ir:Inst._rec_list_vars": "self val",
     "types:unliteral": "lit_type",
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numba.core.dispatcher
-from numba.core import types
+from numba.core import event, types
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -115,6 +115,7 @@ def _field_names(sig: Any) -> tuple[Any, ...]:
 
 
 _MANY_OBJECTS = 100_000  # that were made since the last collection; some hundred bytes each
+_collects = True
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
 
 
@@ -130,7 +131,11 @@ def _locked(what: Path) -> Iterator[None]:
     with ExitStack() as opened:
         with suppress(OSError):
             file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # to who looks on, waiting for a compiler is compiling
+                with event.trigger_event("numba:compile"):
+                    fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -145,10 +150,17 @@ def _few_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_count()[0] > _MANY_OBJECTS:
+        if _collects and gc.get_count()[0] > _MANY_OBJECTS:
             gc.collect(0)
         if was_on:
             gc.enable()
+
+
+def never_collect() -> None:
+    """For a process that ends once it has compiled."""
+    global _collects
+    _collects = False
+    gc.disable()
 
 
 @contextmanager

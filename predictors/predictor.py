@@ -160,11 +160,6 @@ class NeuronPredictor:
         return int(self._cells[cell_index(self._team.service, DONE) * INTS_A_CELL])
 
 
-def no_predictor(num_layers: int) -> NeuronPredictor:
-    """What stands for a predictor where all neurons of all layers are requested."""
-    return NeuronPredictor([None] * num_layers, np.zeros((num_layers, 0), np.int64), "ffn_input")
-
-
 def _of_threads(team: PredictTeam, service: int, num_threads: int) -> PredictTeam:
     """The team with work space for as many threads, helpers at the bell of `service`."""
     work = team.work._replace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hotcold.actors.protocol.messages import CacheSpec
@@ -22,6 +24,7 @@ from hotcold.numba_kernels.layer_record import (
 )
 from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
+Frequencies = Callable[[RopeConfig, int, int], np.ndarray]
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_of_chosen": SOFTMAX_OF_CHOSEN}
 _NO_ROUTER = RouterSpec(num_experts=0, num_chosen=0, score="softmax", norms_chosen=False)
 _CACHE_DTYPES = {"float32": np.float32, "float16": np.uint16, "q8": np.int8}
@@ -63,16 +66,28 @@ def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.nd
     return aligned_empty(shape, dtype, huge_pages=False)
 
 
-def rope_tables(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
+def rope_tables(
+    config: ModelConfig, cache: CacheSpec, frequencies: Frequencies = inv_freq
+) -> np.ndarray:
     """(R, P, 2, half) float32 cosines and sines of the model's ropes."""
-    tables = [_rope_array(rope, config.head_dim, cache.num_positions) for rope in config.ropes]
+    tables = [
+        _rope_array(rope, config.head_dim, cache.num_positions, frequencies)
+        for rope in config.ropes
+    ]
     return np.stack(tables) if tables else np.empty((0, 0, 2, 0), np.float32)
 
 
 def attention_arrays(
-    config: ModelConfig, cache: CacheSpec, attention: AttentionWeights, head: HeadWeights
+    config: ModelConfig,
+    cache: CacheSpec,
+    attention: AttentionWeights,
+    head: HeadWeights,
+    frequencies: Frequencies = inv_freq,
 ) -> AttentionArrays:
-    """Weights of all layers, or of the first ones; an empty KV cache of those; rope tables."""
+    """Weights of all layers, or of the first ones; an empty KV cache of those; rope tables.
+
+    `frequencies`: of the ropes, as `inv_freq`
+    """
     num_layers = len(attention.out)
     return AttentionArrays(
         **vars(attention),
@@ -80,12 +95,14 @@ def attention_arrays(
         numbers=layer_numbers(config),
         keys=cache_array(config, cache, num_layers),
         values=cache_array(config, cache, num_layers),
-        rope_tables=rope_tables(config, cache),
+        rope_tables=rope_tables(config, cache, frequencies),
         logit_softcap=np.float32(config.logit_softcap),
     )
 
 
-def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
+def _rope_array(
+    rope: RopeConfig, head_dim: int, num_positions: int, frequencies: Frequencies
+) -> np.ndarray:
     """(P, 2, half). Where frequencies depend on a sequence's length, those of the longest one."""
-    table = rope_table(inv_freq(rope, head_dim, num_positions), num_positions)
+    table = rope_table(frequencies(rope, head_dim, num_positions), num_positions)
     return table if rope.table_scale == 1 else table * np.float32(rope.table_scale)

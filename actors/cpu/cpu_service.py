@@ -253,11 +253,12 @@ def load_cpu_service(
     on_bytes: OnBytes,
     touch: Touch | None = None,
     keeps_pages: bool = True,
+    max_rows: int | None = None,
 ) -> CpuService:
     """Read a shard from a checkpoint; of the attention service, its hot neurons.
 
     `touch` is called with each new matrix before it is filled. `keeps_pages`: the files that were
-    read stay in the page cache.
+    read stay in the page cache. `max_rows`: as `TensorReader`.
     Errors:  CheckpointError, UsageError
     """
     weights = load_ffn(
@@ -268,6 +269,7 @@ def load_cpu_service(
         dtype=spec.system.weight_dtype,
         on_bytes=on_bytes,
         touch=touch,
+        max_rows=max_rows,
     )
     lanes = spec.lanes
     arrays = FfnArrays(

@@ -13,14 +13,18 @@ from hotcold.numba_kernels.ffn_arrays import NO_NORMS, TransposedArrays
 
 
 def load_dense_service(
-    spec: ServiceSpec, config: ModelConfig, on_bytes: OnBytes, touch: Touch | None = None
+    spec: ServiceSpec,
+    config: ModelConfig,
+    on_bytes: OnBytes,
+    touch: Touch | None = None,
+    max_rows: int | None = None,
 ) -> CpuService:
     """Read a run of each block's neurons; as `actors.cpu.cpu_service.load_cpu_service`.
 
     Errors:  CheckpointError
     """
     ids = spec.neuron_ids or []
-    with TensorReader(Checkpoint(spec.path), on_bytes, touch=touch) as reader:
+    with TensorReader(Checkpoint(spec.path), on_bytes, None, touch, max_rows) as reader:
         weights = read_ffn(reader, config, ids, spec.has_down_bias, has_down=False)
         down = read_down_outputs(reader, config, ids)
     arrays = TransposedArrays(

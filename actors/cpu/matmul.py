@@ -26,7 +26,7 @@ from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
-from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, is_quantized, row_items
+from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.prompt.block_tokens import (
@@ -121,7 +121,8 @@ class Matmul:
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
-        Kernels for weights of `dtypes` are compiled at once.
+        Kernels of `linear` for weights of `dtypes` are compiled at once; `combine` is for down rows
+        alone, whose service compiles it (`actors.cpu.prompt_ffn`).
         """
 
         def begin(thread: int) -> None:
@@ -142,12 +143,7 @@ class Matmul:
         """So that no prompt waits for it."""
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
         with self.at_once():
-            x, out = np.zeros((1, CHUNK), np.float32), np.empty((1, CHUNK), np.float32)
-            self.linear(x, row, np.empty(0, np.float32))
-            if is_quantized(dtype) and not ROW_FORMATS[dtype].is_summed:
-                return
-            h = one_block(np.zeros((1, 1), np.float32))
-            self.combine(h, every_token(1), weight_blocks(row), one_block(out))
+            self.linear(np.zeros((1, CHUNK), np.float32), row, np.empty(0, np.float32))
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""

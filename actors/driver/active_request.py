@@ -57,15 +57,23 @@ class Generator:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
         with suppress(NotFiniteError):  # requests will raise it
             self.engine.step([0], [0], [0])
-        compile_choice(self.config, self.engine.embedding)
+        compile_choice(self.config)
+
+    def compile_extras(self) -> None:
+        """Compile what few requests need; they wait for it unless this was called."""
+        compile_extras(self.config, self.engine.embedding)
 
 
-def compile_choice(config: ModelConfig, embedding: EmbeddingWeights) -> None:
+def compile_choice(config: ModelConfig) -> None:
     """Compile what chooses tokens; nothing is asked of services."""
     logits = np.zeros(config.vocab_size, np.float32)
     for top_k in (0, 1, 2):
         sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
-    token_logprob(logits, 0, 1)
+
+
+def compile_extras(config: ModelConfig, embedding: EmbeddingWeights) -> None:
+    """Compile log-probabilities and embeddings; nothing is asked of services."""
+    token_logprob(np.zeros(config.vocab_size, np.float32), 0, 1)
     StateMean(config, embedding).add(0, np.zeros(config.hidden_size, np.float32))
 
 

@@ -7,12 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from hotcold.actors.driver.active_request import ActiveRequest, Generator, compile_choice
+from hotcold.actors.driver.active_request import (
+    ActiveRequest,
+    Generator,
+    compile_choice,
+    compile_extras,
+)
 from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
@@ -483,22 +489,26 @@ def _read_predictors(system: SystemConfig, file: str, config: ModelConfig) -> Pr
     return read_predictors(Path(file), identity, config, keeps_pages=keeps_pages)
 
 
-def compile_driver(system: SystemConfig, layout: ArenaLayout, topology: Topology) -> None:
+def compile_driver(
+    system: SystemConfig, layout: ArenaLayout, topology: Topology
+) -> Callable[[], None]:
     """Compile what a driver of `system` needs for its first token, while its services load.
 
     It runs no layer, on an arena of its own that stays untouched. What a mode with predictors needs
-    is compiled once they are read. Errors: those of `Driver`
+    is compiled once they are read. Returns what compiles the rest. Errors: those of `Driver`
     """
     if system.mode in PREDICTED_MODES or system.auto_mode:
-        return
+        return lambda: None
     path = Path(system.model_path)
     config = read_config(path)
     exchange = ArenaExchange(layout.buffers(layout.new_arena()), _Nobody())
     embedding = load_embedding(Checkpoint(path, keeps_pages=False), config)
+    embedding.lookup(np.zeros(1, np.int64), np.zeros(1, np.int64))
     mode = _load_mode(system, config, topology.shards, exchange)
     engine = Engine(config, embedding, exchange, topology, mode)
     engine.compile()
-    compile_choice(config, embedding)
+    compile_choice(config)
+    return partial(compile_extras, config, embedding)
 
 
 class _Nobody:

@@ -12,8 +12,8 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
 from hotcold.numba_kernels.serve.mailbox import TARGET, threshold_words
-from hotcold.numba_kernels.serve.selector import Selector
-from hotcold.predictors.predictor import NeuronPredictor, no_predictor
+from hotcold.numba_kernels.serve.selector import Selector, all_neurons
+from hotcold.predictors.predictor import NeuronPredictor
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +32,13 @@ class StepMode:
 
     def selector(self, is_routed: np.ndarray) -> Selector:
         """What the layer loop asks; is_routed (L,) bool: which layers have a router."""
-        return (self.predictor or self._no_predictor).selector(self._threshold_words, is_routed)
+        if self.predictor is None:
+            return all_neurons(self._threshold_words, is_routed)
+        return self.predictor.selector(self._threshold_words, is_routed)
 
     @cached_property
     def _threshold_words(self) -> np.ndarray:
         return threshold_words(self.thresholds)
-
-    @cached_property
-    def _no_predictor(self) -> NeuronPredictor:
-        return no_predictor(len(self.thresholds))
 
 
 def step_mode(config: ModelConfig, name: str, predictor: NeuronPredictor | None = None) -> StepMode:

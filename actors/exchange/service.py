@@ -116,13 +116,8 @@ class Service(ABC):
 
         `buffers`: instead of the arena's own
         """
-        self._arena = arena
         self._calls = None
-        self.buffers = layout.buffers(arena) if buffers is None else buffers
-        self.prepare(layout)
-        if self._draft is not None:
-            self._draft.work_within(self)
-            self._draft.prepare(layout)
+        self._prepare_all(layout, arena, layout.buffers(arena) if buffers is None else buffers)
         cells = self.buffers.cells
         for kind in (ARRIVED, BARRIER_COUNT):
             cells[cell_index(self.index, kind) * INTS_A_CELL] = 0
@@ -135,6 +130,28 @@ class Service(ABC):
             thread.start()
         if self.affinity is not None:
             self._watch_affinity(self.affinity)
+
+    def _prepare_all(self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers) -> None:
+        self._arena, self.buffers = arena, buffers
+        self.prepare(layout)
+        if self._draft is not None:
+            self._draft.work_within(self)
+            self._draft.prepare(layout)
+
+    def prepare_unattached(self, layout: ArenaLayout) -> None:
+        """As `attach`, on an arena of its own and without threads: to compile."""
+        arena = layout.new_arena()
+        self._prepare_all(layout, arena, layout.buffers(arena))
+
+    def compile(self) -> None:
+        """Compile the loops, after `prepare_unattached`.
+
+        Each is entered with a request that it leaves to Python.
+        """
+        self.buffers.requests[self.index, OPERATION] = STOP
+        self.buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL] = 1
+        for service in filter(None, (self, self._draft)):
+            service.serve(0, 0)
 
     def _watch_affinity(self, affinity: CoreAffinity) -> None:
         """Keep adapting the threads' cores for as long as they serve this arena."""

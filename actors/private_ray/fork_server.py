@@ -5,6 +5,8 @@ and each worker is a fork of it. In place of a worker the raylet runs `forked_wo
 requests a fork at a socket, and becomes a plain worker if it gets none.
 """
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import gc
@@ -54,7 +56,7 @@ _PR_SET_PDEATHSIG = 1
 class ForkServer:
     """The server, as its owner sees it; it ends with the owner, and all workers end with it."""
 
-    _begun: "ForkServer | None" = None
+    _begun: ForkServer | None = None
     _module = __name__  # whose main it runs
 
     @classmethod
@@ -68,7 +70,7 @@ class ForkServer:
             atexit.register(cls._begun.end)
 
     @classmethod
-    def take(cls) -> "ForkServer":
+    def take(cls) -> ForkServer:
         """The server that `begin` started, else a new one; the caller ends it. Errors: OSError."""
         begun, cls._begun = cls._begun, None
         if begun is not None:
@@ -90,6 +92,13 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # its own: Ctrl-C must not reach it
             )
+
+    def run_beside(self, module: str, argument: bytes) -> None:
+        """Call main(argument) of a module, in a fork that ends with the server; before `listen`.
+
+        Errors:  OSError
+        """
+        self._control.send(module.encode() + b"\n" + argument)
 
     def listen(self, address: Path) -> None:
         """Fork a worker for each connection to this path. Errors: OSError, also for a later Ray."""
@@ -139,10 +148,29 @@ def main() -> None:
     added = {name: text for name, text in os.environ.items() if name not in given}
     gc.freeze()  # a collection must not write to shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
-    _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
-    if not descriptors:  # the owner has ended
-        return
+    descriptors: list[int] = []
+    while not descriptors:
+        request, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
+        if not request:  # the owner has ended
+            return
+        if not descriptors:
+            _run_beside(request)
     _serve(owner, socket.socket(fileno=descriptors[0]), added)
+
+
+def _run_beside(request: bytes) -> None:
+    """Fork, and call what `ForkServer.run_beside` has sent."""
+    module, argument = request.split(b"\n", 1)
+    server = os.getpid()
+    with suppress(OSError):  # out of processes or memory
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                if os.getppid() == server:
+                    importlib.import_module(module.decode()).main(argument)
+            finally:
+                os._exit(0)
 
 
 def _register_types() -> None:

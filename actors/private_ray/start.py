@@ -66,10 +66,11 @@ _REGISTERED_S = 15.0  # for the raylet to register with the GCS server; mostly i
 _starting = threading.Lock()
 
 
-def init_private(num_workers: int, **options: Any) -> None:
+def init_private(num_workers: int, beside: tuple[str, bytes] | None = None, **options: Any) -> None:
     """`ray.init(**options)` with the fewest processes; Ray ends with this process.
 
-    `num_workers` worker processes start at once, before the first call. Ray's files are in a
+    `num_workers` worker processes start at once, before the first call. `beside`: what
+    `ForkServer.run_beside` runs meanwhile. Ray's files are in a
     private folder, which `ray.shutdown` removes.
     Errors:  any, with an unknown version of Ray; it may leave children of this process running
     """
@@ -84,6 +85,8 @@ def init_private(num_workers: int, **options: Any) -> None:
         server = ForkServer.take()
         undo.callback(server.end)
         try:
+            if beside is not None:
+                server.run_beside(*beside)
             server.listen(folder.path / _WORKERS_SOCKET)
         except OSError as error:
             server.end()

@@ -1,9 +1,11 @@
-"""Compiles a system's kernels ahead of time, in a process of its own.
+"""Compiles a system's kernels ahead of time, by services without weights, in other processes.
+
+The compiled kernels are in the disk cache then, where the system's own processes find them.
 
 LLVM takes several hundred megabytes to compile a service's kernels, and keeps that memory. With a
-memory budget (--cpu-memory) one process therefore goes first: it runs services without weights, one
-token, several tokens and part of a prompt. The compiled kernels are in the disk cache when it ends,
-and the system's own processes load them from there.
+memory budget (--cpu-memory) one process therefore goes first, and runs one token, several tokens
+and part of a prompt. Where all is in memory, compilers begin while Ray still starts, one for each
+kind of process: services that need a kernel meanwhile wait for them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +32,7 @@ from hotcold.actors.processes.child_process import (
     end_with_parent,
     give_back_freed_memory,
 )
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
@@ -36,15 +40,18 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.compiling_process import only_compile
 from hotcold.numba_kernels.kernel_cache import sources_digest
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
+
+_NICENESS, _LATER_NICENESS = 7, 19  # a fifth and a sixtieth of the time beside what is not nice
 
 
 def precompile_once(system: SystemConfig) -> None:
@@ -53,8 +60,8 @@ def precompile_once(system: SystemConfig) -> None:
     Does nothing without a memory budget, or where the kernel cache cannot be written. If that
     process fails, the system's own processes compile.
     """
-    marker = None if system.storage is None else _marker(system)
-    if marker is None or marker.exists():
+    marker = None if system.storage is None else _missing_marker(system)
+    if marker is None:
         return
     with suppress(OSError):
         process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -65,17 +72,88 @@ def precompile_once(system: SystemConfig) -> None:
             write_atomic(marker, b"")
 
 
-def _marker(system: SystemConfig) -> Path | None:
-    """The file that marks such a system's kernels as compiled; None without a kernel cache."""
+def main(system: bytes) -> None:
+    """Compile what a first token needs, then a first long prompt, of the system of this JSON.
+
+    For a fork of a process that has imported services. All weights of the system are in memory, and
+    its attention is on the CPU. What fails is left to the system's own processes.
+    """
+    asked = SystemConfig.from_json(system)
+    with suppress(Exception):
+        marker = _missing_marker(asked)
+        if marker is not None:
+            _compile_parts(asked, marker)
+
+
+def _compile_parts(system: SystemConfig, marker: Path) -> None:
+    """Compile in a child for each kind of process; `marker` is written once tokens need no more."""
+    # A CPU service takes the longest: it has a core for itself where there are two.
+    parts = (
+        (0, _compile_cpu_service),
+        (_NICENESS, _compile_attention),
+        (_NICENESS, _compile_driver),
+    )
+    done, tell = os.pipe()
+
+    def run(niceness: int, part: Callable[[SystemConfig], Callable[[], object]]) -> None:
+        os.nice(niceness)
+        only_compile()
+        rest = part(system)
+        os.write(tell, b"x")
+        os.nice(_LATER_NICENESS)
+        rest()
+
+    children = [_begin_child(partial(run, *part)) for part in parts]
+    os.close(tell)
+    if sum(len(os.read(done, 1)) for _ in parts) == len(parts):
+        write_atomic(marker, b"")
+    for child in children:
+        os.waitpid(child, 0)
+
+
+# Each compiles what a first token needs, and returns what compiles the rest.
+
+
+def _compile_cpu_service(system: SystemConfig) -> Callable[[], object]:
+    service = _unattached(system, lambda topology: topology.cpu_services[0])
+    service.compile()
+    return service.prepare_prompts
+
+
+def _compile_attention(system: SystemConfig) -> Callable[[], object]:
+    service = _unattached(system, lambda topology: topology.cache_services[0])
+    service.compile()
+    return lambda: None
+
+
+def _compile_driver(system: SystemConfig) -> Callable[[], object]:
+    from hotcold.actors.driver.driver import compile_driver
+
+    _, specs, layout = _plan(system)
+    compile_extras = compile_driver(system, layout, Topology(tuple(specs)))
+
+    def compile_rest() -> None:  # also of attention, as it is done with the driver before that is
+        _unattached(system, lambda topology: topology.cache_services[0]).prepare_prompts()
+        compile_extras()
+
+    return compile_rest
+
+
+def _missing_marker(system: SystemConfig) -> Path | None:
+    """The file that will mark such a system's kernels as compiled.
+
+    None where it is there, or there is no kernel cache.
+    """
     kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
     options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms, system.draft
     key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
-    key.append(system.down_transposed)
+    key += [system.down_transposed, system.storage is not None]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:
-        return own_folder("numba", f"precompiled-{sources_digest()}") / digest
+        marker = own_folder("numba", f"precompiled-{sources_digest()}") / digest
     except OSError:
         return None
+    return None if marker.exists() else marker
 
 
 class _ThreadWatch:
@@ -116,7 +194,7 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         """With weights of the dtype `name`."""
         with TensorReader(checkpoint, dtype=requested_dtype(name), max_rows=1) as reader:
             attention, head = read_attention(reader, config), read_head(reader, config)
-        arrays = attention_arrays(config, cache, attention, head)
+        arrays = attention_arrays(config, cache, attention, head, _any_frequencies)
         return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
 
     found = service(spec.system.weight_dtype, spec.cache)
@@ -125,46 +203,83 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     return found
 
 
+def _any_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
+    """In place of the rope's own, for which torch would be imported."""
+    return np.ones(rope.rotary_dim(head_dim) // 2, np.float32)
+
+
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
-    """Keeps as little in memory as a CPU service can: as many neurons as its largest layer has."""
-    from hotcold.actors.cpu.cpu_service import load_cpu_service
+    """Reads one row of each matrix; with neurons on storage, as many as its largest layer has."""
+    from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
+    from hotcold.actors.cpu.dense_service import load_dense_service
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
-    assert spec.storage is not None and spec.neuron_ids is not None
+    assert spec.neuron_ids is not None
+    if spec.storage is None:
+        load: Callable[..., CpuService] = (
+            load_dense_service if spec.system.down_transposed else load_cpu_service
+        )
+        service = load(_without_draft(spec), config, lambda num_bytes: None, max_rows=1)
+        _add_draft(service, spec, config)
+        return service
     stored = served_config(spec.system, Checkpoint(spec.path), config)
     share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
     service = load_offloaded_service(
-        replace(spec, system=replace(spec.system, draft=NO_MODEL)),
+        _without_draft(spec),
         config,
         share,
         Path(predictors) if predictors else None,
         lambda num_bytes: None,
     )
-    if spec.draft is not None:
-        few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
-        draft = replace(spec.draft, neuron_ids=few)
-        service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
+    _add_draft(service, spec, config)
     return service
 
 
-def _start(system: SystemConfig, only: Callable[[Topology], int] | None = None) -> _Services:
-    """Start all services of `system` on one arena, or `only` one of its topology."""
+def _without_draft(spec: ServiceSpec) -> ServiceSpec:
+    return replace(spec, system=replace(spec.system, draft=NO_MODEL))
+
+
+def _add_draft(service: Service, spec: ServiceSpec, config: ModelConfig) -> None:
+    from hotcold.actors.cpu.cpu_service import load_cpu_service
+
+    if spec.draft is not None and spec.neuron_ids is not None:
+        few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
+        draft = replace(spec.draft, neuron_ids=few)
+        service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
+
+
+def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    return (_cpu_service if spec.is_cpu_service else _attention_service)(spec, config)
+
+
+def _plan(system: SystemConfig) -> tuple[ModelConfig, list[ServiceSpec], ArenaLayout]:
     config = read_config(system.model_path)
     served = served_config(system, Checkpoint(Path(system.model_path)), config)
-    specs, services = service_specs(system, served), []
-    topology = Topology(tuple(specs))
-    layout = arena_layout(system, served)
-    arena = layout.new_arena()
-    for spec in specs if only is None else [specs[only(topology)]]:
-        service = (_cpu_service if spec.is_cpu_service else _attention_service)(spec, config)
+    return config, service_specs(system, served), arena_layout(system, served)
+
+
+def _unattached(system: SystemConfig, which: Callable[[Topology], int]) -> Service:
+    """One of the system's services, without threads and weights."""
+    config, specs, layout = _plan(system)
+    service = _service(specs[which(Topology(tuple(specs)))], config)
+    service.prepare_unattached(layout)
+    return service
+
+
+def _start(system: SystemConfig) -> _Services:
+    """Start all services of `system` on one arena."""
+    config, specs, layout = _plan(system)
+    arena, services = layout.new_arena(), []
+    for spec in specs:
+        service = _service(spec, config)
         cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
         service.affinity = CoreAffinity(cores) if cores else None
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
-    return _Services(services, topology, layout.buffers(arena))
+    return _Services(services, Topology(tuple(specs)), layout.buffers(arena))
 
 
 def precompile(system: SystemConfig) -> None:
@@ -189,12 +304,18 @@ def precompile(system: SystemConfig) -> None:
                 engine.logits(count, 1)
 
     driver.between_requests(run)
+    driver.generator.compile_extras()
 
 
 def _in_own_process(function: Callable[[], object]) -> bool:
     """Call `function` in a forked child; whether it returned."""
+    return os.waitpid(_begin_child(function), 0)[1] == 0
+
+
+def _begin_child(function: Callable[[], object]) -> int:
+    """Call `function` in a forked child, which ends then; returns its process id."""
     if child := os.fork():
-        return os.waitpid(child, 0)[1] == 0
+        return child
     try:
         end_with_parent()
         give_back_freed_memory()
@@ -209,8 +330,8 @@ def _main() -> None:
     end_with_parent()
     system = SystemConfig.from_json(sys.stdin.buffer.read())
     parts = (
-        (lambda: _start(system, lambda topology: topology.cache_services[0])),
-        (lambda: _start(system, lambda topology: topology.cpu_services[0])),
+        (lambda: _compile_attention(system)),
+        (lambda: _compile_cpu_service(system)),
         (lambda: precompile(system)),
     )
     sys.exit(sum(not _in_own_process(part) for part in parts))

@@ -256,12 +256,13 @@ class SystemServices:
         return True
 
     def _prepare_prompts(self) -> None:
-        """Let services prepare for long prompts once the system is idle."""
+        """Let services prepare for long prompts, and the driver for all else, once it is idle."""
         driver, num_steps = self.driver, -1
         while not self._stopping.wait(_IDLE_S):
             load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
                 self.connection.begin_prompts(self.connection.topology.services)
+                driver.generator.compile_extras()
                 return
 
     def stop(self) -> None:

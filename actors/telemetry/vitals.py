@@ -35,7 +35,10 @@ def resident_bytes() -> int:
 
 
 class CompileCounter(event.Listener):
-    """Counts the kernels that Numba compiles from now on, without those found in its cache."""
+    """Counts the kernels that Numba compiles from now on, without those found in its cache.
+
+    Those for which it waits while another process compiles them count as well.
+    """
 
     def __init__(self) -> None:
         self.num_begun = 0

@@ -25,6 +25,12 @@ EXIT_TERMINATED = 128 + signal.SIGTERM  # as shells say it
 _is_terminated = False
 
 
+def raise_interrupts() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt, unless this process ignores it."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def end_at_sigterm() -> None:
     """From now on SIGTERM raises SystemExit with EXIT_TERMINATED. For the main thread."""
     signal.signal(signal.SIGTERM, _terminate)

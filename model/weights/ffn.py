@@ -58,16 +58,18 @@ def load_ffn(
     dtype: str = "",
     on_bytes: OnBytes | None = None,
     touch: Touch | None = None,
+    max_rows: int | None = None,
 ) -> FfnWeights:
     """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_sizes[l])) of every layer l.
 
     Of the services that share a layer only one adds `down_bias`. `dtype`, such as "q8", quantizes
-    gate, up and down. `touch` gets each new matrix before it is filled.
+    gate, up and down. `touch` gets each new matrix before it is filled. `max_rows`: as
+    `TensorReader`.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
              UsageError for an unknown dtype;
              ValueError unless there are int32 ids in range for each layer
     """
-    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch, max_rows) as reader:
         return read_ffn(reader, config, neuron_ids, include_down_bias)
 
 

@@ -20,15 +20,23 @@ def argmax_kernel(logits):
     return best
 
 
+@njit(nogil=True, cache=True, inline="always")
+def _is_before(values, ids, one, other):
+    if values[one] == values[other]:
+        return ids[one] < ids[other]
+    return values[one] > values[other]
+
+
 @njit(nogil=True, cache=True)
-def _sift_down(values, ids, parent):
+def _sift_down(values, ids, count, parent):
+    """Restore a heap of `count` whose root is the last in order, where `parent` alone breaks it."""
     while True:
         child = 2 * parent + 1
-        if child >= values.shape[0]:
+        if child >= count:
             return
-        if child + 1 < values.shape[0] and values[child + 1] < values[child]:
+        if child + 1 < count and _is_before(values, ids, child, child + 1):
             child += 1
-        if values[parent] <= values[child]:
+        if _is_before(values, ids, child, parent):
             return
         values[parent], values[child] = values[child], values[parent]
         ids[parent], ids[child] = ids[child], ids[parent]
@@ -37,15 +45,22 @@ def _sift_down(values, ids, parent):
 
 @njit(nogil=True, cache=True, _nrt=True)
 def largest(logits, count):
-    """Ids of the `count` largest logits, largest first, by a heap of that size; checks nothing."""
+    """Ids of the `count` largest logits, largest first, of equal ones the lowest id first.
+
+    By a heap of that size; checks nothing.
+    """
     values, ids = logits[:count].copy(), np.arange(count)
     for parent in range(count // 2 - 1, -1, -1):
-        _sift_down(values, ids, parent)
+        _sift_down(values, ids, count, parent)
     for i in range(count, logits.shape[0]):
         if logits[i] > values[0]:
             values[0], ids[0] = logits[i], i
-            _sift_down(values, ids, 0)
-    return ids[np.argsort(-values, kind="mergesort")]
+            _sift_down(values, ids, count, 0)
+    for last in range(count - 1, 0, -1):
+        values[0], values[last] = values[last], values[0]
+        ids[0], ids[last] = ids[last], ids[0]
+        _sift_down(values, ids, last, 0)
+    return ids
 
 
 @njit(nogil=True, cache=True, _nrt=True)

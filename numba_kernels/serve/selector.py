@@ -25,22 +25,37 @@ class Selector(NamedTuple):
 
     thresholds (L, 2) int64: `threshold_words`; is_routed (L,) bool: whether the attention service
     writes `block_weights` for the layer; team: scores the layers that have a predictor, of as many
-    tokens as it has space for, more tokens request all neurons; reads_residual: whether predictors
-    read the residual stream, and not the FFN's input; bounds (L, C + 1) int64: the c-th CPU service
-    has the scored neurons bounds[l, c]:bounds[l, c + 1] of layer l
+    tokens as it has space for, more tokens request all neurons; None where no layer has one, so
+    that compiled code has nothing of theirs; reads_residual: whether predictors read the residual
+    stream, and not the FFN's input; bounds (L, C + 1) int64: the c-th CPU service has the scored
+    neurons bounds[l, c]:bounds[l, c + 1] of layer l
     """
 
     thresholds: np.ndarray
     is_routed: np.ndarray
-    team: PredictTeam
+    team: PredictTeam | None
     reads_residual: bool
     bounds: np.ndarray
+
+
+def all_neurons(thresholds: np.ndarray, is_routed: np.ndarray) -> Selector:
+    """The selector of steps without predictors; as in `Selector`."""
+    return Selector(thresholds, is_routed, None, False, np.zeros((len(thresholds), 1), np.int64))
 
 
 @njit(nogil=True, cache=True)
 def predicts(selector, layer, num_tokens):
     """Whether a predictor chooses the layer's neurons in a step of so many tokens."""
-    team = selector.team
+    return _predicts(selector.team, layer, num_tokens)
+
+
+# Numba leaves out what follows `is None` only where an argument of its own is tested.
+
+
+@njit(nogil=True, cache=True)
+def _predicts(team, layer, num_tokens):
+    if team is None:
+        return False
     is_scored = num_scored(team.signs, layer) or num_scored(team.lowrank, layer)
     return is_scored > 0 and num_tokens <= team.work.scores.shape[0]
 
@@ -51,11 +66,16 @@ def announce(selector, layer, num_tokens, residual, attention, number):
 
     residual: the array of the residual stream, as INPUT of `predict_team`
     """
-    team = selector.team
-    if predicts(selector, layer, num_tokens):
-        input_code = residual if selector.reads_residual else FFN_INPUT
-        heard = number if attention == team.service else 0
-        write_task(team, layer, num_tokens, input_code, heard)
+    input_code = residual if selector.reads_residual else FFN_INPUT
+    _announce(selector.team, layer, num_tokens, input_code, attention, number)
+
+
+@njit(nogil=True, cache=True)
+def _announce(team, layer, num_tokens, input_code, attention, number):
+    if team is None:
+        return
+    if _predicts(team, layer, num_tokens):
+        write_task(team, layer, num_tokens, input_code, number if attention == team.service else 0)
 
 
 @njit(nogil=True, cache=True)
@@ -68,9 +88,16 @@ def select(selector, layer, num_tokens, buffers, asked, cpus):
     for service in asked:
         buffers.requests[service, NUM_IDS] = ALL_NEURONS
         buffers.requests[service, WEIGHS_BLOCKS] = selector.is_routed[layer]
-    if not predicts(selector, layer, num_tokens):
+    _select_scored(selector.team, selector.bounds[layer], layer, num_tokens, buffers, cpus)
+
+
+@njit(nogil=True, cache=True)
+def _select_scored(team, bounds, layer, num_tokens, buffers, cpus):
+    if team is None:
         return
-    scores, bounds = score_task(selector.team, buffers), selector.bounds[layer]
+    if not _predicts(team, layer, num_tokens):
+        return
+    scores = score_task(team, buffers)
     for c, service in enumerate(cpus):
         ids, masks = buffers.active_ids[service], buffers.active_masks[service]
         count = select_kernel(scores, bounds[c], bounds[c + 1], ids, masks)

@@ -49,8 +49,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     threshold_words,
 )
 from hotcold.numba_kernels.serve.predict_team import MIXED
-from hotcold.numba_kernels.serve.selector import Selector
-from hotcold.predictors.predictor import no_predictor
+from hotcold.numba_kernels.serve.selector import Selector, all_neurons
 
 LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 4
 LONG = 120_000_000_000
@@ -59,7 +58,7 @@ ATTENTION_OF, CPUS = (0, 0, 3), [1, 2]
 NUM_NEURONS = np.array([[0, 14, 16, 0], [4, 12, 14, 0], [0, 11, 13, 6]])[..., None]  # one block
 FFN_OF = ([1, 2], [0, 1, 2], [3, 1, 2])
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
-EVERYTHING = no_predictor(LAYERS).selector(threshold_words(THRESHOLDS), np.zeros(LAYERS, np.bool_))
+EVERYTHING = all_neurons(threshold_words(THRESHOLDS), np.zeros(LAYERS, np.bool_))
 
 
 def new_buffers() -> SharedBuffers:

@@ -88,9 +88,11 @@ class Team:
     """A predictor's threads, of which this one is the driver's."""
 
     def __init__(self, predictor: NeuronPredictor, buffers: SharedBuffers) -> None:
-        self.compiled = predictor.selector(
+        team = predictor.selector(
             np.zeros((len(SIZES), 2), np.int64), np.zeros(len(SIZES), np.bool_)
         ).team
+        assert team is not None
+        self.compiled = team
         self.buffers = buffers
 
     def announce(self, layer: int, num_tokens: int, array: int, number: int) -> None:

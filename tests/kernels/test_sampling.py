@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.decode.sampling import sample, sample_kernel
+from hotcold.numba_kernels.decode.sampling import largest, sample, sample_kernel
 from tests.kernels.arrays import random_floats, unaligned
 from tests.kernels.reference import sample_shares
 
@@ -202,3 +202,10 @@ def test_refused(cpu_backend: SimpleNamespace, changes: dict[str, Any]) -> None:
     cpu_backend.sample(**_GOOD)
     with pytest.raises(ValueError):
         cpu_backend.sample(**(_GOOD | changes))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 300])
+def test_the_largest_are_in_order_and_of_equals_the_lowest_ids(count: int) -> None:
+    logits = np.random.default_rng(3).integers(0, 40, 300).astype(np.float32)
+    expected = np.lexsort((np.arange(300), -logits))[:count]
+    np.testing.assert_array_equal(largest(logits, count), expected)

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
+import hotcold
 from hotcold.jobs.cli import COMMANDS, cli, ensure_home, main
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 from hotcold.model.errors import CheckpointError
@@ -156,6 +157,35 @@ run(command)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupt_before_the_command_is_imported_is_quiet(ignored: bool) -> None:
+    code = f"""
+import signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupts(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            signal.raise_signal(signal.SIGINT)
+
+if {ignored}:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["hotcold", "--version"]
+from hotcold.__main__ import run
+
+run()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    if ignored:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert hotcold.__version__ in done.stdout
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
 
 
 def test_end_of_input(run: Run) -> None:

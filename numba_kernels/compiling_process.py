@@ -1,0 +1,66 @@
+"""What spares a process that only compiles, and then ends, a tenth of its time.
+
+Numba serves programs that run on, and that watch how it compiles. Compiled code stays the same.
+This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+from numba.core import event, ir
+from numba.core.targetconfig import TargetConfig
+
+from hotcold.numba_kernels.numba_parts import has_compiling_parts
+from hotcold.numba_kernels.one_compiler import never_collect
+
+_PLAIN = frozenset({ir.Loc, ir.Scope, str, int, float, bool, type(None)})  # have no variables
+
+
+def only_compile() -> None:
+    """Let this process compile faster from now on; it never collects garbage."""
+    never_collect()
+    if has_compiling_parts():
+        TargetConfig.__eq__, TargetConfig.__hash__ = _same_values, _hash_of_type
+        event.start_event = event.end_event = _tell_nobody
+        event.install_timer = lambda kind, callback: nullcontext()
+        ir.Inst._rec_list_vars = _variables
+
+
+# Each call of each overload looks flags up, and Numba would list the options of both every time.
+
+
+def _same_values(self: Any, other: Any) -> bool:
+    if type(self) is not type(other):
+        return False
+    names = self._values.keys() | other._values.keys()  # others are what both leave at its default
+    return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def _hash_of_type(self: TargetConfig) -> int:
+    return hash(type(self))
+
+
+def _tell_nobody(kind: str, data: Any = None, exc_details: Any = None) -> None:
+    """In place of Numba's events, which timers of each function that is compiled hear."""
+
+
+def _variables(self: ir.Inst, value: Any) -> list[ir.Var]:
+    """Numba's, which looks for variables in all that an instruction has, and copies more lists."""
+    found: list[ir.Var] = []
+    _add_variables(value, found)
+    return found
+
+
+def _add_variables(value: Any, found: list[ir.Var]) -> None:
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, ir.Var):
+        found.append(value)
+    elif isinstance(value, ir.Inst):
+        found.extend(value.list_vars())
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add_variables(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _add_variables(each, found)
