@@ -20,7 +20,7 @@ import pytest
 from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
 
@@ -89,3 +89,39 @@ def test_kernels_are_precompiled_once(
     for asked in (stored, stored, stored, replace(stored, mode="dense"), drafting):
         precompile_once(asked)
     assert len(begun) == 4  # one failed, one did not, one was of another mode, and one drafts
+
+
+_TOKEN = """
+import sys
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.sampling import SamplingParams
+
+with System.start(SystemConfig.from_json(sys.stdin.buffer.read())) as running:
+    sampling = SamplingParams(max_tokens=2, temperature=0.8, ignore_eos=True)
+    running.complete(GenerateRequest(sampling, prompt_ids=[1, 2, 3]))
+"""
+_COMPILE = "import sys; from hotcold.actors.processes.precompile import main"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_compilers_beside_ray_leave_a_first_token_nothing(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+) -> None:
+    path = tiny("llama-relu").path
+    system, _ = prepare_system(path, SystemOptions(num_threads=2, context_length=128))
+
+    def run(code: str) -> set[str]:
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, cwd=ROOT, env=environment, input=system.as_json(), check=True)
+        return {file.name for file in tmp_path.glob("hotcold/numba/*/*.nbc")}
+
+    ahead = run(f"{_COMPILE}; main(sys.stdin.buffer.read())")
+    assert len(list(tmp_path.glob("hotcold/numba/precompiled-*/*"))) == 1
+    loops = ("serve_attention.serve_attention-", "serve_ffn.serve_ffn-", "layer_loop.run_layers-")
+    assert all(any(name.startswith(loop) for name in ahead) for loop in loops)
+    later = {name.split("-")[0] for name in run(_TOKEN) - ahead}
+    assert not {name for name in later if name.split(".")[0] in {"rows", "batch_ffn", "layer_ffn"}}
+    assert not {loop[:-1] for loop in loops} & later
