@@ -124,6 +124,7 @@ class CpuService(Service):
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
         from hotcold.numba_kernels.ffn.serve_prompts import new_prompt_ffn_scratch
 
+        assert isinstance(self.arrays, TransposedArrays)
         with self._making:
             if self._prompt_scratch is None:
                 self._prompt_scratch = new_prompt_ffn_scratch(

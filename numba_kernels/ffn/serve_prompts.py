@@ -70,14 +70,16 @@ def new_prompt_ffn_scratch(
     """What is not used of it takes no memory."""
     inputs, values = (empty_vectors(1, num_tokens, size) for size in (width, num_neurons))
     num_sums = 2 * max(1, num_lanes).bit_length()
-    numbers = [np.zeros(num_tokens * num_neurons, np.float32) for _ in range(3)]
+    gates, ups, columns = (np.zeros(num_tokens * num_neurons, np.float32) for _ in range(3))
     return PromptFfnScratch(
-        *numbers,
-        QuantizedVectors(*(array[0] for array in inputs)),
-        values,
-        np.zeros((num_threads, num_sums, TOKENS_AT_ONCE, SUM_ROWS), np.float32),
-        np.zeros((num_threads, num_sums), np.int64),
-        new_block_counters(_NUM_KINDS, num_threads),
+        gates,
+        ups,
+        columns,
+        inputs=QuantizedVectors(*(array[0] for array in inputs)),
+        values=values,
+        sums=np.zeros((num_threads, num_sums, TOKENS_AT_ONCE, SUM_ROWS), np.float32),
+        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        counters=new_block_counters(_NUM_KINDS, num_threads),
     )
 
 

@@ -376,10 +376,12 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
             order.append(sorted(slots))
             return step(ids, positions, slots, num_logits, mode)
 
-        def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
+        def noted_layer(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             if num_tokens >= MATRIX_TOKENS:
                 order.append("layer")
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         driver._queue._scheduler._turns = Turns(clock)
         engine.step = noted_step  # type: ignore[method-assign]
@@ -480,9 +482,11 @@ def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: 
                 firsts.append(positions[0])
             place(token_ids, positions, slots)
 
-        def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
+        def noted_layer(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             order.append((layer, next_layer))
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         engine.run_layer = noted_layer  # type: ignore[method-assign]
         engine.place = noted_place  # type: ignore[method-assign]
@@ -507,14 +511,16 @@ def test_cancelled_in_the_prompt(tiny: Tiny, calls_before: int) -> None:
         run_layer, reached, go_on = driver.engine.run_layer, threading.Event(), threading.Event()
         num_layers = 0
 
-        def stopping(layer: int, num_tokens: int, next_layer: int) -> None:
+        def stopping(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             nonlocal num_layers
             if num_tokens >= MATRIX_TOKENS:
                 num_layers += 1
                 if num_layers == calls_before + 1:
                     reached.set()
                     assert go_on.wait(100)
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         driver.engine.run_layer = stopping  # type: ignore[method-assign]
         long = start(driver, greedy([1] * 300, 9, "long"))

@@ -285,13 +285,15 @@ def test_a_lost_cache_is_found_no_more(tiny: Tiny, at_layer: int) -> None:
         same([answer(driver, requests[0])], expected[:1])
         run_layer, num_layers = driver.engine.run_layer, 0
 
-        def losing(layer: int, num_tokens: int, next_layer: int) -> None:
+        def losing(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             nonlocal num_layers
             num_layers += 1
             if num_layers == at_layer + 1:
                 lose_cache(system)
                 raise CacheLost("a test lost it")
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         driver.engine.run_layer = losing  # type: ignore[method-assign]
         found = at_once(driver, [*requests, late])
@@ -361,12 +363,14 @@ def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
         assert wait_until(lambda: len(store.kept) == 1)
         replaced, num_layers, run_layer = list[int](), 0, driver.engine.run_layer
 
-        def spoiled(layer: int, num_tokens: int, next_layer: int) -> None:
+        def spoiled(
+            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
+        ) -> None:
             nonlocal num_layers
             num_layers += 1
             if num_layers == 4:
                 raise NotFiniteError("in a test", frozenset({0}), 1)
-            run_layer(layer, num_tokens, next_layer)
+            run_layer(layer, num_tokens, next_layer, num_wanted)
 
         def replace_it(service: int, cause: str) -> bool:
             replaced.append(service)
