@@ -147,14 +147,14 @@ def main(
     with ExitStack() as stack:
         decoders: dict[str, Any] = {}
         for checkout in (HERE, *other):
-            decoders[checkout.name] = Decoder(checkout.resolve(), settings)
-            stack.callback(decoders[checkout.name].close)
+            decoders[str(checkout)] = Decoder(checkout.resolve(), settings)
+            stack.callback(decoders[str(checkout)].close)
         if llama_bench:
             decoders["llama.cpp"] = LlamaBench(*llama_bench, threads, tokens)
         while gate is not None and not gate.exists():
             time.sleep(0.1)
         core = min(os.sched_getaffinity(0))
-        for line in report(measure(decoders, core, rounds), HERE.name):
+        for line in report(measure(decoders, core, rounds), str(HERE)):
             click.echo(line)
 
 

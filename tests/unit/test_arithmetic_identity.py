@@ -68,15 +68,20 @@ def test_cuts_change_it(system: SystemConfig) -> None:
     assert len(found) == 2
 
 
-def test_what_leaves_it(system: SystemConfig) -> None:
-    """Batch, size of the cache, ways of asking, services and threads change no bit."""
+@pytest.mark.parametrize("features", [(), ("amx-bf16",)])
+def test_what_leaves_it(
+    system: SystemConfig, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch, size of the cache and ways of asking change no bit; services and threads, with AMX."""
+    monkeypatch.setattr(arithmetic, "matmul_features", lambda: frozenset(features))
     specs = service_specs(system, read_config(Path(system.model_path)))
     others = {"max_batch": 3, "kv_positions": 9000, "exchange": "calls", "prefill_chunk": 128}
     change = _of_system(**others)
     assert _identity(*change(system, specs)) == _identity(system, specs)
     one = replace(system, num_cpu_actors=1, num_threads=1)
     of_one = service_specs(one, read_config(Path(system.model_path)))
-    assert _identity(one, of_one) == _identity(system, specs)
+    is_same = _identity(one, of_one) == _identity(system, specs)
+    assert is_same == (not features)
 
 
 @pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_VERBOSE"])

@@ -54,12 +54,11 @@ class LatePage:
             try:
                 return await self._begin()
             except Exception as error:
-                kind = "" if isinstance(error, HotcoldError) else f"{type(error).__name__}: "
-                text = " ".join(str(error).split())
-                self._problem = f"the chat page cannot be built: {kind}{text}"
+                known = isinstance(error, HotcoldError)
+                text = " ".join(str(error).split()) if known else "the server's log says how"
+                self._problem = f"the chat page cannot be built: {text}"
                 self._tried_at = time.monotonic()
-                _LOGGER.error(self._problem)
-                _LOGGER.debug("the page", exc_info=error)
+                _LOGGER.error(self._problem, exc_info=None if known else error)
         raise unavailable(self._problem, "page_failed")
 
     async def _begin(self) -> ASGIApp:
