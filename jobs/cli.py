@@ -219,7 +219,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
 def _begin_workers(arguments: Sequence[str]) -> None:
     """Start the workers' imports beside those of a command that will start a private Ray."""
     command = COMMANDS.get(arguments[0]) if arguments else None
-    asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
+    asks_for_help = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     if not command or not command.starts_system or asks_for_help:
         return
     if command.uses_running and may_be_running():

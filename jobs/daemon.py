@@ -23,7 +23,7 @@ from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.signals import Signals
+from hotcold.jobs.support.signals import Signals, interrupts_after
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0
@@ -57,7 +57,8 @@ def keep() -> None:
         stack.callback(registration.remove)
         registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
         require_extra("ui", "--keep")
-        share_imports(*_MODULES)
+        with interrupts_after():
+            share_imports(*_MODULES)
         signals = stack.enter_context(Signals())
         options = _options(handed["options"])
         _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)

@@ -333,11 +333,13 @@ def load_cpu_service(
     touch: Touch | None = None,
     keeps_pages: bool = True,
     max_rows: int | None = None,
+    of_outputs: bool = False,
 ) -> CpuService:
     """Read a shard from a checkpoint; of the attention service, its hot neurons.
 
     `touch` is called with each new matrix before it is filled. `keeps_pages`: the files that were
-    read stay in the page cache. `max_rows`: as `TensorReader`.
+    read stay in the page cache. `max_rows`: as `TensorReader`. `of_outputs`: the spec's lanes are
+    those of down rows that are an output each.
     Errors:  CheckpointError, UsageError
     """
     weights = load_ffn(
@@ -350,6 +352,9 @@ def load_cpu_service(
         touch=touch,
         max_rows=max_rows,
     )
+    lanes = spec.lanes
+    if of_outputs and lanes is not None and lanes.total == 1:
+        lanes = None  # one service has all neurons, and its threads share them
     arrays = FfnArrays(
         weights.starts,
         weights.gate,
@@ -359,7 +364,7 @@ def load_cpu_service(
         weights.up_bias,
         weights.down_bias,
         row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
-        *shard_lanes(weights.starts, weights.neuron_ids, config, spec.lanes),
+        *shard_lanes(weights.starts, weights.neuron_ids, config, lanes, of_outputs),
     )
     buckets = buckets_of(config, spec.neuron_ids or [])
     function = activation(config.activation_fn, config.activation_threshold)
@@ -379,5 +384,11 @@ def add_draft(
 ) -> None:
     """Load the same neurons in the weights of drafts too, if there are such. As the service."""
     if spec.draft is not None:
-        keeps_pages = spec.keeps_pages
-        service.draft = load_cpu_service(spec.draft, config, on_bytes, touch, keeps_pages)
+        service.draft = load_cpu_service(
+            spec.draft,
+            config,
+            on_bytes,
+            touch,
+            spec.keeps_pages,
+            of_outputs=spec.system.down_transposed,
+        )

@@ -132,7 +132,7 @@ def prompt_ffn(
         is_few = np.zeros(num_fired.shape, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
             widths = np.repeat(np.diff(shard.ends), np.diff(tokens.starts), axis=0).T
-            is_few = num_fired <= _FEW * widths
+            is_few = (num_fired <= _FEW * widths) & (widths > 0)
         tree = _Tree.of(matmul, shard, out)
         rest.add_by_choice(tokens, h, is_few, tree)
         for output, level in enumerate(range(1, tree.num_left)):

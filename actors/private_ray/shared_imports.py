@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -71,10 +72,14 @@ def _run(owner: socket.socket, process_id: int, added: dict[str, str]) -> NoRetu
         serve(owner, added)
         status = 0
     except SystemExit as end:  # a worker's
-        status = end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        traceback.print_exc()
     finally:  # not as the owner would end
         with suppress(BaseException):
             atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

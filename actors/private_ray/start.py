@@ -26,7 +26,7 @@ from hotcold.actors.setup.ray_parts import replaced
 _log = logging.getLogger(__name__)
 # In place of an agent, which the raylet requires: a shell that waits for the end of a pipe, that of
 # the raylet. Ray's further arguments become the shell's, which takes no notice of them.
-_STUB_AGENT = 'sh -c "read stands_in_for_an_agent"'
+_STUB_AGENT = '/bin/sh -c "read stands_in_for_an_agent"'
 _OF_RAYLET = {
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # it is their standard input
     "RAY_kill_idle_workers_interval_ms": "0",  # workers wait for the driver's first calls
@@ -56,7 +56,6 @@ _SETTINGS: dict[str, Any] = {
     "io_context_monitor_probe_interval_ms": 10_000,
     "report_worker_backlog_interval_ms": 10_000,
     "debug_dump_period_milliseconds": 0,
-    "grpc_client_check_connection_status_interval_milliseconds": 10_000,
     "raylet_death_check_interval_milliseconds": 10_000,
     "ray_syncer_message_refresh_interval_ms": 60_000,
     "health_check_period_ms": 30_000,

@@ -51,7 +51,8 @@ from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 
-_NICENESS, _LATER_NICENESS = 7, 19  # a fifth and a sixtieth of the time beside what is not nice
+# A fifth and a tenth of the time beside what is not nice: a service may wait for a kernel.
+_NICENESS, _LATER_NICENESS = 7, 10
 
 
 def precompile_once(system: SystemConfig) -> None:
@@ -314,10 +315,13 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 
 def _begin_child(function: Callable[[], object]) -> int:
     """Call `function` in a forked child, which ends then; returns its process id."""
+    parent = os.getpid()
     if child := os.fork():
         return child
     try:
         end_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
         give_back_freed_memory()
         function()
         os._exit(0)  # threads wait for requests

@@ -161,7 +161,7 @@ def shard_lanes(
 ) -> tuple[np.ndarray, int, int]:
     """The last fields of `FfnArrays`: where a shard's lanes begin in each block, and ends.
 
-    Of `TransposedArrays` with `of_outputs`.
+    `of_outputs`: of lanes of down rows that are an output each, as `TransposedArrays` has them.
     Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); lanes (L, B, lanes + 1)
     Errors:  ValueError unless each block's neurons come lane after lane, and are in these lanes
     """

@@ -136,10 +136,10 @@ class ServicePart:
 
     attention: the layers whose attention and KV cache it has
     neuron_ids: its neurons in loading order, an int32 array a layer; None: it holds none. With
-    `SystemConfig.down_transposed` a run, cut at multiples of a block
+    `SystemConfig.down_transposed` of each block a run for each lane
     has_down_bias: whether its partial output includes the biases of down projections
     host: the address of its Ray node; "": the driver's
-    lanes: that its neurons are in, by which they are ordered; None: where sums are not divided
+    lanes: that its neurons are in, by which they are ordered; None: it has no neurons for the CPU
     """
 
     name: str

@@ -148,7 +148,7 @@ def _is_common(param: click.Parameter) -> bool:
 
 
 def _show_all(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:
-    if is_given:
+    if is_given and not ctx.resilient_parsing:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()

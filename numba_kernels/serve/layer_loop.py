@@ -243,7 +243,7 @@ def _add(layer_state, buffers, facts):
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
     if facts.sums.shape[0]:
-        add_sums(buffers.partials, buffers.more_partials, facts.sums, num_tokens)
+        add_sums(buffers.partials, buffers.more_partials, facts.sums, first, num_tokens)
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's
     if weight.shape[0] == 0 and facts.residual_scale == 1:
@@ -275,16 +275,19 @@ def count_blocks(block_weights, num_tokens, counts):
 
 
 @njit(nogil=True, cache=True)
-def _add_rows(target, source, num_tokens):
-    for t in range(num_tokens):
+def _add_rows(target, source, first, num_tokens):
+    for t in range(first, num_tokens):
         own, other = target[t], source[t]
         for i in range(own.shape[0]):
             own[i] += other[i]
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def add_sums(partials, more_partials, sums, num_tokens):
-    """Add what CPU services passed on, `sums` of `LayerFacts`, to the first; checks nothing."""
+def add_sums(partials, more_partials, sums, first, num_tokens):
+    """Add what CPU services passed on, `sums` of `LayerFacts`, to the first; checks nothing.
+
+    Of tokens first..num_tokens-1.
+    """
     kept, count = np.empty(sums.shape[0], np.int64), 0
     for i in range(sums.shape[0] + 1):
         lane = sums[i, 2] if i < sums.shape[0] else ALL_LANES
@@ -294,7 +297,7 @@ def add_sums(partials, more_partials, sums, num_tokens):
             source, other, _ = sums[kept[count]]
             own = more_partials[target, output - 1] if output else partials[target]
             added = more_partials[source, other - 1] if other else partials[source]
-            _add_rows(own, added, num_tokens)
+            _add_rows(own, added, first, num_tokens)
         if i < sums.shape[0]:
             kept[count] = i
             count += 1

@@ -243,7 +243,7 @@ def next_share(cells, service, thread, num_threads, seen):
             continue
         # Read again: it may have been rung while this thread was left out.
         number = atomic_load(cells, cell(service, REQUEST) * INTS_A_CELL)
-        if number == atomic_load(cells, team + CAME_BACK):
+        if seen != NO_NUMBER and number == atomic_load(cells, team + CAME_BACK):
             seen = number
         elif number != seen:
             return number, np.int64(num_threads - left_out)

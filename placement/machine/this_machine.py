@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hotcold.model.errors import HotcoldError
+from hotcold.model.errors import HotcoldError, MemoryBudgetError
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.placement.machine.description import Machine
@@ -26,8 +26,8 @@ def this_machine(
 
     A measurement is cached for this processor, its cores, nodes and GPUs; free memory is always
     read anew. One beside other programs is made again by the next process, and stays only until
-    there is a better one. `on_stage` receives what is being measured; proc and sys are read below
-    `root`.
+    there is a better one, or no memory to make it again. `on_stage` receives what is being
+    measured; proc and sys are read below `root`.
     Units:   about five seconds a NUMA node
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
@@ -35,7 +35,12 @@ def this_machine(
     kept = read_cached(layout)
     if kept is not None and not fresh and not kept.was_busy:
         return kept
-    machine = measure_machine(layout, on_stage, root)
+    try:
+        machine = measure_machine(layout, on_stage, root)
+    except MemoryBudgetError:
+        if kept is None or fresh:
+            raise
+        return kept
     if kept is None or not machine.was_busy or _worth(machine) > _worth(kept):
         write_cached(layout, machine)
         return machine

@@ -17,12 +17,19 @@ from hotcold.actors.driver.model_drafter import ModelDrafter
 from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol import lanes
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import default_mode
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import service_specs
 from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET, WATCHED
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import file_of
+from tests.unit.test_gguf_model import tiny as tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(4).integers(0, 101, 20)
@@ -248,3 +255,30 @@ def watch_serving(service: Service, served: list[int]) -> None:
         return serve(thread, seen)
 
     service.serve = noted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("neurons_a_piece", [256, 2400])
+def test_a_draft_of_rows_of_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neurons_a_piece: int
+) -> None:
+    """Its down rows are a neuron each, its neurons those of the model's lanes: several, or one."""
+    monkeypatch.setattr(lanes, "_NEURONS_A_PIECE", neurons_a_piece)
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny_gguf(), path, MIXED)
+    one, config = prepare_system(path, SystemOptions(context_length=128))
+    assert one.down_transposed
+    num_lanes = lanes.num_output_lanes(config)
+    assert (num_lanes > 1) == (neurons_a_piece == 256)
+    found = []
+    for services, threads in ((1, 1), (1, 3), (2, 2)):
+        system = replace(one, num_cpu_actors=services, num_threads=services * threads, draft="q4")
+        specs = service_specs(system, config)
+        with InProcessSystem(path, specs=specs, num_positions=128) as running:
+            engine = running.engine("dense")
+            found.append((logits(engine, [1, 3], [engine.mode]), draft_logits(running)))
+    for target, draft in found:
+        np.testing.assert_array_equal(target, found[0][0])
+        # Of one lane each thread adds up a part: what is drafted changes no bit of an answer.
+        size = np.abs(draft).max()
+        np.testing.assert_allclose(draft, found[0][1], 0, 0 if num_lanes > 1 else 0.01 * size)
+    assert np.isfinite(draft).all() and not np.array_equal(target, draft)

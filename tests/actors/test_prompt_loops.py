@@ -14,6 +14,7 @@ import pytest
 
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.processes.precompile import _unattached
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.preflight import prepare_system
@@ -126,3 +127,13 @@ def test_the_last_layer_of_the_last_tokens(
         found = engine.logits(num_tokens, num_wanted)
         assert found.shape == wanted.shape
         assert are_equal([found, *attention.cache_arrays], [wanted, *cache])
+
+
+def test_prompts_are_prepared_before_any_request(tmp_path: Path) -> None:
+    """As in processes that compile ahead: the loop looks at its mailbox, and ends."""
+    path = make_model("q-llama", tmp_path / "model")
+    system, _ = prepare_system(path, SystemOptions(weight_dtype="q4", context_length=128))
+    service = _unattached(system, lambda topology: topology.cache_services[0])
+    assert isinstance(service, AttentionService)
+    assert service._loops_prompts
+    service.prepare_prompts()

@@ -51,7 +51,7 @@ def test_services_sums_give_the_sum_of_all_lanes(threads: list[int], has_bias: b
             target = more[service, output - 1] if output else partials[service]
             target[:] = each
     found = sums_of_services(parts, has_bias)
-    add_sums(partials, more, found, TOKENS)
+    add_sums(partials, more, found, 0, TOKENS)
     expected = tree(0, LANES)
     np.testing.assert_array_equal(partials[1], expected + bias if has_bias else expected)
 

@@ -62,12 +62,14 @@ def test_running_services_are_found(tmp_path: Path) -> None:
     write_tree(tmp_path, {0: "0-3", 1: "4-7"})
     write_process(tmp_path, 17, "ray::ServiceActor.load", 16)
     write_process(tmp_path, 16, "python -m hotcold.actors.private_ray.fork_server 3", 15)
-    write_process(tmp_path, 15, "python -m hotcold serve")
+    write_process(tmp_path, 15, "python -m hotcold serve /models/fork_server-raylet")
     write_process(tmp_path, 5, "ray::DriverActor")
     (tmp_path / "proc/9").mkdir()  # one that ends meanwhile
     (found,) = running_services(tmp_path)
     assert (found.pid, found.nodes, found.owner) == (17, (1,), 15)
     assert found.local_share == pytest.approx(1 - 1512 / (1512 + 525512))
+    (tmp_path / "proc/16/cmdline").write_text("hotcold.actors.private_ray.shared_imports")
+    assert running_services(tmp_path)[0].owner == 15
     (tmp_path / "proc/17/status").write_text("Cpus_allowed_list:\t0-7\n")
     (tmp_path / "proc/16/stat").write_text("16 (fork_server) S 1 1")
     assert running_services(tmp_path)[0].owner == 0
