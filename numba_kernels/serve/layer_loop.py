@@ -242,7 +242,7 @@ def _add(layer_state, buffers, facts):
     services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
     if layer_state[IS_SENT]:
         _count_ffn(layer_state, buffers, facts)
-    if facts.sums.shape[0]:
+    if facts.sums.shape[0] and layer_state[REQUESTED] != ATTENTION:  # that alone has the sum
         add_sums(buffers.partials, buffers.more_partials, facts.sums, first, num_tokens)
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's

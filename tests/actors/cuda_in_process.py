@@ -41,7 +41,7 @@ class CudaInProcess(InProcessSystem):
             num_blocks=self.num_blocks or self.own_blocks(),
             bundle_bytes=self.bundle_bytes,
         )
-        return replace(super().gpu_spec(), gpu_layout=layout)
+        return replace(super().gpu_spec(), gpu_layout=layout, lanes=None)
 
     def system(self) -> SystemConfig:
         """As `InProcessSystem`, with what stays on the host."""
@@ -52,8 +52,8 @@ class CudaInProcess(InProcessSystem):
         )
 
     def hot_ids(self) -> list[np.ndarray] | None:
-        """As `InProcessSystem`; of a mixture `hot` gets the neurons of each layer."""
-        if self.hot is None or self.config.experts is None:
+        """In the order of `hot`, which of a mixture gets the neurons of each layer."""
+        if self.hot is None or self.specs:
             return super().hot_ids()
         sizes = self.config.ffn_sizes
         return [self.hot(len(sizes), size)[layer] for layer, size in enumerate(sizes)]
