@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.lanes import num_lanes
+from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.placement_choice import plan_request
@@ -78,7 +78,7 @@ def test_another_measurement_is_another_plan(model: Path, monkeypatch: pytest.Mo
 
 
 def test_services_hold_as_much_as_the_plan_says(model: Path) -> None:
-    """To a lane: which neurons a service has changes no sum, so these are not the plan's."""
+    """To a share of lanes: which neurons a service has changes no sum, so these are not the plan's."""
     config = read_model(model)
     plan = planned(model, OPTIONS)
     rng = np.random.default_rng(3)  # uneven, and another share in every layer
@@ -87,12 +87,12 @@ def test_services_hold_as_much_as_the_plan_says(model: Path) -> None:
     system, _ = prepare_system(model, OPTIONS)
     _, *cpus = service_specs(system, config)
     assert [spec.num_threads for spec in cpus] == [1, 1]
-    a_lane = config.num_neurons / num_lanes(config)
+    a_share = config.num_neurons / num_shares(config)
     for i, spec in enumerate(cpus):
         assert spec.neuron_ids is not None
         assert all(ids.dtype == np.int32 for ids in spec.neuron_ids)
         size = sum(map(len, spec.neuron_ids))
-        assert size == pytest.approx((places == i).sum(), abs=a_lane / 2)
+        assert size == pytest.approx((places == i).sum(), abs=a_share / 2)
     for ids in zip(*(spec.neuron_ids or [] for spec in cpus), strict=True):
         np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(config.ffn_size))
 
@@ -144,7 +144,7 @@ def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
     places[:, 2::3] = 1
     saved(model, replace(plan, neuron_device=places))
     with_plan, planned_for = run()
-    a_lane = places.size / num_lanes(read_model(model))
+    a_share = places.size / num_shares(read_model(model))
     for device, size in enumerate(planned_for):
-        assert size == pytest.approx((places == device).sum(), abs=a_lane / 2)
+        assert size == pytest.approx((places == device).sum(), abs=a_share / 2)
     assert with_plan == without
