@@ -78,7 +78,7 @@ def test_another_measurement_is_another_plan(model: Path, monkeypatch: pytest.Mo
 
 
 def test_services_hold_as_much_as_the_plan_says(model: Path) -> None:
-    """To a share of lanes: which neurons a service has changes no sum, so these are not the plan's."""
+    """To a share of lanes: which neurons a service has changes no sum, so not the plan's."""
     config = read_model(model)
     plan = planned(model, OPTIONS)
     rng = np.random.default_rng(3)  # uneven, and another share in every layer
