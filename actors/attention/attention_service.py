@@ -164,11 +164,11 @@ class AttentionService(Service):
 
     def prepare_prompts(self) -> None:
         """Compile the loop for prompts, or start the matmul threads; and those of hot neurons."""
-        from hotcold.actors.attention.prompt_attention import compile_prompt_attention
-
         if self._loops_prompts:
             self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         else:
+            from hotcold.actors.attention.prompt_attention import compile_prompt_attention
+
             self._matmul.get()
             compile_prompt_attention(self.buffers, self.arrays)
         if self._hot is not None:

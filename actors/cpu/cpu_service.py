@@ -160,11 +160,11 @@ class CpuService(Service):
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""
-        from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
-
         if self._loops_prompts:
             self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         else:
+            from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
+
             self._matmul.get()
             compile_prompt_ffn(self.arrays, self.function)
 

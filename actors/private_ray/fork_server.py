@@ -236,11 +236,10 @@ def _run_beside(request: bytes) -> None:
     server = os.getpid()
     with suppress(OSError):  # out of processes or memory
         if os.fork() == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
-                if os.getppid() == server:
-                    importlib.import_module(module.decode()).main(argument)
+                end_with(server)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                importlib.import_module(module.decode()).main(argument)
             finally:
                 os._exit(0)
 
