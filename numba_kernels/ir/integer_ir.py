@@ -33,7 +33,7 @@ from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, sta
 
 _MAX_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
-_STRETCH = 16  # chunks of a longer row whose values are read before their scales
+_WAITING_SUMS = 128  # integer sums of a longer row that wait in memory (8 KiB) for their scales
 _PART_BYTES = (
     CHUNK // 2
 )  # of a vector: values that meet low nibbles, then those that meet high ones
@@ -318,14 +318,17 @@ class _FewChunks:
 class _Stretches:
     """The whole chunks of a long row: the values of several, then their scales.
 
-    Integer sums wait in memory meanwhile, those of the last stretch until they are added.
+    Integer sums wait in memory meanwhile, those of the last stretch until they are added. Each turn
+    from values to scales and back ends a stream, so nearly every row is one stretch.
     """
 
     def __init__(self, products: _Products, number: Vec) -> None:
         self.products = products
         self.number = number
-        self.last = (number + -1) // _STRETCH * _STRETCH  # the last stretch's first chunk
-        kind = ir.ArrayType(INTS, _STRETCH * products.num_counts)
+        # Chunks of a stretch: a power of two.
+        self.length = 1 << (_WAITING_SUMS // products.num_counts).bit_length() - 1
+        self.last = (number + -1) // self.length * self.length  # the last stretch's first chunk
+        kind = ir.ArrayType(INTS, self.length * products.num_counts)
         self.waiting = stack_space(products.builder, kind)
 
     def count(self, ahead: Sequence[Row]) -> None:
@@ -338,10 +341,10 @@ class _Stretches:
                 at.store(count)
 
         def stretch(first: Vec) -> None:
-            self._add(first - first.minimum(_STRETCH), first)
-            for_range(first, (first + _STRETCH).minimum(self.number), 1, chunk)
+            self._add(first - first.minimum(self.length), first)
+            for_range(first, (first + self.length).minimum(self.number), 1, chunk)
 
-        for_range(0, self.number, _STRETCH, stretch)
+        for_range(0, self.number, self.length, stretch)
 
     def add(self) -> None:
         """Add the last stretch."""
@@ -357,7 +360,7 @@ class _Stretches:
     def _places(self, index: Vec) -> list[Ptr]:
         """Where a chunk's sums wait."""
         size = 4 * LANES * self.products.num_counts
-        at = self.waiting + (index & _STRETCH - 1) * size
+        at = self.waiting + (index & self.length - 1) * size
         return [at + 4 * LANES * i for i in range(self.products.num_counts)]
 
 

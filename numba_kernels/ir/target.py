@@ -42,4 +42,4 @@ def has_vnni() -> bool:
 _IS_FAR = has_feature("avx512f") and not has_feature("sse4a")
 # Bytes between what is read of rows in sequence and what the second-level cache is asked for.
 FLOATS_AHEAD = 4096 if _IS_FAR else 0
-QUANTIZED_AHEAD = 4096 if _IS_FAR else 1024
+QUANTIZED_AHEAD = 4096 if _IS_FAR else 16384
