@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -129,7 +128,6 @@ def report(found: dict[str, dict[str, list[float]]], first: str) -> Iterator[str
 @click.option("--mode", help="As of hotcold bench.")
 @click.option("--pin", default="auto", show_default=True)
 @click.option("--llama-bench", nargs=2, metavar="BINARY GGUF")
-@click.option("--gate", type=click.Path(path_type=Path), help="Wait for this file, once loaded.")
 def main(
     model: Path,
     other: Sequence[Path],
@@ -139,7 +137,6 @@ def main(
     mode: str | None,
     pin: str,
     llama_bench: tuple[str, str] | None,
-    gate: Path | None,
 ) -> None:
     """Decode MODEL alone and beside a program that keeps the first core busy."""
     options = {"mode": mode, "threads": threads, "pin": pin}
@@ -151,8 +148,6 @@ def main(
             stack.callback(decoders[str(checkout)].close)
         if llama_bench:
             decoders["llama.cpp"] = LlamaBench(*llama_bench, threads, tokens)
-        while gate is not None and not gate.exists():
-            time.sleep(0.1)
         core = min(os.sched_getaffinity(0))
         for line in report(measure(decoders, core, rounds), str(HERE)):
             click.echo(line)

@@ -40,12 +40,24 @@ QUESTIONS = (
 _SYSTEMS = ("hotcold", "llama.cpp")
 
 
-def text_windows(tokenizer: Tokenizer, bos: int | None, count: int, size: int) -> list[list[int]]:
-    """Ids of the first windows of the text; each begins with bos where texts do."""
+def text_windows(path: Path, count: int, size: int) -> list[list[int]]:
+    """Ids of the first windows of the text; each begins with bos where a model's texts do.
+
+    Errors:  ClickException for a model without a tokenizer
+    """
+    tokenizer = _tokenizer(path)
     ids = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), False)
-    opening = [] if bos is None else [bos]
+    bos = read_model(path).bos_token_id
+    opening = [bos] if tokenizer.encode("a")[:1] == [bos] else []
     own = size - len(opening)
     return [opening + ids[i * own : (i + 1) * own] for i in range(count)]
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_model(path)
+    if tokenizer is None:
+        raise click.ClickException(f"{path} has no tokenizer")
+    return tokenizer
 
 
 class Hotcold:
@@ -118,11 +130,7 @@ def greedy(
 
 def measure(path: Path, windows: int, size: int, answer_tokens: int, threads: int) -> Json:
     """One file's figures and answers."""
-    config, tokenizer = read_model(path), Tokenizer.from_model(path)
-    if tokenizer is None:
-        raise click.ClickException(f"{path} has no tokenizer")
-    opens = tokenizer.encode("a")[:1] == [config.bos_token_id]
-    texts = text_windows(tokenizer, config.bos_token_id if opens else None, windows, size)
+    tokenizer, texts = _tokenizer(path), text_windows(path, windows, size)
     reference, wanted = float32_logits(path, texts, threads), targets(texts, 0)
     found: Json = {"float32": scores(reference, reference, wanted)}
     context = max(size, answer_tokens + 128)
@@ -133,7 +141,7 @@ def measure(path: Path, windows: int, size: int, answer_tokens: int, threads: in
         rows = (row for ids in texts for row in running_one.logits(ids)[:-1])
         found[name] = scores(reference, rows, wanted)
         if tokenizer.has_chat_template and answer_tokens:
-            stops = set(config.eos_token_ids)
+            stops = set(read_model(path).eos_token_ids)
             answers[name] = [
                 tokenizer.decode(greedy(running_one.logits, prompt, stops, answer_tokens))
                 for prompt in _prompts(tokenizer)

@@ -8,32 +8,20 @@ Python. The error of ln ppl is that of the paired difference, token by token.
 """
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import click
 import numpy as np
 
-from benchmarks.gguf_quality import STEP_TOKENS, text_windows
-from benchmarks.quality_models import targets, write_dequantized
+from benchmarks.gguf_quality import text_windows
+from benchmarks.quality_models import targets, window_logits, write_dequantized
 from benchmarks.runs import Json, table_option, where_and_when, write_report
-from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.options import KV_DTYPES
-from hotcold.actors.setup.preflight import read_model
-from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.numba_kernels.decode.scoring import Comparison, compare_logits
 from tests.actors.in_process import InProcessSystem
 
 _REFERENCE = "float32"
-
-
-def window_logits(engine: Engine, ids: list[int]) -> Iterator[np.ndarray]:
-    """Logits (V,) after all tokens but the last, each to be used before the next step."""
-    for begin in range(0, len(ids) - 1, STEP_TOKENS):
-        step = ids[begin : min(begin + STEP_TOKENS, len(ids) - 1)]
-        places = range(begin, begin + len(step))
-        yield from engine.step(step, places, [0] * len(step), len(step))
 
 
 def compare(
@@ -52,9 +40,9 @@ def compare(
             engines[kind] = stack.enter_context(system).engine("dense")
         for ids in windows:
             wanted = targets([ids], 0)
-            reference = [row.copy() for row in window_logits(engines[_REFERENCE], ids)]
+            reference = [row.copy() for row in window_logits(engines[_REFERENCE], [ids], 0)]
             for kind in kinds:
-                rows = reference if kind == _REFERENCE else window_logits(engines[kind], ids)
+                rows = reference if kind == _REFERENCE else window_logits(engines[kind], [ids], 0)
                 pairs = zip(reference, rows, wanted, strict=True)
                 scored[kind] += [compare_logits(*each) for each in pairs]
     found = {}
@@ -112,11 +100,7 @@ def main(
     """Score GGUF files with a KV cache in every format."""
     models: dict[str, dict[str, Json]] = {}
     for path in paths:
-        config, tokenizer = read_model(path), Tokenizer.from_model(path)
-        if tokenizer is None:
-            raise click.ClickException(f"{path} has no tokenizer")
-        opens = tokenizer.encode("a")[:1] == [config.bos_token_id]
-        texts = text_windows(tokenizer, config.bos_token_id if opens else None, windows, window)
+        texts = text_windows(path, windows, window)
         with tempfile.TemporaryDirectory() as scratch:
             wide = write_dequantized(path, Path(scratch) / "float32", "float32")
             models[path.name] = compare(wide, texts, list(kv_dtypes), threads)

@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 import click
 import numpy as np
 
+from benchmarks.process_memory import PAGE_BYTES, page_frames
 from hotcold.jobs.support.options import Bytes
 from hotcold.model.mapped_file import forget_pages
 
@@ -27,8 +28,7 @@ PEAK = "memory.max_usage_in_bytes"
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"
 _READ_LIMIT = "blkio.throttle.read_bps_device"
 _POLLS, _POLL_S = 50, 0.1
-_PAGE_BYTES, _WORD_BYTES = 4096, 8
-_PRESENT, _FRAME = np.uint64(1 << 63), np.uint64((1 << 55) - 1)  # of an entry of /proc/PID/pagemap
+_WORD_BYTES = 8
 _NEAR = 512  # frames that are looked up in one read
 
 
@@ -182,25 +182,9 @@ def others_bytes(folder: Path) -> int:
     A page of a library counts for whoever read it first.
     """
     own = folder.stat().st_ino
-    frames = [_file_frames(int(pid)) for pid in (folder / "cgroup.procs").read_text().split()]
-    unique = np.unique(np.concatenate([np.empty(0, np.uint64), *frames]))
-    owners = _owners(unique[unique != 0])
-    return int((owners != own).sum()) * _PAGE_BYTES
-
-
-def _file_frames(pid: int) -> np.ndarray:
-    """Page frames, uint64, of mapped files that a process has in memory; none where it ended."""
-    found = [np.empty(0, np.uint64)]
-    with suppress(OSError), Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pages:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            addresses, _, _, _, inode, *_ = line.split()
-            if inode == "0":
-                continue
-            begin, end = (int(part, 16) // _PAGE_BYTES for part in addresses.split("-"))
-            pages.seek(begin * _WORD_BYTES)
-            entries = np.frombuffer(pages.read((end - begin) * _WORD_BYTES), np.uint64)
-            found.append(entries[entries & _PRESENT != 0] & _FRAME)
-    return np.concatenate(found)
+    pids = map(int, (folder / "cgroup.procs").read_text().split())
+    owners = _owners(page_frames(pids, of_files=True))
+    return int((owners != own).sum()) * PAGE_BYTES
 
 
 def _owners(frames: np.ndarray) -> np.ndarray:

@@ -17,14 +17,14 @@ of 32 lie across each other; rule and bytes are the same. Embeddings, of which a
 stay float16.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quantize
 
-from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_tensors
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import TensorNames
@@ -35,8 +35,91 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import head_name
 from hotcold.numba_kernels.formats import QUANT_GROUP
 
+# hotcold's names of formats, with ggml's types of a tensor and of a file.
+DTYPES = {
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "q8": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+}
+_QUANTIZED = ("q8", "q4")
 _RANDOM_ITEMS = 1 << 22
 _SEED = 2026
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor to write: a matrix (rows, width) in float16, or a float32 vector."""
+
+    name: str
+    values: np.ndarray
+    dtype: str  # of DTYPES, or f32
+
+    @property
+    def kind(self) -> GGMLQuantizationType:
+        """ggml's type of it."""
+        return GGMLQuantizationType.F32 if self.dtype == "f32" else DTYPES[self.dtype][0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        block_items, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.values.size // block_items * block_bytes
+
+    def data(self) -> np.ndarray:
+        """Its bytes in ggml's order."""
+        return quantize(self.values.astype(np.float32), self.kind)
+
+
+def matrix(name: str, rows: np.ndarray, dtype: str) -> GgufTensor:
+    """A matrix in a format of DTYPES. Errors: UsageError for rows of no whole groups of 32."""
+    if dtype in _QUANTIZED and rows.shape[1] % QUANT_GROUP:
+        raise UsageError(
+            f"{name} has rows of {rows.shape[1]} weights, no multiple of {QUANT_GROUP}; compare "
+            "this model in f16"
+        )
+    return GgufTensor(name, rows, dtype)
+
+
+def vector(name: str, values: np.ndarray) -> GgufTensor:
+    """A norm's weights or biases, which llama.cpp keeps in float32."""
+    return GgufTensor(name, values.astype(np.float32), "f32")
+
+
+def write_tensors(
+    out: Path,
+    arch: str,
+    keys: Mapping[str, int | float],
+    dtype: str,
+    tensors: Callable[[], Iterator[GgufTensor]],
+) -> None:
+    """Write a GGUF file without a vocabulary, whole or not at all.
+
+    `tensors` is asked twice, for the header and then for the weights, so that no more than one
+    tensor is held at a time. `keys` stand under `arch`.
+    """
+    part = out.with_name(f"{out.name}.part")
+    writer = GGUFWriter(str(part), arch)
+    for key, value in keys.items():
+        if isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        else:
+            writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_file_type(DTYPES[dtype][1])
+    writer.add_tokenizer_model("no_vocab")
+    for each in tensors():
+        writer.add_tensor_info(
+            each.name, each.values.shape, each.values.dtype, each.num_bytes, raw_dtype=each.kind
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for each in tensors():
+            writer.write_tensor_data(each.data())
+        writer.close()
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_gguf(path: Path, out: Path, dtype: str = "f16") -> None:

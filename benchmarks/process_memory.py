@@ -1,14 +1,15 @@
 """How much memory processes had resident, from /proc."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.runs import Json
 
-_PAGE = 4096
-_IS_THERE, _FRAME = 1 << 63, (1 << 55) - 1  # of an entry of a page map
+PAGE_BYTES = 4096
+_IS_THERE, _FRAME = np.uint64(1 << 63), np.uint64((1 << 55) - 1)  # of an entry of a page map
 
 
 def high_water_bytes(process_id: int) -> int:
@@ -42,19 +43,26 @@ def mapped_bytes(process_ids: Iterable[int]) -> int:
     Unlike a sum of proportional set sizes it is the same whoever else maps them. 0 where the kernel
     does not say: only root may read which pages they are.
     """
+    return page_frames(process_ids).size * PAGE_BYTES
+
+
+def page_frames(process_ids: Iterable[int], of_files: bool = False) -> np.ndarray:
+    """The page frames, uint64, sorted and unique, that processes have mapped, or of files alone.
+
+    None where the kernel does not say which they are.
+    """
     frames = [np.zeros(0, np.uint64)]
     for process_id in process_ids:
-        try:
-            with open(f"/proc/{process_id}/pagemap", "rb") as entries:
-                for line in Path(f"/proc/{process_id}/maps").read_text().splitlines():
-                    first, last = (int(end, 16) // _PAGE for end in line.split()[0].split("-"))
-                    if first < 1 << 47 - 12:  # else a page of the kernel's, which is not listed
-                        entries.seek(8 * first)
-                        found = np.frombuffer(entries.read(8 * (last - first)), np.uint64)
-                        frames.append(found[found & np.uint64(_IS_THERE) != 0] & np.uint64(_FRAME))
-        except OSError:  # it has ended
-            continue
-    return int(np.setdiff1d(np.concatenate(frames), [0]).size) * _PAGE
+        with suppress(OSError), open(f"/proc/{process_id}/pagemap", "rb") as entries:
+            for line in Path(f"/proc/{process_id}/maps").read_text().splitlines():
+                addresses, _, _, _, inode, *_ = line.split()
+                first, last = (int(end, 16) // PAGE_BYTES for end in addresses.split("-"))
+                # The last one, a page of the kernel's, is not listed.
+                if first < 1 << 47 - 12 and not (of_files and inode == "0"):
+                    entries.seek(8 * first)
+                    found = np.frombuffer(entries.read(8 * (last - first)), np.uint64)
+                    frames.append(found[found & _IS_THERE != 0] & _FRAME)
+    return np.setdiff1d(np.concatenate(frames), [0])
 
 
 def kilobytes(process_id: int, file: str, key: str) -> int:

@@ -58,7 +58,7 @@ def running(path: Path, weight_dtype: str, window: int, threads: int) -> Iterato
 def window_logits(engine: Engine, windows: list[list[int]], first: int) -> Iterator[np.ndarray]:
     """Logits (V,) after each of the tokens first.. but the last of each window, by kernels."""
     for ids in windows:
-        for _, row in scored_rows(engine, ids, first):
+        for _, row in scored_rows(engine, engine.mode, ids, first):
             yield row
 
 

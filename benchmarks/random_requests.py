@@ -278,11 +278,6 @@ class Run:
         self._tested.kill_service(chance)
 
 
-def given_options(values: Json) -> SystemOptions:
-    """Options by their names; those that this version lacks are left out."""
-    return SystemOptions(**{name: value for name, value in values.items() if name in OPTIONS})
-
-
 @contextmanager
 def model_of(model: str | None, shape: str | None, context: int) -> Iterator[Path]:
     """The model's path; a shape is written with random weights first."""
@@ -342,11 +337,9 @@ def main(
     own: Json = {"speculate": speculate} | ({"draft": draft} if draft else {})
     own["prefix_cache_bytes"] = OPTIONS["prefix_cache_bytes"].value_of(prefix_cache)
     tally = Tally()
-    if lacking := sorted({*both, *own} - OPTIONS.keys()):
-        click.echo(f"not in this version: {', '.join(lacking)}", err=True)
     with model_of(model, shape, context) as path:
-        plain, _ = prepare_system(path, given_options(both | _PLAIN))
-        config, _ = prepare_system(path, given_options(both | own))
+        plain, _ = prepare_system(path, SystemOptions(**both | _PLAIN))
+        config, _ = prepare_system(path, SystemOptions(**both | own))
         draws = Draws(path, seed, config.context_length, harms=kills)
         with System.start(plain, others=[config]) as cold:
             tested = TestedSystem(config, tally)

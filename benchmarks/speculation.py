@@ -37,7 +37,7 @@ from hotcold.actors.driver.drafts import Drafter
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.speculation import Speculation, draft_policy
 from hotcold.actors.protocol.messages import DraftCounts, GenerateRequest, Generation
-from hotcold.actors.protocol.options import OPTIONS, SystemOptions
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
 from hotcold.jobs.support.options import system_option
@@ -310,7 +310,7 @@ def _table(found: dict[str, Any]) -> str:
 @system_option("mode")
 @system_option("weight_dtype")
 @system_option("num_threads")
-@click.option("--draft", default="auto", help="What drafts, as of `hotcold generate`.")
+@system_option("draft")
 def main(
     model: str | None,
     kinds: str,
@@ -322,19 +322,16 @@ def main(
     temperature: float,
     llama_server: Path | None,
     out: Path | None,
-    draft: str,
     **values: Any,
 ) -> None:
     """Measure MODEL."""
     path = locate_model(model)
-    if "draft" in OPTIONS:
-        values["draft"] = draft
     options = SystemOptions(max_batch=max(batch, 1), speculate="auto", **values)
     numbers = [int(count) for count in counts.split(",") if count]
     chances = [chance for chance in imposed.split(",") if chance]
     report: dict[str, Any] = {"model": path.name, "batch": batch, "tokens": tokens, "kinds": {}}
     with running(path, options) as driver:
-        drafter: Drafter | None = getattr(driver, "drafter", None)
+        drafter = driver.drafter
         vocab_size = driver.generator.config.vocab_size
         drafters = [Imposed(drafter, float(chance), vocab_size) for chance in chances]
         variants = _variants(drafter, numbers, drafters, chances)

@@ -23,10 +23,11 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -168,40 +169,24 @@ def weigh(root: int, seconds: float) -> tuple[list[Weight], Counter[tuple[str, s
             )
         )
     mapped_mb = mapped_bytes(process.pid for process in processes) / 1e6
-    return [*found, _sum(found, mapped_mb)], woken
+    total = _each_figure(sum, found, f"all {len(found)} processes")
+    return [*found, replace(total, mapped_mb=mapped_mb)], woken
 
 
 def _megabytes(process_id: int, name: str) -> float:
     return kilobytes(process_id, "smaps_rollup", name) * 1024 / 1e6
 
 
-def _sum(found: list[Weight], mapped_mb: float) -> Weight:
-    return Weight(
-        f"all {len(found)} processes",
-        sum(each.pss_mb for each in found),
-        sum(each.alone_mb for each in found),
-        sum(each.threads for each in found),
-        sum(each.cpu_percent for each in found),
-        sum(each.wakes_per_s for each in found),
-        mapped_mb,
-    )
-
-
 def median_of(sums: list[Weight]) -> Weight:
     """The median of each figure."""
+    median = _each_figure(statistics.median, sums, f"median of {len(sums)}")
+    return replace(median, threads=round(median.threads))
 
-    def median(figure: str) -> float:
-        return statistics.median(getattr(each, figure) for each in sums)
 
-    return Weight(
-        f"median of {len(sums)}",
-        median("pss_mb"),
-        median("alone_mb"),
-        round(median("threads")),
-        median("cpu_percent"),
-        median("wakes_per_s"),
-        median("mapped_mb"),
-    )
+def _each_figure(of: Callable[[list[Any]], Any], found: list[Weight], name: str) -> Weight:
+    """`of` all of a figure, figure by figure."""
+    figures = (one.name for one in fields(Weight) if one.name != "name")
+    return Weight(name, *(of([getattr(each, figure) for each in found]) for figure in figures))
 
 
 def _counts(process_id: int) -> _Counts:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.private_ray.shared_imports import share_imports
-from hotcold.jobs.support.extras import require_extra, require_version
+from hotcold.jobs.support.extras import require_extra, require_known_gradio
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
@@ -114,7 +114,7 @@ def serve(
     os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
-        require_version("gradio", "the chat page")
+        require_known_gradio()
     from hotcold.ui.gate import is_loopback
 
     _check_keys(host, keys, is_loopback(host))

@@ -28,21 +28,21 @@ def require_extra(name: str, what: str) -> None:
         )
 
 
-def require_version(package: str, what: str) -> None:
-    """Raise UsageError where another version of `package` is installed than hotcold takes.
+def require_known_gradio() -> None:
+    """Raise UsageError where another version of Gradio is installed than the chat page takes.
 
-    Nothing where it is not installed, or hotcold itself is not. `package` is not imported.
+    Nothing where it is not installed, or hotcold itself is not. Gradio is not imported.
     """
     from packaging.requirements import Requirement
 
     try:
-        found, lines = version(package), requires("hotcold") or ()
+        found, lines = version("gradio"), requires("hotcold") or ()
     except PackageNotFoundError:
         return
     for asked in map(Requirement, lines):
-        if asked.name == package and not asked.specifier.contains(found, prereleases=True):
+        if asked.name == "gradio" and not asked.specifier.contains(found, prereleases=True):
             raise UsageError(
-                f"{what} needs {package}{asked.specifier}, and {found} is installed; "
+                f"the chat page needs gradio{asked.specifier}, and {found} is installed; "
                 f"{_install('ui')}, or --no-page does without"
             )
 

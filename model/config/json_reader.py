@@ -47,14 +47,12 @@ def read_bounded(file: Path, max_bytes: int, error: type[HotcoldError], remedy: 
         raise error(f"{file}: cannot be read ({problem.strerror})") from None
 
 
-def read_json_object(
-    file: Path, error: type[HotcoldError] = ConfigError, missing: str = "not found"
-) -> dict[str, Any]:
+def read_json_object(file: Path, error: type[HotcoldError] = ConfigError) -> dict[str, Any]:
     """Read a file that holds one JSON object. Errors: `error` naming the file."""
     try:
         content = read_bounded(file, MAX_JSON_BYTES, error, "this is not a JSON file")
     except FileNotFoundError:
-        raise error(f"{file}: {missing}; give a directory with a Hugging Face model") from None
+        raise error(f"{file}: not found; give a directory with a Hugging Face model") from None
     value = parse_json(content, str(file), error)
     if not isinstance(value, dict):
         raise error(

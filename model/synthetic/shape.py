@@ -281,62 +281,41 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "gpt_oss": SyntheticFamily(_gpt_oss, activation="silu", has_experts=True),
     "smallthinker": SyntheticFamily(_smallthinker, has_experts=True),
 }
+
+
+def _shape(family: str, *sizes: int, **more: Any) -> SyntheticShape:
+    """A shape with its family's activation."""
+    return SyntheticShape(family, *sizes, activation=SYNTHETIC_FAMILIES[family].activation, **more)
+
+
 SHAPES: dict[str, SyntheticShape] = {
-    "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
-    "tiny-moe": SyntheticShape(
-        "qwen3_moe", 64, 64, 4, 2, 16, 256, 256, 2, activation="silu", experts=16, chosen=4
+    "tiny": _shape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
+    "tiny-moe": _shape("qwen3_moe", 64, 64, 4, 2, 16, 256, 256, 2, experts=16, chosen=4),
+    "llama-7b": _shape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
+    "llama-13b": _shape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
+    "llama-70b": _shape("llama", 8192, 28672, 64, 8, 128, 32000, 4096, 80),
+    "qwen3-8b": _shape("qwen3", 4096, 12288, 32, 8, 128, 151936, 40960, 36),
+    "bamboo-7b": _shape("bamboo", 4096, 14336, 32, 8, 128, 32064, 4096, 32),
+    "afm-4.5b": _shape("arcee", 2560, 18432, 20, 4, 128, 128004, 4096, 36),
+    "opt-6.7b": _shape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
+    "opt-30b": _shape("opt", 7168, 28672, 56, 56, 128, 50272, 2048, 48),
+    "opt-66b": _shape("opt", 9216, 36864, 72, 72, 128, 50272, 2048, 64),
+    "falcon-7b-like": _shape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
+    "falcon-40b-like": _shape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
+    "qwen3-30b-a3b": _shape(
+        "qwen3_moe", 2048, 768, 32, 4, 128, 151936, 40960, 48, experts=128, chosen=8
     ),
-    "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
-    "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
-    "llama-70b": SyntheticShape("llama", 8192, 28672, 64, 8, 128, 32000, 4096, 80),
-    "qwen3-8b": SyntheticShape(
-        "qwen3", 4096, 12288, 32, 8, 128, 151936, 40960, 36, activation="silu"
+    "gpt-oss-20b": _shape(
+        "gpt_oss", 2880, 2880, 64, 8, 64, 201088, 131072, 24, experts=32, chosen=4
     ),
-    "bamboo-7b": SyntheticShape(
-        "bamboo", 4096, 14336, 32, 8, 128, 32064, 4096, 32, activation="drelu"
+    "smallthinker-21b": _shape(
+        "smallthinker", 2560, 768, 28, 4, 128, 151936, 16384, 52, density=0.4, experts=64, chosen=6
     ),
-    "afm-4.5b": SyntheticShape(
-        "arcee", 2560, 18432, 20, 4, 128, 128004, 4096, 36, activation="relu2"
+    "mixtral-8x7b": _shape(
+        "mixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32, experts=8, chosen=2
     ),
-    "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
-    "opt-30b": SyntheticShape("opt", 7168, 28672, 56, 56, 128, 50272, 2048, 48),
-    "opt-66b": SyntheticShape("opt", 9216, 36864, 72, 72, 128, 50272, 2048, 64),
-    "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
-    "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
-    "qwen3-30b-a3b": SyntheticShape(
-        *("qwen3_moe", 2048, 768, 32, 4, 128, 151936, 40960, 48),
-        activation="silu",
-        experts=128,
-        chosen=8,
+    "turbosparse-mixtral-47b": _shape(
+        "turbosparsemixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32, experts=8, chosen=2
     ),
-    "gpt-oss-20b": SyntheticShape(
-        *("gpt_oss", 2880, 2880, 64, 8, 64, 201088, 131072, 24),
-        activation="silu",
-        experts=32,
-        chosen=4,
-    ),
-    "smallthinker-21b": SyntheticShape(
-        *("smallthinker", 2560, 768, 28, 4, 128, 151936, 16384, 52),
-        density=0.4,
-        experts=64,
-        chosen=6,
-    ),
-    "mixtral-8x7b": SyntheticShape(
-        *("mixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
-        activation="silu",
-        experts=8,
-        chosen=2,
-    ),
-    "turbosparse-mixtral-47b": SyntheticShape(
-        *("turbosparsemixtral", 4096, 14336, 32, 8, 128, 32000, 32768, 32),
-        activation="drelu",
-        experts=8,
-        chosen=2,
-    ),
-    "olmoe-1b-7b": SyntheticShape(
-        *("olmoe", 2048, 1024, 16, 16, 128, 50304, 4096, 16),
-        activation="silu",
-        experts=64,
-        chosen=8,
-    ),
+    "olmoe-1b-7b": _shape("olmoe", 2048, 1024, 16, 16, 128, 50304, 4096, 16, experts=64, chosen=8),
 }

@@ -24,29 +24,22 @@ from hotcold.numba_kernels.storage.io_ring import (
 )
 
 _MAX_READS = 1 << 16
+_SIZE_S = 0.25  # reads of one size
 _SPENT_S = 0.2  # reads until what may be read at once is spent
 _LONG_S = 1.0  # reads after that, in the long run
 _BURSTS, _NEVER_NS = 31, 1 << 60
 
 
-def measure_disk(
-    path: Path,
-    sizes: Sequence[int],
-    depth: int | None = None,
-    seed: int | None = None,
-    seconds: float = 0.25,
-) -> list[float]:
+def measure_disk(path: Path, sizes: Sequence[int], depth: int | None = None) -> list[float]:
     """Bytes a second for reads of each size at random offsets of a file.
 
     `depth` threads read; without it reads go as for neurons, by io_uring where available.
     Sizes are multiples of 4096. Caches of a file system or a host count as the disk's.
-    Units:   `seconds` a size
     Errors:  OSError
     """
     with _opened(path) as (file, num_bytes):
-        # Without a seed offsets are new each time: the host may cache earlier reads.
-        draw = np.random.default_rng(seed)
-        max_ns = round(1e9 * seconds)
+        draw = np.random.default_rng()  # new offsets each time: the host may cache earlier reads
+        max_ns = round(1e9 * _SIZE_S)
         drawn = {size: _places(num_bytes, size, draw) for size in sizes}
         with _ring_of(file, depth, max(drawn)) as ring:
             if ring is None:

@@ -21,31 +21,27 @@ def make_plan_devices(
     gpu_memory_bytes: int | None = None,
     cpu_memory_bytes: int | None = None,
     host_reserve_bytes: int = 0,
-    gpu_reserve_bytes: int = GPU_RESERVE_BYTES,
 ) -> tuple[PlanDevice, ...]:
     """The GPUs with memory left, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
-    A GPU's budget is min(gpu_memory_bytes, free) - gpu_reserve_bytes. A CPU actor has the memory
+    A GPU's budget is min(gpu_memory_bytes, free) - GPU_RESERVE_BYTES. A CPU actor has the memory
     and bandwidth of its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared
     node; cpu_memory_bytes and host_reserve_bytes are divided among actors in proportion to free
     memory: min(share, free) - reserve. A limit of None is all free memory.
     """
     gpus = [
-        _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
-        for index, gpu in enumerate(machine.gpus)
+        _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes) for index, gpu in enumerate(machine.gpus)
     ]
     cpus = _cpu_devices(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
     return (*(device for device in gpus if device.budget_bytes > 0), *cpus)
 
 
-def _gpu_device(
-    name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_bytes: int
-) -> PlanDevice:
+def _gpu_device(name: str, gpu: GpuDevice, limit_bytes: int | None) -> PlanDevice:
     allowed = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
     return PlanDevice(
         name=name,
         is_gpu=True,
-        budget_bytes=max(0, allowed - reserve_bytes),
+        budget_bytes=max(0, allowed - GPU_RESERVE_BYTES),
         free_bytes=gpu.free_bytes,
         rows_gb_per_s=gpu.read_gb_per_s,
         gather_gb_per_s=gpu.read_gb_per_s,

@@ -60,11 +60,11 @@ class Program:
     integrality: np.ndarray
 
 
-def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
-    """Cut each layer's groups, hottest first, in at most `max_classes` + 1 classes.
+def make_classes(problem: Problem) -> Classes:
+    """Cut each layer's groups, hottest first, in at most MAX_CLASSES + 1 classes.
 
-    A layer with at most `max_classes` groups has a class for each. Otherwise cuts are where the
-    mean of rank and fallen frequency, both from 0 to 1, passes a multiple of 1 / max_classes:
+    A layer with at most MAX_CLASSES groups has a class for each. Otherwise cuts are where the
+    mean of rank and fallen frequency, both from 0 to 1, passes a multiple of 1 / MAX_CLASSES:
     classes are short where frequency falls steeply. Groups of a class have one size.
     """
     num_groups = problem.group_sizes.shape[1]
@@ -72,7 +72,7 @@ def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
     for layer in range(problem.num_layers):
         sizes = problem.group_sizes[layer]
         sizes = sizes[sizes > 0]
-        ids = _class_of_groups(problem.group_frequency[layer, : sizes.size], max_classes)
+        ids = _class_of_groups(problem.group_frequency[layer, : sizes.size])
         is_first = np.diff(ids, prepend=-1) | np.diff(sizes, prepend=0)
         first = np.flatnonzero(is_first)
         count = np.diff(first, append=sizes.size)
@@ -84,14 +84,14 @@ def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
     return Classes(layers, first, count, problem.group_sizes[layers, first], seconds)
 
 
-def _class_of_groups(frequency: np.ndarray, max_classes: int) -> np.ndarray:
+def _class_of_groups(frequency: np.ndarray) -> np.ndarray:
     num_groups = len(frequency)
-    if num_groups <= max_classes:
+    if num_groups <= MAX_CLASSES:
         return np.arange(num_groups)
     rank = np.arange(num_groups) / (num_groups - 1)
     spread = frequency[0] - frequency[-1]
     fallen = (frequency[0] - frequency) / spread if spread > 0 else rank
-    return np.minimum((rank + fallen) / 2 * max_classes, max_classes - 1).astype(np.int64)
+    return np.minimum((rank + fallen) / 2 * MAX_CLASSES, MAX_CLASSES - 1).astype(np.int64)
 
 
 class _Rows:
