@@ -45,8 +45,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     ROUND,
     SEND,
     STREAM,
-    TARGET,
-    WEIGHTS,
     SharedBuffers,
 )
 from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
