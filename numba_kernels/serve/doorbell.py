@@ -24,7 +24,6 @@ INTS_A_CELL = 16
 WAITED_US = 1  # of a barrier's count cell: time that threads waited
 RUNG_US, CROWDED_US = 2, 3  # when it was last rung, and when a waiter last noticed too late
 SLEEPERS = 4  # threads asleep on the futex, and those that were killed asleep
-PAUSE_US = 7  # for how long yielding polls are skipped since CROWDED_US
 CLOCK_US = 0x7FFFFFFF  # mask of clocks in one word, which wrap around after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = np.int64(2**31 - 1)  # waiters
@@ -32,8 +31,7 @@ _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine
 _CLOCK_MONOTONIC = 1
 _YIELDS = 100  # polls that yield the core, about 30 µs, before the futex
 _LATE_US = 500  # longer than an idle machine's scheduling delay, shorter than a time slice
-# How long yielding polls are skipped: at first, and at most where waiters are late again and again.
-_SHORTEST_US, _LONGEST_US = 20_000, 250_000
+_CROWDED_US = 250_000  # for this long yielding polls are skipped
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _byte_pointer = ir.IntType(8).as_pointer()
 
@@ -219,22 +217,6 @@ def _sleep(cells, index, seen, nanoseconds):
 
 
 @njit(nogil=True, cache=True)
-def note_late(cells, cell, now_us):
-    """Let nobody yield at this doorbell for a while, as a waiter got its core back too late.
-
-    Four times as long as the last time where that is less than four times as long ago: the other
-    program is still there. One that runs for some milliseconds now and then costs little so.
-    """
-    index = cell * INTS_A_CELL
-    pause_us = cells[index + PAUSE_US]
-    if _is_within(cells, index + CROWDED_US, pause_us, now_us):
-        return  # another waiter has noted it
-    is_again = _is_within(cells, index + CROWDED_US, 4 * pause_us, now_us)
-    cells[index + PAUSE_US] = min(4 * pause_us, _LONGEST_US) if is_again else _SHORTEST_US
-    cells[index + CROWDED_US] = now_us
-
-
-@njit(nogil=True, cache=True)
 def wait_change(cells, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
@@ -250,8 +232,7 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
         if value != seen:
             return value
         _pause()
-    pause_us = cells[index + PAUSE_US]
-    is_crowded = _is_within(cells, index + CROWDED_US, pause_us, _clock_us(started))
+    is_crowded = _is_within(cells, index + CROWDED_US, _CROWDED_US, _clock_us(started))
     for _ in range(0 if is_crowded else _YIELDS):
         value = atomic_load(cells, index)
         now = now_ns()
@@ -259,7 +240,7 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
             us = _clock_us(now)
             was_away = now - polled > 1000 * _LATE_US
             if was_away and not _is_within(cells, index + RUNG_US, _LATE_US, us):
-                note_late(cells, cell, us)
+                cells[index + CROWDED_US] = us
             return value
         polled = now
         _yield_core()

@@ -21,14 +21,12 @@ from hotcold.numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
-    PAUSE_US,
     RUNG_US,
     SLEEPERS,
     atomic_load,
     atomic_store,
     barrier,
     clock_ns,
-    note_late,
     ring,
     wait_change,
 )
@@ -97,7 +95,6 @@ def test_rounds_between_threads_keep_their_order(spins: int, crowded: bool) -> N
         for number in range(1, rounds + 1):
             if crowded:
                 cells[CROWDED_US::INTS_A_CELL] = clock_us()
-                cells[PAUSE_US::INTS_A_CELL] = 1_000_000
             payload[0] = number
             ring(cells, 0, np.int32(number))
             assert wait_change(cells, 1, np.int32(number - 1), spins, LONG) == number
@@ -151,25 +148,6 @@ def test_a_waiter_that_notices_late_marks_the_doorbell_crowded() -> None:
         finally:
             ended.set()
             other.kill()
-
-
-@pytest.mark.parametrize("start", [1, CLOCK_US - 60_000])
-def test_pauses_grow_while_waiters_are_late_again_and_again(start: int) -> None:
-    """The clock wraps around within the second case."""
-    cells, now = new_cells(2), start
-
-    def pause(after_us: int) -> int:
-        nonlocal now
-        now += after_us
-        note_late(cells, 1, np.int32(now & CLOCK_US))
-        return int(cells[INTS_A_CELL + PAUSE_US])
-
-    assert pause(0) == 20_000
-    assert pause(19_000) == 20_000  # noted during the pause, by another waiter
-    assert [pause(after) for after in (2_000, 319_000, 251_000)] == [80_000, 250_000, 250_000]
-    assert pause(1_000_001) == 20_000
-    assert pause(80_001) == 20_000
-    assert not cells[:INTS_A_CELL].any()
 
 
 def test_every_waiter_is_woken() -> None:
