@@ -47,8 +47,10 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
 
 def float_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """A contiguous, aligned float32 array of the shape given; unaligned views are copied."""
-    require(array.dtype == np.float32, f"{name} must be float32, not {array.dtype}")
-    require(array.shape == shape, f"{name} must have shape {shape}, not {array.shape}")
+    if array.dtype != np.float32:  # texts are made for errors alone: they take microseconds
+        raise ValueError(f"{name} must be float32, not {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, not {array.shape}")
     if not (array.flags.aligned and array.flags.c_contiguous):
         return np.ascontiguousarray(array).copy()
     return array

@@ -34,8 +34,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     BUSY_NS,
     BYTES_READ,
-    FIRST_LOGIT,
-    HEAD,
     LAYER,
     NEXT_LAYER,
     NUM_COMPUTED,
@@ -47,8 +45,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     ROUND,
     SEND,
     STREAM,
-    TARGET,
-    WEIGHTS,
     SharedBuffers,
 )
 from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
@@ -108,6 +104,7 @@ class Engine:
             residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
             block_counts=self.block_counts,
             sums=sums_of_services(topology.parts, config.ffn_bias),
+            head=np.array([topology.head], np.int64),
         )
 
     def step(
@@ -133,10 +130,11 @@ class Engine:
         with self.times.step(num_tokens):
             self.place(token_ids, positions, slots)
             mode = mode or self.mode
-            self._run_layers(range(self.config.num_layers), num_tokens, mode)
+            layers = range(self.config.num_layers)
+            self._run_layers(layers, num_tokens, mode, num_logits=num_logits)
             self.num_steps += 1
             self._count_reads()
-            return self.logits(num_tokens, num_logits, mode.weights)
+            return self.exchange.buffers.logits[:num_logits]
 
     def compile(self) -> None:
         """Compile what steps need here, by a step of no layers: nothing is asked of services."""
@@ -145,10 +143,10 @@ class Engine:
 
     def _count_reads(self) -> None:
         """Count what services have read from storage since the last step."""
-        cpus = self.topology.cpu_services
-        found = self.exchange.buffers.replies[cpus, BYTES_READ : PARTS_USEFUL + 1]
-        if not found.any():
+        replies = self.exchange.buffers.replies
+        if not replies[:, BYTES_READ].any():
             return
+        found = replies[self.topology.cpu_services, BYTES_READ : PARTS_USEFUL + 1]
         before = self._reads if self._reads.shape == found.shape else np.zeros_like(found)
         grown = np.where(found >= before, found - before, found)  # a new process counts from 0
         self._reads = found
@@ -196,12 +194,19 @@ class Engine:
         self._run_layers(range(layer, layer + 1), num_tokens, self.mode, num_unwanted)
 
     def _run_layers(
-        self, layers: range, num_tokens: int, mode: StepMode, num_unwanted: int = 0
+        self,
+        layers: range,
+        num_tokens: int,
+        mode: StepMode,
+        num_unwanted: int = 0,
+        num_logits: int = 0,
     ) -> None:
         layer_state, exchange = self._layer_state, self.exchange
         selector = mode.selector(self._is_routed)
         own_ffn = self._runs_ffn(num_tokens)
-        begin_layers(layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted)
+        begin_layers(
+            layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted, num_logits
+        )
         while True:
             layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
             reason = run_layers(
@@ -221,6 +226,8 @@ class Engine:
             layer_state[layer_loop.REQUEST_WAITED_NS] += exchange.await_replies(self._requested())
         elif reason == layer_loop.COMPUTE:
             self._ffn(layer, num_tokens)
+        elif layer == self.config.num_layers:
+            raise self._bad_logits(num_tokens)
         else:
             attention = int(self.topology.attention_of[layer])
             rows = slice(int(layer_state[layer_loop.UNWANTED]), num_tokens)
@@ -231,20 +238,18 @@ class Engine:
         found: list[int] = requested_services.py_func(self._layer_state, self._facts).tolist()
         return found
 
-    def logits(self, num_tokens: int, num_logits: int, weights: int = TARGET) -> np.ndarray:
+    def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
-        buffers, head = self.exchange.buffers, self.topology.head
-        if num_logits == 0:
-            return buffers.logits[:0]
-        request = buffers.requests[head]
-        request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
-        request[FIRST_LOGIT], request[WEIGHTS] = num_tokens - num_logits, weights
-        self.times.add("head", self.exchange.request([head]), buffers.replies[head, BUSY_NS])
-        if not finite_rows(buffers.logits, num_logits):
-            bad = np.zeros(num_tokens, bool)
-            bad[num_tokens - num_logits :] = _bad_rows(buffers.logits[:num_logits])
-            raise _not_finite(buffers, "in its logits", bad, head)
-        return buffers.logits[:num_logits]
+        end = self.config.num_layers
+        self._run_layers(range(end, end), num_tokens, self.mode, num_logits=num_logits)
+        return self.exchange.buffers.logits[:num_logits]
+
+    def _bad_logits(self, num_tokens: int) -> NotFiniteError:
+        """The error of a step whose logits are not finite."""
+        buffers, num_logits = self.exchange.buffers, int(self._layer_state[layer_loop.NUM_LOGITS])
+        bad = np.zeros(num_tokens, bool)
+        bad[num_tokens - num_logits :] = _bad_rows(buffers.logits[:num_logits])
+        return _not_finite(buffers, "in its logits", bad, self.topology.head)
 
     def _runs_ffn(self, num_tokens: int) -> bool:
         """Whether `_ffn` runs the FFN of such steps, instead of the layer loop."""

@@ -12,6 +12,8 @@ from hotcold.numba_kernels.serve.layer_loop import (
     ATTENTION_WAITED_NS,
     FFN_BUSY_NS,
     FFN_WAITED_NS,
+    HEAD_BUSY_NS,
+    HEAD_WAITED_NS,
     PREDICTOR_NS,
     SUM_COMPUTED,
     SUM_GATES,
@@ -68,14 +70,12 @@ class StepTimes:
 
     def add_layers(self, layer_state: np.ndarray) -> None:
         """Count the sums of a layer loop (`numba_kernels.serve.layer_loop`)."""
-        self.add(
-            "attention", int(layer_state[ATTENTION_WAITED_NS]), int(layer_state[ATTENTION_BUSY_NS])
-        )
-        self.add("ffn", int(layer_state[FFN_WAITED_NS]), int(layer_state[FFN_BUSY_NS]))
-        self.parts["predictor"] += int(layer_state[PREDICTOR_NS])
-        self.count_neurons(
-            int(layer_state[SUM_COMPUTED]), int(layer_state[SUM_UPS]), int(layer_state[SUM_GATES])
-        )
+        sums = layer_state.tolist()
+        self.add("attention", sums[ATTENTION_WAITED_NS], sums[ATTENTION_BUSY_NS])
+        self.add("ffn", sums[FFN_WAITED_NS], sums[FFN_BUSY_NS])
+        self.add("head", sums[HEAD_WAITED_NS], sums[HEAD_BUSY_NS])
+        self.parts["predictor"] += sums[PREDICTOR_NS]
+        self.count_neurons(sums[SUM_COMPUTED], sums[SUM_UPS], sums[SUM_GATES])
 
     def count_neurons(self, num_neurons: int, num_ups: int, num_gates: int) -> None:
         """Count neurons that were computed, and those of which up, or the gate, was."""

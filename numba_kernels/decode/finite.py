@@ -4,8 +4,8 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_INFINITE = np.int32(0x7F800000)  # infinities and NaN have all exponent bits set
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITE = np.int32(0x7F800000)  # infinities and NaN have all exponent bits set
 
 
 @njit(nogil=True, cache=True)
@@ -14,8 +14,8 @@ def finite_row(row):
     bits = row.view(np.int32)
     largest = np.int32(0)
     for i in range(bits.shape[0]):
-        largest = max(largest, bits[i] & _MAGNITUDE)
-    return largest < _INFINITE
+        largest = max(largest, bits[i] & MAGNITUDE)
+    return largest < INFINITE
 
 
 @njit(nogil=True, cache=True)

@@ -6,18 +6,39 @@ import numpy as np
 
 from hotcold.numba_kernels.checks import float_array, require
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.finite import INFINITE, MAGNITUDE
+
+_PIECE = 512  # logits
+_MOST = np.int32(2**31 - 1)
+
+
+@njit(nogil=True, cache=True)
+def _ends_kernel(numbers):
+    """The least and the largest of float32 numbers, as integers in the same order; -0 is 0."""
+    bits = numbers.view(np.int32)
+    least, most = _MOST, -_MOST
+    for i in range(bits.shape[0]):
+        sign = bits[i] >> np.int32(31)
+        value = np.int32(((bits[i] & MAGNITUDE) ^ sign) - sign)
+        least, most = min(least, value), max(most, value)
+    return least, most
 
 
 @njit(nogil=True, cache=True)
 def argmax_kernel(logits):
-    """The lowest index of the largest logit, or -1 if a logit is NaN; checks nothing."""
-    best = 0
-    for i in range(logits.shape[0]):
-        if logits[i] != logits[i]:
-            return -1
-        if logits[i] > logits[best]:
-            best = i
-    return best
+    """The lowest index of the largest logit, or -1 if a logit is NaN; checks nothing.
+
+    Integers are compared, many at once, to find the piece that has the largest.
+    """
+    place, lowest, best = 0, _MOST, -_MOST
+    for first in range(0, logits.shape[0], _PIECE):
+        least, most = _ends_kernel(logits[first : first + _PIECE])
+        place, lowest, best = first if most > best else place, min(lowest, least), max(best, most)
+    if best > INFINITE or lowest < -INFINITE:
+        return -1
+    while _ends_kernel(logits[place : place + 1])[1] != best:
+        place += 1
+    return place
 
 
 @njit(nogil=True, cache=True, inline="always")

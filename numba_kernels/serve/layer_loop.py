@@ -1,5 +1,7 @@
 """The layer loop of the driver: attention, choice of neurons, FFN and residual, layer by layer.
 
+Behind the last layer the head follows, where logits are wanted.
+
 The loop is a state machine in one record, written once for all kinds of exchange. With doorbells it
 sends requests, waits and goes on, layer after layer, without Python. Otherwise, and wherever Python
 has to decide or do something, it yields to Python with a reason and resumes at the next call of
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.finite import finite_pair
+from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
 from hotcold.numba_kernels.decode.lanes import ALL_LANES, meet
 from hotcold.numba_kernels.decode.norm import norm_kernel
 from hotcold.numba_kernels.decode.vectors import copy_numbers
@@ -22,7 +24,9 @@ from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     BUSY_NS,
     FFN,
+    FIRST_LOGIT,
     GATE_THRESHOLD,
+    HEAD,
     LAYER,
     NUM_COMPUTED,
     NUM_IDS,
@@ -41,7 +45,7 @@ from hotcold.numba_kernels.serve.selector import announce, predicts, select
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
 OWN_FFN = 4  # whether Python computes the FFN
 NEXT_NUMBER = 5  # of the next request by doorbell where Python sends it; 0 without doorbells
-REQUESTED = 6  # ATTENTION or FFN: says what `requested_services` are
+REQUESTED = 6  # ATTENTION, FFN or HEAD: says what `requested_services` are
 IS_SENT = 7  # a request was sent and is not counted yet
 REQUEST_WAITED_NS = 8  # for its replies
 # and sums over its layers, as in `StepTimes`
@@ -50,6 +54,8 @@ SUM_COMPUTED, SUM_UPS, SUM_GATES = range(13, 16)
 PREDICTOR_NS = 16
 WEIGHTS = 17  # TARGET or DRAFT
 UNWANTED = 18  # of a prompt's last layer: tokens before those whose output is wanted
+NUM_LOGITS = 19  # of the last tokens, from the head after the last layer
+HEAD_BUSY_NS, HEAD_WAITED_NS = 20, 21
 NUM_STATE_WORDS = 24  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
@@ -66,7 +72,7 @@ DONE = 0  # all layers are done
 SEND_REQUESTS = 1  # send `requested_services` the requests in their request words, and wait
 RESUME = 2  # requests were sent: a service has failed, or its health has to be polled
 COMPUTE = 3  # compute the FFN; `requested_services` have their request words
-NOT_FINITE = 4  # the layer's FFN input or output has a NaN or an infinity
+NOT_FINITE = 4  # the layer's FFN input or output, or a logit, is a NaN or an infinity
 
 
 class LayerFacts(NamedTuple):
@@ -84,6 +90,7 @@ class LayerFacts(NamedTuple):
     far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
     sums (n, 3) int64: where CPU services have some lanes of neurons each, what they pass on
     (`decode.lanes`): the service, which of its outputs, the first lane, by which they are ascending
+    head (1,) int64: the service with the head
     """
 
     attention_of: np.ndarray
@@ -99,6 +106,7 @@ class LayerFacts(NamedTuple):
     residual: int
     block_counts: np.ndarray = np.zeros((0, 0, 2), np.int64)
     sums: np.ndarray = np.zeros((0, 3), np.int64)
+    head: np.ndarray = np.zeros(1, np.int64)
 
 
 def new_layer_state() -> np.ndarray:
@@ -113,16 +121,19 @@ def begin_layers(
     own_ffn: bool = False,
     weights: int = TARGET,
     num_unwanted: int = 0,
+    num_logits: int = 0,
 ) -> None:
     """Set `layer_state` before the first of `layers`, with all sums zero.
 
     num_unwanted: of so many first tokens nothing but keys and values is computed
+    num_logits: so many last tokens have logits
     """
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
     layer_state[TOKENS] = num_tokens
     layer_state[OWN_FFN] = own_ffn
     layer_state[WEIGHTS], layer_state[UNWANTED] = weights, num_unwanted
+    layer_state[NUM_LOGITS] = num_logits
 
 
 @njit(nogil=True, cache=True)
@@ -131,6 +142,8 @@ def requested_services(layer_state, facts):
     layer = layer_state[AT_LAYER]
     if layer_state[REQUESTED] == ATTENTION:
         return facts.attention_of[layer : layer + 1]
+    if layer_state[REQUESTED] == HEAD:
+        return facts.head
     is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
     return facts.ffn_of[layer, : facts.num_ffn[layer] + is_both]
 
@@ -157,7 +170,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
             reason = _add(layer_state, buffers, facts)
         if reason != DONE:
             return reason
-    return DONE
+    return _head(layer_state, request_state, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
@@ -261,6 +274,26 @@ def _add(layer_state, buffers, facts):
         count_blocks(buffers.block_weights[first:], num_tokens - first, facts.block_counts[layer])
     layer_state[AT_LAYER] = layer + 1
     return DONE
+
+
+@njit(nogil=True, cache=True)
+def _head(layer_state, request_state, buffers, facts):
+    """Request the logits, if there are to be any."""
+    num_logits, num_tokens = layer_state[NUM_LOGITS], layer_state[TOKENS]
+    if num_logits == 0:
+        return DONE
+    if layer_state[AT_PHASE] == _ATTEND:
+        layer_state[AT_PHASE], layer_state[REQUESTED] = _ADD, HEAD
+        request = buffers.requests[facts.head[0]]
+        request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
+        request[FIRST_LOGIT] = num_tokens - num_logits
+        request[mailbox.WEIGHTS] = layer_state[WEIGHTS]
+        reason = _send(layer_state, request_state, buffers, facts)
+        if reason != DONE:
+            return reason
+    layer_state[HEAD_BUSY_NS] = buffers.replies[facts.head[0], BUSY_NS]
+    layer_state[HEAD_WAITED_NS] = layer_state[REQUEST_WAITED_NS]
+    return DONE if finite_rows(buffers.logits, num_logits) else NOT_FINITE
 
 
 @njit(nogil=True, cache=True)

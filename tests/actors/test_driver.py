@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
 from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams
-from tests.actors.in_process import InProcessSystem
+from tests.actors.in_process import InProcessSystem, PythonExchange
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
 LONG = 50_000
@@ -207,18 +207,17 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
     long = start_endless(driver, request_)
     gpu = system.services[0]
     gpu.last_error, gpu._broken = "RuntimeError: lost", True
-    request = system.exchange.request
 
-    def fail(services: object) -> int:
-        raise ServiceError(gpu.explain(0))
+    class FailingExchange(PythonExchange):
+        def request(self, services: Sequence[int]) -> int:
+            raise ServiceError(gpu.explain(0))
 
-    system.exchange.request = fail  # type: ignore[method-assign]
+    driver.engine.exchange = FailingExchange(system.exchange)
     for run in (long, Running(driver, request_)):
         error = run.end()
         assert isinstance(error, ServiceError)
         assert str(error) == "the gpu service failed: RuntimeError: lost"
     driver.close()
-    system.exchange.request = request  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("place", ["admit", "end_cancelled"])

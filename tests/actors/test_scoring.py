@@ -26,7 +26,7 @@ from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.stacked import AnyLayer
-from tests.actors.in_process import InProcessSystem
+from tests.actors.in_process import InProcessSystem, PythonExchange
 from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import column_layer
 from tests.tiny_models import VOCAB_SIZE
@@ -288,6 +288,16 @@ def test_the_check_before_each_step_can_end_a_window(llama: InProcessSystem) -> 
     assert calls == 7
 
 
+class SpoilingExchange(PythonExchange):
+    """One logit of each head is NaN."""
+
+    def request(self, services: Sequence[int]) -> int:
+        waited = super().request(services)
+        if list(services) == [0] and self.buffers.requests[0, OPERATION] == HEAD:
+            self.buffers.logits[0, 3] = np.nan
+        return waited
+
+
 def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
     config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
     driver = Driver(config, llama.exchange, llama.topology)
@@ -298,18 +308,11 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
         driver.score_window([1] * (SIZE + 1), FIRST, True)
     with pytest.raises(RequestError, match="none to score"):
         driver.score_window(WINDOWS[0], SIZE - 1, True)
-    request, buffers = llama.exchange.request, llama.exchange.buffers
-
-    def spoil(services: Sequence[int]) -> int:
-        waited = request(services)
-        if list(services) == [0] and buffers.requests[0, OPERATION] == HEAD:
-            buffers.logits[0, 3] = np.nan
-        return waited
-
-    llama.exchange.request = spoil  # type: ignore[method-assign]
+    engine, whole = driver.engine, driver.engine.exchange
+    engine.exchange = SpoilingExchange(whole)
     with pytest.raises(RequestError, match="not finite in its logits"):
         driver.score_window(WINDOWS[0], FIRST, False)
-    llama.exchange.request = request  # type: ignore[method-assign]
+    engine.exchange = whole
     again = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(again.nll, expected.nll)
     driver.close()

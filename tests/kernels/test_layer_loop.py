@@ -27,6 +27,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     DONE,
     FAILED,
     FFN,
+    FIRST_LOGIT,
+    HEAD,
     LAYER,
     NO_COUNTERS,
     NO_DOORBELLS,
@@ -38,6 +40,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     STATUS,
     STOP,
+    TARGET,
     SharedBuffers,
     await_all,
     cell,
@@ -57,12 +60,13 @@ LONG = 120_000_000_000
 ATTENTION_OF, CPUS = (0, 0, 3), [1, 2]
 NUM_NEURONS = np.array([[0, 14, 16, 0], [4, 12, 14, 0], [0, 11, 13, 6]])[..., None]  # one block
 FFN_OF = ([1, 2], [0, 1, 2], [3, 1, 2])
+HEAD_OF, VOCAB = 3, 4
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
 EVERYTHING = all_neurons(threshold_words(THRESHOLDS), np.zeros(LAYERS, np.bool_))
 
 
 def new_buffers() -> SharedBuffers:
-    layout = ArenaLayout(SERVICES, TOKENS, WIDTH, 30, 4, 1, 1, 1)
+    layout = ArenaLayout(SERVICES, TOKENS, WIDTH, 30, VOCAB, TOKENS, 1, 1)
     return layout.buffers(layout.new_arena())
 
 
@@ -88,12 +92,14 @@ class Model:
         self.facts = LayerFacts(
             np.array(ATTENTION_OF), ffn_of, np.array([len(row) for row in FFN_OF]), is_chained,
             NUM_NEURONS, np.array(CPUS), self.norm_weight, np.int32(0), np.float32(1e-5),
-            np.float32(0.5 if self.norm else 1), MIXED,
+            np.float32(0.5 if self.norm else 1), MIXED, head=np.array([HEAD_OF]),
         )  # fmt: skip
 
-    def begin(self, own_ffn: bool = False) -> None:
+    def begin(self, own_ffn: bool = False, num_logits: int = 0) -> None:
         self.buffers.hidden[:] = self.first
-        begin_layers(self.layer_state, range(LAYERS), TOKENS, own_ffn)
+        begin_layers(
+            self.layer_state, range(LAYERS), TOKENS, own_ffn, TARGET, num_logits=num_logits
+        )
 
     def run(self, request_state: np.ndarray, selector: Selector = EVERYTHING) -> int:
         return int(run_layers(self.layer_state, request_state, self.buffers, self.facts, selector))
@@ -105,6 +111,11 @@ class Model:
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         self.sent.append((service, operation, layer))
         assert request[NUM_TOKENS] == TOKENS
+        if operation == HEAD:
+            first = int(request[FIRST_LOGIT])
+            buffers.logits[: TOKENS - first] = buffers.hidden[first:, :VOCAB] * 3
+            reply[BUSY_NS] = 7000
+            return
         assert decode_thresholds(request) == THRESHOLDS[layer]
         if operation == ATTENTION:
             buffers.mixed[:] = buffers.hidden * self.attention[layer]
@@ -230,6 +241,32 @@ def test_by_doorbells_the_same(timeout_ns: int) -> None:
     assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
 
 
+@pytest.mark.parametrize("by_doorbell", [False, True])
+@pytest.mark.parametrize("num_logits", [1, TOKENS])
+def test_the_head_follows_the_last_layer(by_doorbell: bool, num_logits: int) -> None:
+    model, lock = Model(), threading.Lock()
+
+    def answer(service: int) -> None:
+        with lock:
+            model.answer(service)
+
+    model.begin(num_logits=num_logits)
+    if by_doorbell:
+        with serving(model, answer):
+            assert model.run(new_request_state(2, LONG)) == layer_loop.DONE
+    else:
+        while reason := model.run(NO_DOORBELLS):
+            assert reason == layer_loop.SEND_REQUESTS
+            model.answer_all()
+        times = model.layer_state[[layer_loop.HEAD_WAITED_NS, layer_loop.HEAD_BUSY_NS]]
+        assert times.tolist() == [5000, 7000]
+    assert model.sent[-1] == (HEAD_OF, HEAD, LAYERS - 1)  # the layer's word is not written
+    expected = model.expected()
+    np.testing.assert_array_equal(model.buffers.hidden, expected)
+    logits = expected[TOKENS - num_logits :, :VOCAB] * np.float32(3)
+    np.testing.assert_array_equal(model.buffers.logits[:num_logits], logits)
+
+
 def test_a_failed_service_is_reported_at_once() -> None:
     model = Model()
 
@@ -284,3 +321,14 @@ def test_what_is_not_finite_stops_the_loop(name: str) -> None:
             np.nan_to_num(model.buffers.partials, copy=False)
     assert reason == layer_loop.NOT_FINITE
     assert model.layer_state[layer_loop.AT_LAYER] == 1
+
+
+def test_logits_that_are_not_finite_stop_it_behind_the_last_layer() -> None:
+    model = Model()
+    model.begin(num_logits=1)
+    while (reason := model.run(NO_DOORBELLS)) == layer_loop.SEND_REQUESTS:
+        model.answer_all()
+        if model.sent[-1][1] == HEAD:
+            model.buffers.logits[0, 2] = np.inf
+    assert reason == layer_loop.NOT_FINITE
+    assert model.layer_state[layer_loop.AT_LAYER] == LAYERS

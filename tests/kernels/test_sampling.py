@@ -52,6 +52,35 @@ def test_greedy_takes_the_first_of_equals(cpu_backend: SimpleNamespace) -> None:
     assert cpu_backend.sample(logits * 0, temperature=0.0, uniform=0.9) == 0
 
 
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 1500])
+@pytest.mark.parametrize("kind", ["few", "negative", "zeros", "infinite", "all -inf"])
+def test_greedy_of_many_pieces(cpu_backend: SimpleNamespace, size: int, kind: str) -> None:
+    """Pieces of 512 logits: equal numbers, among them 0 and -0, stand in several."""
+    for seed in range(8):
+        logits = random_floats(seed, size)
+        if kind == "few":
+            logits = np.round(logits)
+        elif kind == "negative":
+            logits = -np.abs(logits) - np.float32(1e-30)
+        elif kind == "zeros":
+            logits = np.where(logits > 0, logits * 0, -np.abs(logits) * 0)
+        elif kind == "infinite":
+            logits[[size // 2, size - 1]] = np.inf
+        else:
+            logits[:] = -np.inf
+        chosen = cpu_backend.sample(logits, temperature=0.0, uniform=0.9)
+        assert chosen == int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+def test_a_nan_in_any_piece_is_refused(cpu_backend: SimpleNamespace, nan: float) -> None:
+    for at in (0, 511, 512, 1499):
+        logits = random_floats(1, 1500)
+        logits[7], logits[at] = np.inf, nan
+        with pytest.raises(ValueError, match="NaN"):
+            cpu_backend.sample(logits, temperature=0.0, uniform=0.5)
+
+
 @pytest.mark.parametrize("at", [0, 3, 99])
 @pytest.mark.parametrize(
     "options",
