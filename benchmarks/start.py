@@ -2,6 +2,7 @@
 
     python -m benchmarks.start [--runs 5] [--beside OTHER]
     python -m benchmarks.start --kept [--runs 20]
+    python -m benchmarks.start --empty [--runs 3] [--beside OTHER] [--model SOME.gguf]
 
 Prints the median seconds of each part. `--beside` measures another checkout in turn with this one,
 without its parts, and prints this checkout's seconds over the other's. Run it once before, so that
@@ -9,8 +10,12 @@ no kernel has to be compiled, on a machine that does nothing else.
 
 `--kept` asks in turn with a system of the command's own and with one that is kept, and prints the
 seconds to the first text: least, median, most; then what each end of a kept system leaves.
+
+`--empty` starts with nothing compiled, in an empty home, and prints the seconds to each first text,
+and the CPU seconds of all its processes by then.
 """
 
+import ctypes
 import datetime
 import json
 import os
@@ -21,9 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
+import psutil
 
 from benchmarks.kept_ends import HEAD, what_is_left
 
@@ -39,6 +46,7 @@ _COMMAND = (
     "--prompt",
     _QUESTION,
 )
+_PR_SET_CHILD_SUBREAPER = 36
 _FIRST, _ALL = "to the first text", "to the end of the command"
 
 
@@ -62,6 +70,46 @@ def command_seconds(
     if not some or process.returncode:
         raise click.ClickException(f"{checkout}: `hotcold generate` failed")
     return {_FIRST: first_s, _ALL: time.perf_counter() - began}
+
+
+def empty_seconds(checkout: Path, model: str | None) -> tuple[float, float]:
+    """Seconds to the first text where nothing is compiled, and CPU seconds of all processes.
+
+    This process becomes the parent of what the command leaves.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    arguments = [sys.executable, *_COMMAND, *([] if model is None else [model])]
+    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as home:
+        changes = {"HOME": home, "PYTHONPATH": str(checkout)}
+        environment = {name: v for name, v in os.environ.items() if not name.startswith("XDG_")}
+        before, began = _cpu_seconds(), time.perf_counter()
+        with subprocess.Popen(
+            arguments,
+            cwd=checkout,
+            env=environment | changes,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdout is not None
+            some = process.stdout.read(1)
+            found = time.perf_counter() - began, _cpu_seconds() - before
+            process.stdout.read()
+        if not some or process.returncode:
+            raise click.ClickException(f"{checkout}: `hotcold generate` failed")
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.wait()
+    return found
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of this process and of all that it has started, also where they have ended."""
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # user, system, and both of children
+    return total
 
 
 def part_seconds() -> dict[str, float]:
@@ -151,8 +199,12 @@ def kept_seconds(runs: int) -> dict[str, list[float]]:
 @click.option("--runs", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--beside", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--kept", is_flag=True, help="Beside a system that is kept.")
+@click.option("--empty", is_flag=True, help="With nothing compiled.")
+@click.option("--model", help="With --empty: instead of the embedded one.")
 @click.option("--one", is_flag=True, hidden=True)
-def main(runs: int, beside: Path | None, kept: bool, one: bool) -> None:
+def main(
+    runs: int, beside: Path | None, kept: bool, empty: bool, model: str | None, one: bool
+) -> None:
     """Print how long a start takes."""
     if one:
         click.echo(json.dumps(measure_parts()))
@@ -167,6 +219,12 @@ def main(runs: int, beside: Path | None, kept: bool, one: bool) -> None:
             click.echo(left)
         return
     checkouts = [HERE] if beside is None else [HERE, beside.resolve()]
+    if empty:
+        for _ in range(runs):
+            for checkout in checkouts:
+                first_s, cpu_s = empty_seconds(checkout, model)
+                click.echo(f"{first_s:6.2f} s {_FIRST}, {cpu_s:6.2f} CPU s: {checkout}")
+        return
     found: list[list[dict[str, float]]] = [[] for _ in checkouts]
     for _ in range(runs):
         for each, checkout in zip(found, checkouts, strict=True):
