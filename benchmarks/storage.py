@@ -387,7 +387,8 @@ def main(
             run = replace(run, planned=planned_speed(model, case.cpu_memory, limit, with_mode))
         return run
 
-    settings = {"model": model.name, "common": common, "answers": answers, "prompt": prompt}
+    said = [text.name if text and word == str(text) else word for word in common]
+    settings = {"model": model.name, "common": said, "answers": answers, "prompt": prompt}
     report = Report(out.with_suffix(".json"), settings | {"load": load_s})
     turns = [(program, turn) for turn in range(repeat) for program in rows()]
     turns += [(program, -1) for program in ablated()] * ablation
