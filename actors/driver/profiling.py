@@ -85,7 +85,7 @@ class ProfilingEngine(Engine):
             self._num_recorded += self._rows.size
         if num_prompt is not None and routes:
             chosen = np.concatenate(routes)
-            self.distances.add(chosen[:num_prompt].any(axis=0, keepdims=True), counts=False)
+            self.distances.add(np.logical_or.reduce(chosen[:num_prompt])[None], counts=False)
             self.distances.add(chosen[num_prompt:])
         inputs, self._inputs = self._inputs, self._inputs[:, :0]
         return inputs
