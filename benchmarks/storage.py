@@ -20,15 +20,19 @@ limits, in reads of --read-bytes at random places of the same file: as many toke
 gives is the disk's limit. Planned is what `hotcold plan` says; at this memory's speed is the same
 with a token's time in memory as it was measured with all there, and the disk as it was right after
 the run. At the end, of the --ablation-at size, the first mode and limit, the ablation: what is left
-out of how neurons are read comes back, one thing a row.
+out of how neurons are read comes back, one thing a row, over two answers.
+
+What was measured is kept in REPORT.json run by run, and the table made of it: the same command goes
+on from there, so with --stop-after it may be cut into pieces, and one that failed may be repeated.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,6 +60,7 @@ class Run:
     prompt_tokens_per_s: float = 0.0
     plan: dict[str, float] = field(default_factory=dict)  # with memory's speed as measured
     head_ms: float = 0.0
+    planned: float = 0.0  # by `hotcold plan`
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,72 @@ ABLATION_OF_EXPERTS = {
 }
 
 
+_ABLATION_ANSWERS = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program under one limit, to be measured. limit: the disk's bytes a second, 0 for none.
+
+    name: of the table's row; options: of `benchmarks.storage_run`, none of llama.cpp
+    """
+
+    name: str
+    case: Case
+    limit: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> str:
+        """Of hotcold; "" of llama.cpp."""
+        return self.options[1] if self.options else ""
+
+
+class Report:
+    """What was measured so far, in a file that each run is added to."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """The runs that the file has. Errors: click.UsageError where they had other settings."""
+        self._path, self._settings = path, settings
+        self._runs: list[dict[str, Any]] = []
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["settings"] != settings:
+                raise click.UsageError(f"{path} was measured with other options; remove it")
+            self._runs = found["runs"]
+
+    def runs(self, name: str, case: Case, limit: int) -> list[Run]:
+        """Those of a row."""
+        key = [name, str(case), limit]
+        return [
+            Run(**{**each["run"], "peak": Peak(**each["run"]["peak"])})
+            for each in self._runs
+            if each["key"] == key
+        ]
+
+    def add(self, program: Program, run: Run) -> None:
+        """Keep a run."""
+        key = [program.name, str(program.case), program.limit]
+        self._runs.append({"key": key, "run": asdict(run)})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"settings": self._settings, "runs": self._runs}
+        self._path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(report: Report, programs: Sequence[Program]) -> list[str]:
+    """Lines of the table; a row for each program that has run."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + " --- |" * len(_COLUMNS)]
+    for program in dict.fromkeys(programs):
+        case, limit = program.case, program.limit
+        if not (found := report.runs(program.name, case, limit)):
+            continue
+        whole = f"hotcold {program.mode}" if program.mode else program.name
+        llama = report.runs("llama.cpp", case, limit) if program.mode else []
+        of_all, planned = _speed(report.runs(whole, Case(), 0)), found[0].planned
+        lines.append(_line(program.name, case, limit, found, of_all, _speed(llama), planned))
+    return lines
+
+
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--cpu-memory", "sizes", type=Bytes(), multiple=True)
@@ -239,9 +310,11 @@ ABLATION_OF_EXPERTS = {
     help="Also with everything in memory.",
 )
 @click.option("--llama-tokens", type=int, help="Of llama.cpp; as many as --tokens without it.")
-@click.option("--llama-bench", "llama", help="The program; the Python library without it.")
+@click.option("--llama-bench", "llama", help="The program; the Python library without it. Under a "
+              "limit with --repack 0, as repacked weights are not mapped.")  # fmt: skip
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Write the table there too.")
+@click.option("--stop-after", type=float, help="Begin no other run after so many seconds.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="REPORT, .md and .json")
 def main(
     model: Path,
     sizes: Sequence[int],
@@ -264,62 +337,72 @@ def main(
     llama_tokens: int | None,
     llama: str | None,
     gguf: Path | None,
-    out: Path | None,
+    stop_after: float | None,
+    out: Path,
 ) -> None:
     """Measure MODEL with all in memory, and with less of it."""
+    started = time.monotonic()
     asked = ["--threads", str(threads), "--context", str(context)]
     asked += [] if dtype is None else ["--dtype", dtype]
-    common = [*asked, "--tokens", str(tokens), "--answers", str(answers)]
-    common += ["--read-bytes", str(read_bytes)]
+    common = [*asked, "--tokens", str(tokens), "--read-bytes", str(read_bytes)]
     common += [] if text is None else ["--text", str(text)]
-    program = [sys.executable, "-m", "benchmarks.llama_python"] if llama is None else [llama]
     cases = [*(Case(size) for size in sizes), *(Case(resident=share) for share in shares)]
     if not cases:
         raise click.UsageError("give --cpu-memory or --resident")
-    limited = [(case, limit) for limit in disk_limits for case in cases]
-    runs: dict[tuple[str, Case, int], list[Run]] = {}
-    planned: dict[tuple[str, Case, int], float] = {}
 
-    def measure(name: str, case: Case, limit: int, options: Sequence[str]) -> None:
-        found = runs.get((f"hotcold {options[options.index('--mode') + 1]}", Case(), 0), [])
-        with_memory = [*common, *options]
-        if found and not case.is_all:
-            with_memory += ["--memory-ms", str(1e3 / _speed(found))]
-            with_memory += ["--head-ms", str(median(run.head_ms for run in found))]
-        run = hotcold_run(model, case, case.limits(limit), with_memory)
-        runs.setdefault((name, case, limit), []).append(run)
-
-    for turn in range(repeat):
-        for case, limit in [*[(Case(), 0)] * with_all, *limited]:
+    def rows() -> Iterator[Program]:
+        for case, limit in [(Case(), 0)] * with_all + [(c, d) for d in disk_limits for c in cases]:
             for mode in modes:
-                name, options = f"hotcold {mode}", ["--mode", mode, "--prompt", str(prompt)]
-                if not case.is_all and turn == repeat - 1:
-                    options += ["--load", str(load_s)]
-                if case.cpu_memory and turn == 0:
-                    speed = planned_speed(model, case.cpu_memory, limit, [*asked, "--mode", mode])
-                    planned[name, case, limit] = speed
-                measure(name, case, limit, options)
+                yield Program(f"hotcold {mode}", case, limit, ("--mode", mode))
             if gguf is not None and case.resident == 1:
-                limits = case.limits(limit, room=1)
-                found = llama_run(program, gguf, limits, llama_tokens or tokens, threads)
-                runs.setdefault(("llama.cpp", case, limit), []).append(found)
-    rows = ABLATION if read_config(model).experts is None else ABLATION_OF_EXPERTS
-    for name, without in rows.items() if ablation else ():
-        left_out = [word for part in without for word in ("--without", part)]
+                yield Program("llama.cpp", case, limit)
+
+    def ablated() -> Iterator[Program]:
+        parts = ABLATION if read_config(model).experts is None else ABLATION_OF_EXPERTS
         case, limit = cases[min(ablation_at, len(cases)) - 1], disk_limits[0]
-        measure(f"{modes[0]}: {name}", case, limit, ["--mode", modes[0], *left_out])
-    programs = [*(f"hotcold {mode}" for mode in modes), "llama.cpp"]
-    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + " --- |" * len(_COLUMNS)]
-    for (name, case, limit), found_runs in runs.items():
-        own = runs.get((name if name in programs else programs[0], Case(), 0), [])
-        llama_runs = runs.get(("llama.cpp", case, limit), []) if name != "llama.cpp" else []
-        speeds = _speed(own), _speed(llama_runs), planned.get((name, case, limit), 0.0)
-        lines.append(_line(name, case, limit, found_runs, *speeds))
+        for name, without in parts.items():
+            options = tuple(word for part in without for word in ("--without", part))
+            yield Program(f"{modes[0]}: {name}", case, limit, ("--mode", modes[0], *options))
+
+    def measured(program: Program, turn: int) -> Run:
+        case, limit, is_ablation = program.case, program.limit, turn < 0
+        if not program.mode:
+            command = (
+                [sys.executable, "-m", "benchmarks.llama_python"] if llama is None else [llama]
+            )
+            command += ["--repack", "0"] if llama and not case.is_all else []
+            limits, number = case.limits(limit, room=1), llama_tokens or tokens
+            return llama_run(command, gguf or model, limits, number, threads)
+        options = [*common, *program.options]
+        options += ["--answers", str(_ABLATION_ANSWERS if is_ablation else answers)]
+        options += [] if is_ablation else ["--prompt", str(prompt)]
+        if not case.is_all:
+            options += ["--load", str(load_s)] if turn == repeat - 1 else []
+            if whole := report.runs(f"hotcold {program.mode}", Case(), 0):
+                options += ["--memory-ms", str(1e3 / _speed(whole))]
+                options += ["--head-ms", str(median(run.head_ms for run in whole))]
+        run = hotcold_run(model, case, case.limits(limit), options)
+        if case.cpu_memory and turn == 0:
+            with_mode = [*asked, "--mode", program.mode]
+            run = replace(run, planned=planned_speed(model, case.cpu_memory, limit, with_mode))
+        return run
+
+    said = [text.name if text and word == str(text) else word for word in common]
+    settings = {"model": model.name, "common": said, "answers": answers, "prompt": prompt}
+    report = Report(out.with_suffix(".json"), settings | {"load": load_s})
+    turns = [(program, turn) for turn in range(repeat) for program in rows()]
+    turns += [(program, -1) for program in ablated()] * ablation
+    for program, turn in turns:
+        if len(report.runs(program.name, program.case, program.limit)) > max(0, turn):
+            continue
+        if stop_after is not None and time.monotonic() - started > stop_after:
+            click.echo("stopped; the same command goes on from here", err=True)
+            break
+        report.add(program, measured(program, turn))
+    lines = table(report, [program for program, _ in turns])
     click.echo("\n".join(lines))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        heading = f"# {model.name}: neurons on storage\n\n"
-        out.with_suffix(".md").write_text(heading + "\n".join(lines) + "\n")
+    heading = f"# {model.name}: neurons on storage\n\n"
+    out.with_suffix(".md").write_text(heading + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

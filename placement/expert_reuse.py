@@ -26,16 +26,17 @@ class StackDistances:
         self._means = np.zeros(self.counts.size)
         self._num_tokens = 0
 
-    def add(self, chosen: np.ndarray) -> None:
+    def add(self, chosen: np.ndarray, counts: bool = True) -> None:
         """Count tokens that follow those before: chosen (T, ...) bool, in the text's order.
 
-        A layer finds the others' means half a token older than its own, on average.
+        Without `counts` their use is noted, but how far they are is not counted. A layer finds the
+        others' means half a token older than its own, on average.
         """
         means = self._means
         for token in chosen:
             means *= 1 - DECAY
             used = np.flatnonzero(token)
-            if self._num_tokens >= _SETTLED:
+            if counts and self._num_tokens >= _SETTLED:
                 ordered, own = np.sort(means), means[used] * np.sqrt(1 - DECAY)
                 below = np.searchsorted(ordered, own, "left") + np.searchsorted(
                     ordered, own, "right"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, inf
+from math import inf
 
 import numpy as np
 
@@ -18,22 +18,21 @@ _READ_CPU_S, _BYTE_CPU_S = 4e-6, 1 / 4e9
 # That is 45% chosen again at the next token, and 80% within eight, as measured of Qwen3-30B-A3B.
 _NEW, _FADES = 0.55, 0.49
 _SUMMED = 1024  # tokens; the sum over more is taken as an integral
-# Shares of the shorter of a layer's compute and reads that overlap: of neurons, of whole experts.
-_HIDDEN, _EXPERTS_HIDDEN = 0.7, 0.9
-_READ_A_MISS = 1.15  # experts read for each that is missed: some are read ahead in vain
+_HIDDEN = 0.7  # share of the shorter of a token's compute and reads of neurons that overlap
+_READ_A_MISS = 1.1  # experts read for each that is missed: some are read ahead in vain
 
 
 @dataclass(frozen=True)
 class Reads:
     """Reads for one token: their number, and bytes.
 
-    layers: how they are spread over layers, as pairs: a share of the layers, less what does not
-    overlap with compute, and how much each of these reads, as a multiple of the mean
+    hidden: the share of the shorter of compute and reads that overlap; 0 of whole experts: what is
+    read beside compute is as much as reading slows that
     """
 
     number: float
     num_bytes: float
-    layers: tuple[tuple[float, float], ...] = ((_HIDDEN, 1.0),)
+    hidden: float = _HIDDEN
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,21 @@ def token_seconds(
 ) -> float:
     """The time of a token with neurons on storage.
 
-    waits = reads - sum over reads.layers of share * min(memory - head, multiple * reads)
+    waits = reads - reads.hidden * min(memory - head, reads)
     token = memory + waits + what reading takes of the computing threads' cores
     `memory_s` is a token's time with everything in memory, of which the head takes `head_s`: beside
-    that nothing is read, as no layer follows of which it is known what it needs. A layer that reads
-    nothing hides nothing. While threads wait, their cores are free for checksums and copies of what
-    comes, no more of it than comes then; the rest is time that they would have computed. No token
-    takes less than the disk's long run.
+    that nothing is read, as no layer follows of which it is known what it needs. While threads
+    wait beside reads that overlap, their cores are free for checksums and copies of what comes, no
+    more of it than comes then; the rest is time that they would have computed. Of whole experts
+    they wait for these, too. No token takes less than the disk's long run.
     Source:  docs/lab_log.md
     """
     disk_s = disk.seconds(reads)
-    hides_s = max(0.0, memory_s - head_s)
-    waits_s = disk_s - sum(share * min(hides_s, much * disk_s) for share, much in reads.layers)
     cpu_s = (reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S) / num_threads
-    free_s = min(waits_s, cpu_s * waits_s / max(disk_s, 1e-12))
+    waits_s, free_s = disk_s, 0.0
+    if reads.hidden:
+        waits_s -= reads.hidden * min(max(0.0, memory_s - head_s), disk_s)
+        free_s = min(waits_s, cpu_s * waits_s / max(disk_s, 1e-12))
     return max(memory_s + waits_s + cpu_s - free_s, disk.least_seconds(reads))
 
 
@@ -107,22 +107,9 @@ def missed_experts(num_slots: float, num_experts: int, num_chosen: int) -> float
 
 
 def expert_reads(share: float, num_layers: int, num_chosen: int, of_expert: Reads) -> Reads:
-    """The reads for a token that misses this share of `num_chosen` experts of each layer.
-
-    As if each was missed independently of the others: a layer misses k with the probability
-    C(num_chosen, k) * share^k * (1 - share)^(num_chosen - k).
-    """
-    if share == 0:
-        return Reads(0, 0)
-    layers = tuple(
-        (
-            _EXPERTS_HIDDEN * comb(num_chosen, k) * share**k * (1 - share) ** (num_chosen - k),
-            k / (num_chosen * share),
-        )
-        for k in range(1, num_chosen + 1)
-    )
+    """The reads for a token that misses this share of `num_chosen` experts of each layer."""
     num_read = num_layers * num_chosen * share * _READ_A_MISS
-    return Reads(num_read * of_expert.number, num_read * of_expert.num_bytes, layers)
+    return Reads(num_read * of_expert.number, num_read * of_expert.num_bytes, hidden=0.0)
 
 
 def least_in_memory(layers: Sequence[FfnSpec]) -> int:

@@ -325,14 +325,17 @@ class Driver:
             len(ids), lambda: score_window(self.engine, ids, first, audit, check)
         )
 
-    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+    def profile_window(
+        self, ids: list[int], recorded: list[int], num_prompt: int | None = None
+    ) -> np.ndarray:
         """Count which neurons fire in a window (`ProfilingEngine.profile_window`).
 
         Errors:  those of `score_window`
         """
         check, profiling = self._queue.require_running, self._profiling
         return self._on_window(
-            profiling.num_bos + len(ids), lambda: profiling.profile_window(ids, recorded, check)
+            profiling.num_bos + len(ids),
+            lambda: profiling.profile_window(ids, recorded, num_prompt, check),
         )
 
     def chosen_counts(self) -> np.ndarray:
@@ -340,7 +343,7 @@ class Driver:
         return self._profiling.chosen_counts.copy()
 
     def expert_distances(self) -> np.ndarray:
-        """The histogram `StackDistances.counts` of profiled windows: (experts of all layers,)."""
+        """The histogram `StackDistances.counts` of profiled answers: (experts of all layers,)."""
         return self._profiling.distances.counts.copy()
 
     def recorded_weights(self) -> np.ndarray:

@@ -46,12 +46,18 @@ class ProfilingEngine(Engine):
         self._num_recorded = 0  # in earlier steps of the window
 
     def profile_window(
-        self, ids: list[int], recorded: list[int], check: Callable[[], None] = lambda: None
+        self,
+        ids: list[int],
+        recorded: list[int],
+        num_prompt: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> np.ndarray:
         """Run `ids` from position 0 of slot 0; return the FFN inputs of the tokens `recorded`.
 
         The bos token stands before the ids but is not counted: its activations are unlike any
-        other's, and every window would add one. `check` may raise between two steps.
+        other's, and every window would add one. With `num_prompt` the ids after so many are the
+        model's own answer, and `distances` counts how soon it chooses experts again; a prompt uses
+        its experts in one step. `check` may raise between two steps.
         Shapes:  recorded: ascending indices into ids; result (L, len(recorded), d)
         Dtypes:  result uint16, float16 bits
         Errors:  RequestError if a service failed or the model's numbers are not finite: a NaN
@@ -66,7 +72,7 @@ class ProfilingEngine(Engine):
         if self._bos_id is not None:
             self._counts = False
             self.step([self._bos_id], [0], [0], num_logits=0)
-        self._counts = True
+        self._counts, routes = True, []
         for first in range(0, len(ids), self.max_tokens):
             last = min(first + self.max_tokens, len(ids))
             check()
@@ -75,8 +81,12 @@ class ProfilingEngine(Engine):
             self._routes = []
             self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
             if self._routes:
-                self.distances.add(np.stack(self._routes, axis=1))
+                routes.append(np.stack(self._routes, axis=1))
             self._num_recorded += self._rows.size
+        if num_prompt is not None and routes:
+            chosen = np.concatenate(routes)
+            self.distances.add(np.logical_or.reduce(chosen[:num_prompt])[None], counts=False)
+            self.distances.add(chosen[num_prompt:])
         inputs, self._inputs = self._inputs, self._inputs[:, :0]
         return inputs
 

@@ -113,9 +113,11 @@ class DriverActor:
         """The error that thresholds cause in a window; see `Driver.try_thresholds`."""
         return self.services.driver.try_thresholds(ids, first, thresholds)
 
-    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+    def profile_window(
+        self, ids: list[int], recorded: list[int], num_prompt: int | None = None
+    ) -> np.ndarray:
         """Count the neurons that fire in a window; see `Driver.profile_window`."""
-        return self._counts.profile_window(ids, recorded)
+        return self._counts.profile_window(ids, recorded, num_prompt)
 
     def fired_counts(self) -> np.ndarray:
         """The number of profiled tokens for which each neuron has fired: (L, N) int64."""

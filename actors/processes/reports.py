@@ -114,11 +114,13 @@ class NeuronCounts:
         # The services of the first window, and how many had been replaced by then.
         self._counting: tuple[Connection, int] | None = None
 
-    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+    def profile_window(
+        self, ids: list[int], recorded: list[int], num_prompt: int | None = None
+    ) -> np.ndarray:
         """Count the neurons that fire in a window; see `Driver.profile_window`."""
         if self._counting is None:
             self._counting = self._serving()
-        inputs = self._services.driver.profile_window(ids, recorded)
+        inputs = self._services.driver.profile_window(ids, recorded, num_prompt)
         self._require_complete()
         return inputs
 

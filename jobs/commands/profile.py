@@ -90,8 +90,8 @@ def profile(
     Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
     calibrated first, for --mode threshold; neurons that pass them are counted.
 
-    Of a mixture of experts it also counts how often each is chosen. Its thresholds are calibrated
-    only with --target-kl.
+    Of a mixture of experts it also counts how often each is chosen, and how soon again while the
+    model answers beginnings of the text. Its thresholds are calibrated only with --target-kl.
     """
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.modes import has_thresholds, require_no_experts
@@ -147,10 +147,12 @@ def profile(
     resumed_at = state.num_done
     _remark(config, resumed_at)
     state.start()
-    tokens_per_s = run_profile(system, text.ids[: task.num_tokens].tolist(), state, every_s)
+    ids = text.ids[: task.num_tokens].tolist()
+    tokens_per_s = run_profile(system, ids, prompts.bos_id, state, every_s)
     found = _write(files, state, text, config)
     layers, whole = summaries(config, found)
-    click.echo(f"{found.num_tokens} tokens of {text.name}, {tokens_per_s:.1f} tokens/s")
+    of_answers = f" and {task.answers.count} answers of its own" if task.answers.count else ""
+    click.echo(f"{found.num_tokens} tokens of {text.name}{of_answers}, {tokens_per_s:.1f} tokens/s")
     print_summary(layers, whole)
     if misses := expected_misses(found):
         print_misses(misses)
@@ -195,6 +197,7 @@ def _window(config: ModelConfig, window: int | None) -> int:
 
 
 def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading) -> ProfileTask:
+    from hotcold.jobs.profile.answers import NO_ANSWERS, Answers
     from hotcold.jobs.profile.state import ProfileTask
 
     num_tokens = min(text.ids.size, reading.max_tokens or text.ids.size)
@@ -202,7 +205,8 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
     if num_inputs is None:
         token_bytes = config.num_layers * config.hidden_size * 2
         num_inputs = min(_NUM_INPUTS, max(1, _MAX_INPUT_BYTES // token_bytes))
-    return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens))
+    answers = NO_ANSWERS if config.experts is None else Answers.of(num_tokens, window_ids)
+    return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens), answers)
 
 
 def _remark(config: ModelConfig, resumed_at: int) -> None:
@@ -223,7 +227,7 @@ def _write(
     from hotcold.placement.profile import ActivationProfile, write_profile
     from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
-    identity, num_tokens = state.identity, state.task.num_tokens
+    identity, num_tokens = state.identity, state.task.num_counted
     counts, *of_experts = state.found
     own = of_experts if config.experts is not None else ()
     found = ActivationProfile(counts, num_tokens, text.name, text.digest, *own)

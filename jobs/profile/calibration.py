@@ -17,6 +17,7 @@ import numpy as np
 
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.system import System
+from hotcold.jobs.profile.answers import Answers
 from hotcold.jobs.support.console import transient_progress
 from hotcold.jobs.support.text_file import TextIds
 from hotcold.model.config import neurons
@@ -121,11 +122,19 @@ class Calibration:
         chosen = distances = None
         if weights is not None:
             chosen = np.count_nonzero(weights, axis=1)
+            self._answer(text)
             distances = self._running.call("expert_distances")
         profile = ActivationProfile(
             counts, inputs.shape[1], text.name, text.digest, chosen, distances
         )
         return calibrated, profile
+
+    def _answer(self, text: TextIds) -> None:
+        """Count how soon experts are chosen again while the model writes itself."""
+        opening, size = self._windows.ids[0][: self._windows.num_opening], len(self._windows.ids[0])
+        answers = Answers.of(text.ids.size, size - len(opening))
+        for number in range(answers.count):
+            answers.profile(self._running, text.ids.tolist(), number, next(iter(opening), None))
 
     def _inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The FFN inputs of all windows' tokens: (L, T, d) float16 bits.

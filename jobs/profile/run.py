@@ -18,39 +18,53 @@ from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import windows
 
 
-def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every_s: float) -> float:
+def run_profile(
+    system: SystemConfig, ids: list[int], bos_id: int | None, state: ProfileState, every_s: float
+) -> float:
     """Profile the remaining tokens, saving every `every_s` seconds; returns tokens a second.
 
+    `ids` are the text's; answers begin with `bos_id` where there is one, as windows do.
     Errors:  HotcoldError; KeyboardInterrupt at Ctrl-C, once the window is done and saved
     """
-    first_done = state.num_done
-    if first_done == len(ids):  # only the results were not written yet
+    first_done, num_counted = state.num_done, state.task.num_counted
+    if first_done == num_counted:  # only the results were not written yet
         return 0.0
     with running_system(system) as running:
         started = time.monotonic()
-        _count(running, ids, state, every_s)
-        return (len(ids) - first_done) / (time.monotonic() - started)
+        _count(running, ids, bos_id, state, every_s)
+        return (num_counted - first_done) / (time.monotonic() - started)
 
 
-def _count(running: System, ids: list[int], state: ProfileState, every_s: float) -> None:
-    task, saved_s = state.task, time.monotonic()
-    before = state.found
-    with _bar(len(ids), state.num_done) as show, _interrupts_noted() as interrupted:
-        for first, last in windows(len(ids), task.window_ids):
+def _count(
+    running: System, ids: list[int], bos_id: int | None, state: ProfileState, every_s: float
+) -> None:
+    task, saved_s, size = state.task, time.monotonic(), len(ids)
+    before, num_counted = state.found, task.num_counted
+    parts = windows(size, task.window_ids) + [
+        (size + first, size + last)
+        for first, last in windows(num_counted - size, max(1, task.answers.window_ids))
+    ]
+    with _bar(num_counted, state.num_done) as show, _interrupts_noted() as interrupted:
+        for first, last in parts:
             if last <= state.num_done:
                 continue
-            inputs = running.call("profile_window", ids[first:last], task.recorded(first, last))
-            state.add_inputs(first, inputs)
+            if first < size:
+                recorded = task.recorded(first, last)
+                state.add_inputs(first, running.call("profile_window", ids[first:last], recorded))
+            else:
+                number = (first - size) // task.answers.window_ids
+                task.answers.profile(running, ids, number, bos_id)
             show(last)
-            is_end = last == len(ids) or interrupted
+            is_end = last == num_counted or interrupted
             if is_end or time.monotonic() - saved_s >= every_s:
                 counted = ("fired_counts", "chosen_counts", "expert_distances")
                 found = Counts(*(running.call(name) for name in counted))
                 state.save(before.plus(found), last)
                 saved_s = time.monotonic()
-            if interrupted and last < len(ids):
+            if interrupted and last < num_counted:
                 click.echo(
-                    f"stopped at token {last} of {len(ids)}; the same command goes on from there",
+                    f"stopped at token {last} of {num_counted}; the same command goes on from "
+                    "there",
                     err=True,
                 )
                 raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.jobs.profile.answers import NO_ANSWERS, Answers
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
@@ -27,13 +28,19 @@ class ProfileTask:
     """What is read and recorded. A state belongs to one task."""
 
     text_digest: str
-    num_tokens: int
+    num_tokens: int  # of the text
     window_ids: int  # ids of a window, without its bos
     num_inputs: int  # tokens whose FFN inputs are recorded
+    answers: Answers = NO_ANSWERS  # of a mixture, after the text
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens of the text, and of answers and their prompts."""
+        return self.num_tokens + self.answers.count * self.answers.window_ids
 
     def recorded_before(self, token: int) -> int:
         """How many of the first `token` tokens are recorded: they are spread evenly."""
-        return token * self.num_inputs // self.num_tokens
+        return min(token, self.num_tokens) * self.num_inputs // self.num_tokens
 
     def recorded(self, first: int, last: int) -> list[int]:
         """Those of the tokens first..last-1 that are recorded, counted from `first`."""

@@ -185,30 +185,38 @@ def test_a_profile_counts_experts_and_neurons(
 def test_a_profile_knows_how_soon_experts_are_chosen_again(
     path: Path, config: ModelConfig, routes: Routes
 ) -> None:
-    """Windows follow each other, as steps do; the token that opens a window is not counted."""
-    num_windows = 3
+    """Answers follow each other, each after its prompt's one step; other windows say nothing."""
+    num_windows, num_prompt = 3, 5
     with InProcessSystem(path, num_services=2, num_threads=2, max_tokens=16) as system:
         embedding = load_embedding(Checkpoint(path), config)
         engine = ProfilingEngine(config, embedding, system.exchange, system.topology, None)
+        engine.profile_window(IDS.tolist(), [])
+        assert not engine.distances.counts.any()
         for _ in range(num_windows):
-            engine.profile_window(IDS.tolist(), [])
+            engine.profile_window(IDS.tolist(), [], num_prompt)
     tokens = []
     for token in range(len(IDS)):
         layers = zip(config.layers, routes.chosen, strict=True)
         routed = [(spec.ffn.router, chosen[token]) for spec, chosen in layers if spec.ffn.router]
         tokens.append([row[: router.num_experts].tolist() for router, row in routed])
-    np.testing.assert_array_equal(engine.distances.counts, counted(num_windows * tokens))
+    prompt = np.any(tokens[:num_prompt], axis=0).tolist()
+    steps = num_windows * [prompt, *tokens[num_prompt:]]
+    prompts = {number * (len(IDS) - num_prompt + 1) for number in range(num_windows)}
+    np.testing.assert_array_equal(engine.distances.counts, counted(steps, prompts))
     assert engine.distances.counts.any()
 
 
-def counted(tokens: list[list[list[bool]]]) -> list[int]:
-    """How many others were used more, of all layers' experts, half a token later on average."""
+def counted(tokens: list[list[list[bool]]], prompts: set[int]) -> list[int]:
+    """How many others were used more, of all layers' experts, half a token later on average.
+
+    `prompts` are the steps that are not counted.
+    """
     every = [[used for row in token for used in row] for token in tokens]
     found, means = [0] * len(every[0]), [0.0] * len(every[0])
     for number, token in enumerate(every):
         means = [15 / 16 * mean for mean in means]
         for expert, used in enumerate(token):
-            if used and number >= 64:
+            if used and number >= 64 and number not in prompts:
                 own = means[expert] * (15 / 16) ** 0.5
                 more = sum(mean > own for mean in means) - (means[expert] > 0)
                 as_many = sum(mean == own for mean in means) - (means[expert] == 0)

@@ -68,17 +68,20 @@ def test_profile_plan_and_answer(
     config = read_config(model)
     profile = read_profile(Path(report["path"]), ModelIdentity.of(model), config)
     assert config.experts is not None and profile.chosen is not None
-    assert report["inputs_path"] is None and profile.num_tokens == NUM_TOKENS
+    num_answers, num_prompt = 5, 16  # the first 16 of 90 tokens, and of four other places
+    num_written = min(128, config.max_positions - num_prompt)
+    num_tokens = NUM_TOKENS + num_answers * (num_prompt + num_written)
+    assert report["inputs_path"] is None and profile.num_tokens == num_tokens
     num_experts = config.experts.router.num_experts
     for layer, spec in enumerate(config.layers):
         if spec.ffn.router is not None:
             routed = profile.chosen[layer, :num_experts]
-            assert routed.sum() == NUM_TOKENS * spec.ffn.router.num_chosen
+            assert routed.sum() == num_tokens * spec.ffn.router.num_chosen
             assert report["never_chosen"][layer] == (routed == 0).sum()
             assert report["hot_experts"][layer] is not None
     num_choices = config.num_experts // num_experts * config.experts.router.num_chosen
-    assert profile.distances is not None  # but of the first tokens
-    assert profile.distances.sum() == (NUM_TOKENS - 64) * num_choices
+    assert profile.distances is not None  # but of the first 64 steps, one of which is a prompt's
+    assert profile.distances.sum() == (num_answers * num_written - 63) * num_choices
     missed = [report["missed_experts"][share] for share in ("25%", "50%", "75%")]
     assert 1 >= missed[0] > missed[1] > missed[2] >= 0
     plan = run(capsys, "plan", model, "--gpu-memory", "0", *OPTIONS)

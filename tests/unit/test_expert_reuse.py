@@ -95,6 +95,17 @@ def test_tokens_may_come_in_any_number_of_steps() -> None:
     assert (backwards.counts != at_once.counts).any()
 
 
+def test_what_is_not_counted_is_used_all_the_same() -> None:
+    routes, found = drawn_routes(0.4, 1), StackDistances(LAYERS * EXPERTS)
+    found.add(routes[:100], counts=False)
+    assert not found.counts.any()
+    found.add(routes[100:])
+    every, before = (StackDistances(LAYERS * EXPERTS) for _ in range(2))
+    every.add(routes)
+    before.add(routes[:100])
+    np.testing.assert_array_equal(found.counts, every.counts - before.counts)
+
+
 def test_a_short_text_says_nothing() -> None:
     distances = StackDistances(LAYERS * EXPERTS)
     distances.add(drawn_routes(0.4, 1)[:SETTLED])

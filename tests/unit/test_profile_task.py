@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotcold.jobs.profile.answers import Answers
 from hotcold.jobs.profile.state import ProfileTask
 
 
@@ -22,3 +23,22 @@ def test_which_inputs_are_recorded(num_tokens: int, num_inputs: int, window: int
     assert len(found) == len(set(found)) == num_inputs == task.recorded_before(num_tokens)
     steps = [later - earlier for earlier, later in itertools.pairwise(found)]
     assert not steps or max(steps) - min(steps) <= 1
+
+
+@given(st.integers(1, 10_000), st.integers(1, 600))
+def test_answers_fit_in_windows_and_prompts_in_the_text(num_ids: int, window: int) -> None:
+    answers = Answers.of(num_ids, window)
+    if window == 1:
+        assert answers.count == 0
+        return
+    assert 1 <= answers.count <= 8 and answers.count * answers.num_prompt <= num_ids
+    assert 1 <= answers.num_prompt <= 16 and 1 <= answers.num_tokens <= 128
+    assert answers.window_ids <= window
+    task = ProfileTask("", num_ids, window, num_ids, answers)
+    assert task.num_counted == num_ids + answers.count * answers.window_ids
+    assert task.recorded(num_ids, task.num_counted) == []  # inputs are the text's alone
+
+
+def test_usual_texts_have_eight_answers_of_128_tokens() -> None:
+    assert Answers.of(5000, 511) == Answers(8, 16, 128)
+    assert Answers.of(90, 511) == Answers(5, 16, 128)

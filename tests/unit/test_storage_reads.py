@@ -97,7 +97,7 @@ def test_a_token_takes_no_less_than_products_and_reads_take_of_cores() -> None:
 
 def test_reading_takes_cores_from_products_unless_these_wait() -> None:
     """40 MB take 10 ms of one core: all of that beside reads that are hidden, else a part."""
-    reads = Reads(0, 40_000_000, ((1.0, 1.0),))
+    reads = Reads(0, 40_000_000, 1.0)
     assert token_seconds(0.1, Disk(0.0, 1e9), reads, 1) == pytest.approx(0.1 + 0.010)
     assert token_seconds(0.1, Disk(0.0, 1e9), reads, 2) == pytest.approx(0.1 + 0.005)
     waits = 0.4 - 0.1  # of 400 ms of reads, so a quarter of the 10 ms falls into products
@@ -116,30 +116,39 @@ def test_in_the_long_run_a_disk_gives_what_it_gives() -> None:
 
 def test_the_head_hides_no_reads() -> None:
     """Of 24 ms in memory 8 are the head's: 16 of 40 ms of reads are hidden."""
-    reads, disk = Reads(0, 40_000_000, ((1.0, 1.0),)), Disk(0.0, 1e9)
+    reads, disk = Reads(0, 40_000_000, 1.0), Disk(0.0, 1e9)
     assert token_seconds(0.024, disk, reads, 1 << 20, 0.008) == pytest.approx(0.048)
     assert token_seconds(0.024, disk, reads, 1 << 20) == pytest.approx(0.040)
 
 
-def test_layers_that_miss_nothing_hide_nothing() -> None:
-    """Beside a token that is drawn many times: each layer's reads beside its compute."""
-    rng, num_layers, num_chosen, share = np.random.default_rng(2), 40, 4, 0.1
-    missed = (rng.random((2000, num_layers, num_chosen)) < share).sum(axis=2)
-    reads = expert_reads(share, num_layers, num_chosen, Reads(3, 700_000))
-    num_read = 1.15 * 16  # some in vain
+def test_reads_of_experts_are_waited_for_with_their_checks() -> None:
+    reads = expert_reads(0.1, 40, 4, Reads(3, 700_000))
+    num_read = 1.1 * 16  # some in vain
     assert reads.number == pytest.approx(3 * num_read)
     assert reads.num_bytes == pytest.approx(num_read * 700_000)
-    for of_expert in (0.0001, 0.002, 0.03):
-        disk_s, memory_s = 16 * of_expert, 0.1
-        hidden = np.minimum(missed * of_expert, memory_s / num_layers).sum(axis=1).mean()
-        disk = Disk(0.0, reads.num_bytes / disk_s)
-        found = token_seconds(memory_s, disk, reads, 1 << 20)
-        assert found == pytest.approx(memory_s + disk_s - 0.9 * hidden, rel=0.01)
-    # All that is chosen is missed: as of neurons.
-    every = expert_reads(1.0, num_layers, num_chosen, Reads(1, 0))
-    disk = Disk(0.3 / every.number)
-    assert token_seconds(0.1, disk, every, 1 << 20) == pytest.approx(0.4 - 0.9 * 0.1)
-    assert expert_reads(0.0, num_layers, num_chosen, Reads(3, 7)) == Reads(0, 0)
+    disk_s, checks_s = num_read * 700_000 / 1e9, num_read * (700_000 / 4e9 + 3 * 4e-6)
+    for num_threads in (1, 2):
+        found = token_seconds(0.1, Disk(0.0, 1e9), reads, num_threads, 0.03)
+        assert found == pytest.approx(0.1 + disk_s + checks_s / num_threads)
+    assert expert_reads(0.0, 40, 4, Reads(3, 7)).num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("memory_ms", "rate", "read_mb", "token_ms"),
+    [
+        (21.7, 2.30e9, 91.1, 69.8),  # 8 of 128 experts in 12 layers, a quarter in memory
+        (21.7, 2.66e9, 47.0, 45.6),  # half
+        (21.7, 2.31e9, 14.3, 32.2),  # three quarters
+        (22.5, 2.07e9, 50.0, 53.6),  # 6 of 64 experts, half
+    ],
+)
+def test_a_token_of_experts_takes_what_was_measured(
+    memory_ms: float, rate: float, read_mb: float, token_ms: float
+) -> None:
+    """Qwen3-30B-A3B's and SmallThinker-21B's shapes in Q4_0, two threads (docs/lab_log.md)."""
+    reads = Reads(read_mb * 4, read_mb * 1e6, hidden=0.0)
+    found = token_seconds(memory_ms / 1e3, Disk(0.0, rate), reads, 2, 0.007)
+    assert found == pytest.approx(token_ms / 1e3, rel=0.1)
 
 
 def test_recently_used_experts_are_missed_as_rarely_as_others_measured() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from benchmarks.limited_run import Peak
-from benchmarks.storage import _COLUMNS, Case, Run, _line
+from benchmarks.storage import _COLUMNS, Case, Program, Report, Run, _line, table
 from benchmarks.storage_plot import points_of
 
 _READS = {"bytes_read": 40e6, "wait_share": 0.5, "hit_rate": 0.9, "recall": 0.8}
@@ -49,3 +50,23 @@ def test_rows_with_sizes_are_drawn(tmp_path: Path) -> None:
     points = points_of(report, "hotcold dense")
     assert [point.gib for point in points] == [2.0, 3.0]
     assert points[0].planned == 25.0 and points[0].allowed == pytest.approx(50.0)
+
+
+def test_a_report_goes_on_from_what_it_has(tmp_path: Path) -> None:
+    path, settings = tmp_path / "report.json", {"model": "m"}
+    whole = Program("hotcold dense", Case(), 0, ("--mode", "dense"))
+    half = Program("hotcold dense", Case(2 << 30), 5, ("--mode", "dense"))
+    llama = Program("llama.cpp", half.case, 5)
+    Report(path, settings).add(whole, Run(40.0, Peak()))
+    Report(path, settings).add(half, _STORED)
+    again = Report(path, settings)
+    assert again.runs("hotcold dense", half.case, 5) == [_STORED]
+    assert again.runs("hotcold dense", half.case, 0) == again.runs("llama.cpp", half.case, 5) == []
+    again.add(llama, Run(2.0, Peak()))
+    again.add(half, _STORED)
+    assert len(Report(path, settings).runs("hotcold dense", half.case, 5)) == 2
+    rows = [line.split("|")[2:7] for line in table(again, [whole, half, llama, half])[2:]]
+    assert [row[4].strip() for row in rows] == ["", "10.0", ""]
+    assert [row[3].strip() for row in rows] == ["1.00", "0.50", ""]
+    with pytest.raises(click.UsageError, match="other options"):
+        Report(path, {"model": "other"})
