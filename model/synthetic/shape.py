@@ -283,9 +283,10 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
 }
 
 
-def _shape(family: str, *sizes: int, **more: Any) -> SyntheticShape:
+def _shape(family: str, *sizes: Any, **more: Any) -> SyntheticShape:
     """A shape with its family's activation."""
-    return SyntheticShape(family, *sizes, activation=SYNTHETIC_FAMILIES[family].activation, **more)
+    shape = SyntheticShape(family, *sizes, **more)
+    return replace(shape, activation=SYNTHETIC_FAMILIES[family].activation)
 
 
 SHAPES: dict[str, SyntheticShape] = {
