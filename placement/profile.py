@@ -37,10 +37,10 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class ActivationProfile:
-    """For how many of a text's tokens each neuron's gate fired, and each block was chosen.
+    """For how many tokens each neuron's gate fired, and each block was chosen.
 
-    `distances` are `StackDistances.counts`, of tokens one after another; None, or all 0, where that
-    is unknown.
+    `distances` are `StackDistances.counts` of the model's own answers; None, or all 0, where that is
+    unknown. `num_tokens` counts the text's tokens, and of a mixture those of its answers, too.
     Shapes:  counts (L, N), N of the largest layer; chosen (L, B), None where no layer has experts;
              distances (experts of all layers,)
     Dtypes:  int64, of counts and chosen from 0 to num_tokens
@@ -121,7 +121,7 @@ def write_profile(path: Path, identity: ModelIdentity, profile: ActivationProfil
     if profile.chosen is not None:
         tensors["chosen"] = profile.chosen
     if profile.distances is not None:
-        tensors["distances"] = profile.distances
+        tensors["answer_distances"] = profile.distances
     write_artifact(path, _KIND, identity, tensors, facts)
 
 
@@ -136,8 +136,8 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
     if config.experts is not None:
         blocks = config.num_layers, neurons.most_blocks(config)
         chosen = artifact.tensor("chosen", np.int64, blocks)
-        if "distances" in artifact.tensors:  # of earlier versions there are none
-            distances = artifact.tensor("distances", np.int64, (config.num_experts,))
+        if "answer_distances" in artifact.tensors:  # earlier versions counted none, or a text's
+            distances = artifact.tensor("answer_distances", np.int64, (config.num_experts,))
     profile = ActivationProfile(
         counts=artifact.tensor("counts", np.int64, neurons.shape(config)),
         num_tokens=artifact.fact("num_tokens", int),

@@ -80,10 +80,10 @@ class ProfilingEngine(Engine):
             positions = range(self.num_bos + first, self.num_bos + last)
             self._routes = []
             self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
-            if self._routes:
+            if self._routes and num_prompt is not None:
                 routes.append(np.stack(self._routes, axis=1))
             self._num_recorded += self._rows.size
-        if num_prompt is not None and routes:
+        if routes:
             chosen = np.concatenate(routes)
             self.distances.add(np.logical_or.reduce(chosen[:num_prompt])[None], counts=False)
             self.distances.add(chosen[num_prompt:])

@@ -91,7 +91,7 @@ def profile(
     calibrated first, for --mode threshold; neurons that pass them are counted.
 
     Of a mixture of experts it also counts how often each is chosen, and how soon again while the
-    model answers beginnings of the text. Its thresholds are calibrated only with --target-kl.
+    model answers places of the text itself. Its thresholds are calibrated only with --target-kl.
     """
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.modes import has_thresholds, require_no_experts
@@ -152,7 +152,7 @@ def profile(
     found = _write(files, state, text, config)
     layers, whole = summaries(config, found)
     of_answers = f" and {task.answers.count} answers of its own" if task.answers.count else ""
-    click.echo(f"{found.num_tokens} tokens of {text.name}{of_answers}, {tokens_per_s:.1f} tokens/s")
+    click.echo(f"{task.num_tokens} tokens of {text.name}{of_answers}, {tokens_per_s:.1f} tokens/s")
     print_summary(layers, whole)
     if misses := expected_misses(found):
         print_misses(misses)

@@ -43,8 +43,9 @@ class Answers:
     def profile(self, running: System, ids: list[int], number: int, bos_id: int | None) -> None:
         """Let the model write answer `number` to a text; its neurons and experts are counted.
 
-        It is drawn by the model's own probabilities: the likeliest tokens alone soon repeat
-        themselves. Errors: as of `System.complete` and `Driver.profile_window`
+        It is drawn at temperature 1 from the tokens that `SamplingParams` keeps: the likeliest
+        alone soon repeat themselves.
+        Errors:  as of `System.complete` and `Driver.profile_window`
         """
         first = (len(ids) - self.num_prompt) * number // self.count
         prompt = ids[first : first + self.num_prompt]

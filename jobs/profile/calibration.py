@@ -133,8 +133,9 @@ class Calibration:
         """Count how soon experts are chosen again while the model writes itself."""
         opening, size = self._windows.ids[0][: self._windows.num_opening], len(self._windows.ids[0])
         answers = Answers.of(text.ids.size, size - len(opening))
+        ids = text.ids.tolist()
         for number in range(answers.count):
-            answers.profile(self._running, text.ids.tolist(), number, next(iter(opening), None))
+            answers.profile(self._running, ids, number, next(iter(opening), None))
 
     def _inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The FFN inputs of all windows' tokens: (L, T, d) float16 bits.
