@@ -1,7 +1,7 @@
 """Models larger than memory: speed and memory of hotcold, and of llama.cpp with mmap, in one limit.
 
     python -m benchmarks.storage MODEL --cpu-memory 3.9GiB --gguf FILE --out REPORT
-    python -m benchmarks.storage MODEL --resident 0.25 --resident 0.5 --resident 0.75 --text FILE --out REPORT
+    python -m benchmarks.storage MODEL --resident 0.25 --resident 0.5 --text FILE --out REPORT
 
 For each size, in turn and --repeat times: what the model's files have in the page cache is let go
 of, a memory cgroup is made (version 1, by root; without one nothing is limited and peaks are not

@@ -39,8 +39,8 @@ class Rates:
 class ActivationProfile:
     """For how many tokens each neuron's gate fired, and each block was chosen.
 
-    `distances` are `StackDistances.counts` of the model's own answers; None, or all 0, where that is
-    unknown. `num_tokens` counts the text's tokens, and of a mixture those of its answers, too.
+    `distances` are `StackDistances.counts` of the model's own answers; None, or all 0, where that
+    is unknown. `num_tokens` counts the text's tokens, and of a mixture those of its answers, too.
     Shapes:  counts (L, N), N of the largest layer; chosen (L, B), None where no layer has experts;
              distances (experts of all layers,)
     Dtypes:  int64, of counts and chosen from 0 to num_tokens
