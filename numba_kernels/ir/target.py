@@ -37,9 +37,11 @@ def has_vnni() -> bool:
     return vnni_lanes() > 0
 
 
-# An Intel server's own prefetcher keeps too few lines under way for a core that computes meanwhile.
-# AMD's, which alone have SSE4A, want less for quantized rows, none for floats: docs/lab_log.md.
-_IS_FAR = has_feature("avx512f") and not has_feature("sse4a")
+# A prefetcher of the hardware keeps too few lines under way for a core that computes meanwhile:
+# an Intel server's for all rows, AMD's, which alone have SSE4A, for quantized ones. docs/lab_log.md
+# has what was measured; of other CPUs nothing was.
+_IS_AMD = has_feature("sse4a")
+_IS_FAR = has_feature("avx512f") and not _IS_AMD
 # Bytes between what is read of rows in sequence and what the second-level cache is asked for.
 FLOATS_AHEAD = 4096 if _IS_FAR else 0
-QUANTIZED_AHEAD = 4096 if _IS_FAR else 16384
+QUANTIZED_AHEAD = 16384 if _IS_AMD else 4096 if _IS_FAR else 1024

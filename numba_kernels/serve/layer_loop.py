@@ -68,7 +68,7 @@ _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
 _NUM_PHASES = 4
 
 # reasons for which the loop yields to Python
-DONE = 0  # all layers are done
+DONE = 0  # all layers are done, and the head
 SEND_REQUESTS = 1  # send `requested_services` the requests in their request words, and wait
 RESUME = 2  # requests were sent: a service has failed, or its health has to be polled
 COMPUTE = 3  # compute the FFN; `requested_services` have their request words

@@ -206,13 +206,16 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
 ) -> None:
     long = start_endless(driver, request_)
     gpu = system.services[0]
-    gpu.last_error, gpu._broken = "RuntimeError: lost", True
+    gpu.last_error = "RuntimeError: lost"
 
     class FailingExchange(PythonExchange):
         def request(self, services: Sequence[int]) -> int:
             raise ServiceError(gpu.explain(0))
 
+        await_replies = request  # of a step that has begun with the other exchange
+
     driver.engine.exchange = FailingExchange(system.exchange)
+    gpu._broken = True
     for run in (long, Running(driver, request_)):
         error = run.end()
         assert isinstance(error, ServiceError)

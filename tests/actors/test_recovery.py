@@ -161,7 +161,7 @@ def recovering(
 
 
 # Every so many requests that Python sends or waits for. Where compiled code sends them, those are
-# the heads', and of the others whichever had to be waited for.
+# whichever had to be waited for.
 @pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(
     ("mode", "every", "rings"),

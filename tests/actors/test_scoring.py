@@ -348,5 +348,5 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
     for thread in threads:
         thread.join(100)
     assert outcome == ["the system is being stopped"]
-    assert num_asked <= 2 * llama.config.num_layers + 1  # layers and head: the first step's
+    assert num_asked <= 2 * llama.config.num_layers + 1  # of one step
     llama.exchange.request = request  # type: ignore[method-assign]

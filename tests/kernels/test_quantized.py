@@ -43,6 +43,16 @@ def test_rows_times_vectors(
     assert (np.abs(found - exact) <= 0.51 * steps @ np.abs(rows.weights).T + 1e-6 * sizes).all()
 
 
+@pytest.mark.parametrize(("kind", "width"), [("q4", 129 * 512 + 32), ("q6", 65 * 512 + 256)])
+def test_rows_whose_sums_wait_in_several_turns(
+    backend: SimpleNamespace, kind: str, width: int
+) -> None:
+    rows, x = random_rows(5, kind, 3, width), random_floats(6, 1, width)
+    found = backend.gemv(rows.rows, x, None)
+    expected = quantized_vectors(x) @ rows.weights.T
+    assert (np.abs(found - expected) <= 1e-6 * np.abs(x.astype(np.float64)) @ rows.sizes.T).all()
+
+
 @kinds_and_widths
 def test_widening(kind: str, width: int) -> None:
     rows = random_rows(4, kind, 5, width)
