@@ -51,7 +51,7 @@ _CLIENTS = 8
 _AHEAD = 24  # requests whose right answers are known and that wait for a client
 _KILL_EVERY_S = 12.0  # the system gives up at the tenth lost service within a minute
 _SHOWN_EVERY_S = 10.0
-_PLAIN = {"prefix_cache_bytes": 0, "speculate": "off"}
+_PLAIN: Json = {"prefix_cache_bytes": 0, "speculate": "off"}
 _SHOWN = {"cached_tokens": "prompt_tokens_kept", "accepted_tokens": "drafted_tokens_accepted"}
 
 
@@ -329,7 +329,7 @@ def main(
 ) -> None:  # fmt: skip
     """Compare random requests' answers, to the bit, with those of a plain system."""
     until_s = time.monotonic() + minutes * 60
-    both = {
+    both: Json = {
         "mode": mode, "weight_dtype": dtype, "kv_dtype": kv_dtype, "num_cpu_actors": cpu_actors,
         "num_threads": threads, "context_length": context, "max_batch": _CLIENTS,
         "kv_positions": 3 * context,
