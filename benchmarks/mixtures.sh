@@ -42,7 +42,7 @@ compare qwen-q4_0 dense --shape qwen3-30b-a3b --format q4_0 --layers 24
 compare qwen-q4_k_m dense --shape qwen3-30b-a3b --format q4_k_m --layers 24
 compare oss dense --shape gpt-oss-20b --format mxfp4 --layers 16
 compare smallthinker exact --shape smallthinker-21b --format q4_0 --layers 32
-compare mixtral dense --shape mixtral-8x7b --format q4_k_m --layers 8
+compare mixtral dense --shape mixtral-8x7b --format q4_k_m --layers 6
 compare olmoe dense --shape olmoe-1b-7b --format q4_0 --layers 16
 case ",$only," in *,turbosparse,*)
     model=$folder/turbosparse
