@@ -182,12 +182,14 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
-    That takes a mode that selects no neurons before their gates are computed. With thresholds,
-    whole rows of few bits are read as fast as selected rows of 8.
+    That takes a mode that selects no neurons before their gates are computed. With thresholds, and
+    where a third of a chosen expert's neurons fire, whole rows of few bits are read as fast as
+    selected rows of 8.
     Errors:  CheckpointError
     """
+    is_exact_mixture = system.mode == "exact" and config.experts is not None
     return (
-        system.mode in ("dense", THRESHOLD)
+        (system.mode in ("dense", THRESHOLD) or is_exact_mixture)
         and system.device == "cpu"
         and not system.weight_dtype
         and has_down_outputs(checkpoint, config)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from benchmarks import random_gguf
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
@@ -260,13 +261,20 @@ def test_a_disk_that_is_slow_is_waited_for(tiny: Tiny, monkeypatch: pytest.Monke
         np.testing.assert_array_equal(found.result(), wanted)
 
 
+def _relu(folder: Path) -> Path:
+    """A GGUF file of SmallThinker, whose `exact` leaves out what does not fire."""
+    random_gguf.write(folder / "m.gguf", random_gguf.SHAPES["tiny-smallthinker"], "q4_0")
+    return folder / "m.gguf"
+
+
 # Mixtures whose down rows are an output each: in one format, in two by layers, in two within a
-# layer whose shared expert has more bits and is wider, and in MXFP4 with biases.
+# layer whose shared expert has more bits and is wider, in MXFP4 with biases, and of ReLU.
 OUTPUTS: dict[str, Callable[[Path], Path]] = {
     "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
     "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
     "three": test_gguf_experts.write,
     "mxfp4": make_mxfp4,
+    "relu": _relu,
 }
 
 
@@ -277,9 +285,11 @@ class Outputs:
     path: Path
     num_services: int = 1
     has_down_norms: bool = False
+    mode: str = "dense"
 
     def __post_init__(self) -> None:
-        options = SystemOptions(context_length=128, num_cpu_actors=self.num_services)
+        services = self.num_services
+        options = SystemOptions(mode=self.mode, context_length=128, num_cpu_actors=services)
         system, self.config = prepare_system(self.path, options)
         assert system.down_transposed
         system = replace(system, has_down_norms=self.has_down_norms)
@@ -307,21 +317,24 @@ class Outputs:
         ("Q4_K_M", 1),
         ("mxfp4", 2),
         ("Q4_0", 2),
+        ("relu", 1),
+        ("relu", 2),
     ],
 )
 def test_the_same_bits_of_down_rows_that_are_an_output(
     kind: str, num_services: int, tmp_path: Path
 ) -> None:
-    model = Outputs(OUTPUTS[kind](tmp_path), num_services)
+    modes = ["exact", "dense"] if kind == "relu" else ["dense"]
+    model = Outputs(OUTPUTS[kind](tmp_path), num_services, mode=modes[0])
     geometry = BundleGeometry.of(model.config)
     assert geometry.has_outputs
     file = read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))
     assert damaged_bundles(file) == []
     with model.plain() as plain:
-        wanted = answers(plain, ["dense"])
+        wanted = answers(plain, modes)
     for more, guessed in ((0, 0), (512, 4)):
         with model.stored(more=more, num_guessed=guessed) as stored:
-            for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            for found, expected in zip(answers(stored, modes), wanted, strict=True):
                 np.testing.assert_array_equal(found, expected)
             assert 0 < stored.counted(PARTS_MISSED) < stored.counted(PARTS_LOOKED_UP)
 
