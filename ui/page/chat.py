@@ -224,6 +224,8 @@ class Chat:
         """What a visitor did in the list of conversations."""
         history = self._history(request)
         reply = act(history, event._data)
+        if note := reply.pop("note", ""):
+            gr.Info(note)
         messages, rows, state = self._view(history)
         return messages, rows | reply, state
 
