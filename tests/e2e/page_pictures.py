@@ -153,10 +153,10 @@ def _states(page: Any, stand_in: StandIn, is_phone: bool) -> Iterator[bytes]:
     yield page.screenshot()
     page.wait_for_selector("body[data-chat=ready]")
     if is_phone:
-        page.get_by_role("tab", name="Neurons").click()
+        page.get_by_role("button", name="Neurons", exact=True).click()
         page.wait_for_timeout(_SETTLE_MS)
         yield page.screenshot()
-        page.get_by_role("tab", name="Chat").click()
+        page.get_by_role("button", name="Neurons", exact=True).click()
         page.get_by_role("button", name="Conversations").click()
     else:
         page.click("#new")

@@ -75,19 +75,8 @@ def wait_until_kept(page: Any) -> None:
 
 
 def click_in_row(page: Any, title: str, what: str) -> None:
-    """Rename or delete a conversation; the buttons show when one points at its row."""
-    page.locator("#conversations li").filter(has_text=title).hover()
+    """Rename or delete a conversation."""
     page.get_by_role("button", name=f"{what} {title}").click()
-
-
-def keep_notes(page: Any) -> None:
-    """Let notes of the list of conversations stay, which else go after ten seconds."""
-    page.evaluate(
-        """() => {
-            const after = window.setTimeout;
-            window.setTimeout = (act, ms, ...more) => after(act, ms === 10000 ? 1e9 : ms, ...more);
-        }"""
-    )
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hotcold.ui.page import asset, script
+from hotcold.ui.page.branches import restored
 from hotcold.ui.page.conversation_list import listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
 
@@ -32,7 +33,7 @@ def told(*questions: str) -> dict[str, Any]:
     """What the server says now of conversations that begin with these questions."""
     history = ChatHistory()
     history.conversations = [
-        Conversation([{"role": "user", "content": question}]) for question in questions
+        Conversation(restored([{"role": "user", "content": question}])) for question in questions
     ]
     return listed(history)
 

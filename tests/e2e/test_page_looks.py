@@ -14,7 +14,6 @@ from tests.e2e.page_visit import (
     QUESTION,
     ask,
     click_in_row,
-    keep_notes,
     set_numbers,
     until,
     wait_for_answer,
@@ -51,7 +50,6 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     page = open_page(color_scheme=scheme)
     page.wait_for_selector("p.loading", state="detached")  # of a part that is not there yet
     assert violations(page, rules) == []
-    keep_notes(page)
     book.held_at = 50
     ask(page, QUESTION)
     page.wait_for_selector("#chat pre")
@@ -69,7 +67,7 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     ask(page, QUESTION)
     page.wait_for_selector("#chat .problem")
     click_in_row(page, QUESTION, "Delete")
-    page.wait_for_selector("#conversations .note:has-text('Deleted')")
+    page.wait_for_selector("#conversations [data-do=undo]:enabled")
     page.get_by_role("tab", name="Placement").click()
     page.wait_for_selector("#placement svg")
     settled(page)
@@ -89,8 +87,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, book) -> None:
     assert width("#chat .bubble-wrap") <= 390
     page.get_by_role("button", name="Settings", exact=True).click()
     assert width("#settings") <= 390
-    page.keyboard.press("Escape")
-    page.get_by_role("tab", name="Neurons").click()
+    page.get_by_role("tab", name="Live").click()
     page.wait_for_selector("#live [data-actor=driver]")
     assert width("#panel") <= 390
     page.get_by_role("tab", name="Placement").click()
@@ -99,7 +96,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, book) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_on_a_phone_the_list_is_a_drawer_and_the_panel_a_view(open_page, book) -> None:
+def test_on_a_phone_the_list_is_a_drawer_and_the_panel_takes_the_chats_place(open_page, book) -> None:
     page = open_page(**PHONE)
     assert not page.is_visible("#side") and not page.is_visible("#panel")
     assert violations(page) == []
@@ -116,10 +113,11 @@ def test_on_a_phone_the_list_is_a_drawer_and_the_panel_a_view(open_page, book) -
     page.get_by_role("button", name="Conversations").click()
     page.mouse.click(380, 500)  # on what lies behind it
     page.wait_for_selector("#side", state="hidden")
-    page.get_by_role("tab", name="Neurons").click()
+    page.get_by_role("button", name="Neurons", exact=True).click()
     assert page.is_visible("#live") and not page.is_visible("#question")
+    assert page.evaluate("document.activeElement.closest('#panel') != null")
     assert violations(page) == []
-    page.keyboard.press("ArrowLeft")
+    page.get_by_role("button", name="Neurons", exact=True).click()
     page.wait_for_selector("#question")
     assert not page.is_visible("#live")
 
@@ -178,9 +176,6 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
     page = open_page()
     ask(page, QUESTION)
     wait_for_answer(page)
-    page.get_by_role("button", name="Settings", exact=True).click()
-    page.wait_for_selector("#min-p input")
-    page.evaluate("document.activeElement.blur()")
     describe = """() => {
         const found = document.activeElement;
         const named = found.closest('#new, #conversations, #chat, #question, #send, #live,' +
@@ -189,10 +184,14 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
                 found.innerText?.trim() || ''];
     }"""
     reached = set()
-    for _ in range(80):
-        page.keyboard.press("Tab")
-        name, tag, label, text = page.evaluate(describe)
-        reached |= {name, f"{name} {tag}", label, text}
+    for tab in ("Live", "Settings"):
+        page.get_by_role("tab", name=tab).click()
+        page.wait_for_selector("#live canvas" if tab == "Live" else "#min-p input")
+        page.evaluate("document.activeElement.blur()")
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            name, tag, label, text = page.evaluate(describe)
+            reached |= {name, f"{name} {tag}", label, text}
     wanted = "new conversations question send temperature top-k top-p min-p seed max-tokens"
     missing = {
         *wanted.split(),

@@ -21,7 +21,6 @@ from tests.e2e.page_visit import (
     TIMEOUT_MS,
     ask,
     click_in_row,
-    keep_notes,
     set_numbers,
     wait_for_answer,
     wait_until_kept,
@@ -52,12 +51,14 @@ def wait_for_rows(page, *titles: str) -> None:
 def test_settings_reach_the_request(open_page, book) -> None:
     page = open_page()
     settings = {"temperature": "0.7", "top-k": "5", "top-p": "0.5", "min-p": "0.1"}
+    page.get_by_role("tab", name="Settings").click()
     for heading in ("Repetition", "Other ways to choose"):
-        page.locator("#settings .label-wrap", has_text=heading).evaluate("head => head.click()")
+        page.locator("#settings .label-wrap", has_text=heading).click()
     set_numbers(page, {**settings, "max-tokens": "3", "repeat-penalty": "1.5"})
     page.fill("#stop-texts textarea", "a\nb c")
     page.fill("#system-prompt textarea", "Be brief.")
     page.fill("#seed textarea, #seed input", "42")
+    page.get_by_role("tab", name="Live").click()
     ask(page, QUESTION)
     wait_for_answer(page)
     request = book.requests[-1]
@@ -67,6 +68,7 @@ def test_settings_reach_the_request(open_page, book) -> None:
     told = {"role": "system", "content": "Be brief."}
     assert request.prompt_ids == ids_of(told, {"role": "user", "content": QUESTION})
     asked = len(book.requests)
+    page.get_by_role("tab", name="Settings").click()
     page.fill("#seed textarea, #seed input", "no number")
     page.fill("#question textarea", OTHER)
     page.press("#question textarea", "Enter")
@@ -213,20 +215,17 @@ def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> Non
 
 def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
     page = open_page()
-    keep_notes(page)
     for question in (QUESTION, OTHER):
         page.click("#new")
         page.wait_for_selector("#welcome h2")
         ask(page, question)
         wait_for_answer(page)
     wait_for_rows(page, OTHER, QUESTION)
+    page.once("dialog", lambda dialog: dialog.accept("Margins"))
     click_in_row(page, QUESTION, "Rename")
-    page.keyboard.type("Margins")
-    page.keyboard.press("Enter")
     wait_for_rows(page, OTHER, "Margins")
+    page.once("dialog", lambda dialog: dialog.dismiss())
     click_in_row(page, "Margins", "Rename")
-    page.keyboard.type("Nothing")
-    page.keyboard.press("Escape")
     search = page.get_by_label("Search conversations")
     search.fill("MARGINS whitespace")  # a word of its name, and one of the answer
     wait_for_rows(page, "Margins")
@@ -237,9 +236,11 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     wait_for_rows(page, OTHER, "Margins")
     click_in_row(page, "Margins", "Delete")
     wait_for_rows(page, OTHER)
-    assert "Deleted “Margins”" in page.inner_text("#conversations")
-    page.locator("#conversations").get_by_role("button", name="Undo").click()
+    undo = page.get_by_role("button", name="Undo")
+    assert undo.get_attribute("title") == "Bring back “Margins”"
+    undo.click()
     wait_for_rows(page, OTHER, "Margins")
+    assert undo.is_disabled()
     assert page.locator("#conversations [aria-current]").inner_text() == "Margins"
     wait_until_kept(page)
     page.reload()
@@ -257,10 +258,9 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     (kept,) = json.loads(file.read_text())
     assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
     other = open_page()
-    keep_notes(other)
     other.set_input_files("#conversations input[type=file]", file)
     wait_for_rows(other, QUESTION)
-    assert "1 conversation imported." in other.inner_text("#conversations")
+    other.get_by_text("1 conversation imported.").wait_for()
     other.click("#conversations .open")
     other.wait_for_selector("#chat .message.bot")
     other.wait_for_function(
@@ -268,7 +268,5 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     )
     file.write_text("no JSON")
     other.set_input_files("#conversations input[type=file]", file)
-    other.wait_for_function(
-        "document.querySelector('#conversations').innerText.includes('it is not JSON')"
-    )
+    other.get_by_text("it is not JSON").wait_for()
     assert rows(other) == [QUESTION]

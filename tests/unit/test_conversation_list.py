@@ -11,6 +11,7 @@ import pytest
 
 from hotcold.model.errors import UsageError
 from hotcold.ui.api.errors import ApiError, timed_out, unavailable
+from hotcold.ui.page.branches import restored
 from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
 from hotcold.ui.page.thread import remedy, shown_messages, suggestions, thread_state
@@ -19,7 +20,7 @@ from hotcold.ui.page.thread import remedy, shown_messages, suggestions, thread_s
 def talk(*texts: str) -> Conversation:
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
-    return Conversation(messages)
+    return Conversation(restored(messages))
 
 
 @pytest.fixture

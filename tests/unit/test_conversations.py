@@ -18,7 +18,7 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.page.branches import begin_branch
+from hotcold.ui.page.branches import Message, restored
 from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 from tests.unit.test_server_limits import give_client
 
@@ -88,13 +88,13 @@ async def finished(talk: Conversation) -> list[str]:
     async with asyncio.timeout(30):
         while talk.is_answering:
             await asyncio.sleep(0.001)
-    return [message["content"] for message in talk.messages]
+    return [message.content for message in talk.messages]
 
 
 async def until_said(talk: Conversation) -> None:
     """Until the first part of the answer is there."""
     async with asyncio.timeout(30):
-        while not talk.messages[-1]["content"]:
+        while not talk.messages[-1].content:
             await asyncio.sleep(0.001)
 
 
@@ -310,7 +310,7 @@ async def test_what_fails_beside_other_branches_loses_none() -> None:
     for _ in range(2):
         visit.ask(talk, None, at=1)
         assert await finished(talk) == ["one?", ""]
-        assert talk.error and talk.messages[1]["place"] == 1
+        assert talk.error and talk.start.replies[0].place == 1
     visit.ask(talk, "won?", at=0)
     assert await finished(talk) == ["won?"]
     visit.book.submit = submit
@@ -320,12 +320,13 @@ async def test_what_fails_beside_other_branches_loses_none() -> None:
 
 def test_branches_may_hold_each_other_deeply() -> None:
     def texts(found: Conversation) -> list[str]:
-        return [message["content"] for message in found.messages]
+        return [message.content for message in found.messages]
 
     depth, roles = 2000, ("user", "assistant")
-    talk = Conversation([{"role": roles[n % 2], "content": f"{n}"} for n in range(depth)])
+    said = [{"role": roles[n % 2], "content": f"{n}"} for n in range(depth)]
+    talk = Conversation(restored(said))
     for number in reversed(range(depth)):
-        begin_branch(talk.messages, number, {"role": roles[number % 2], "content": f"new {number}"})
+        talk.before(number).add(Message(roles[number % 2], f"new {number}"))
     history, other = ChatHistory(), ChatHistory()
     history.conversations = [talk]
     kept = history.saved()
@@ -350,13 +351,13 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
     assert len(history.conversations) == 50
     for conversation in list(history.conversations):
         history.open_id = conversation.id
-        conversation.messages = [{"role": "user", "content": "x"}]
+        conversation.start = Message(replies=[Message("user", "x")])
         history.start_new()
     assert len(history.conversations) == 50
     large = ChatHistory()
     for prefix in "abcd":
         large.restore(kept(prefix, 3, 300_000))
-    assert sum(len(m["content"]) for item in large.conversations for m in item.messages) == 900_000
+    assert sum(len(m.content) for item in large.conversations for m in item.messages) == 900_000
     large.require_space("x" * 100_000)
     with pytest.raises(UsageError, match="delete one"):
         large.require_space("x" * 200_000)

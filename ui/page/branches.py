@@ -1,119 +1,96 @@
 """Branches of a conversation: what else was asked or answered in a message's place.
 
-`others` of a message are the branches that begin in its place beside its own, each a list of
-messages; `place` is the number of its own among all of them, from 0. Messages without branches have
-neither. Browsers and files keep them flat: branches may be in branches as deep as they like.
+Messages are a tree. Browsers and files keep them flat: branches may be in branches as deep as they
+like.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]
 
+@dataclass(eq=False)
+class Message:
+    """A question or an answer, and all replies to it, of which one is shown."""
 
-def begin_branch(messages: list[Message], index: int, message: Message) -> None:
-    """Put `message` in the place of message `index`, which stays as a branch with what follows.
+    role: str = "assistant"
+    content: str = ""
+    replies: list["Message"] = field(default_factory=list)
+    place: int = 0  # of the reply that is shown
 
-    Only a branch in which nothing is said makes way.
-    """
-    branches, place = _taken(messages, index)
-    if not any(each["content"] for each in branches[place]):
-        del branches[place]
-    branches.append([message])
-    _put(messages, branches, len(branches) - 1)
+    def thread(self) -> list["Message"]:
+        """The shown reply, the shown one to that, and so on."""
+        found = [self]
+        while found[-1].replies:
+            found.append(found[-1].replies[found[-1].place])
+        return found[1:]
 
+    def add(self, message: "Message") -> None:
+        """Show a further reply. The one shown before makes way only if nothing is said in it."""
+        if self.replies and not any(one.content for one in self.thread()):
+            self.drop()
+        self.replies.append(message)
+        self.place = len(self.replies) - 1
 
-def show_branch(messages: list[Message], index: int, place: int) -> None:
-    """Go on at message `index` with the branch of that number; the last one where there is none."""
-    branches, _ = _taken(messages, index)
-    _put(messages, branches, min(max(place, 0), len(branches) - 1))
+    def show(self, place: int) -> None:
+        """Show the reply of that number; the last one where there is none."""
+        self.place = min(max(place, 0), len(self.replies) - 1)
 
+    def drop(self) -> None:
+        """Remove the shown reply; the one before it is shown, if any."""
+        del self.replies[self.place]
+        self.place = max(self.place - 1, 0)
 
-def drop_branch(messages: list[Message], index: int) -> None:
-    """Remove the branch that is shown at message `index`; the one before it is shown, if any."""
-    branches, place = _taken(messages, index)
-    del branches[place]
-    if branches:
-        _put(messages, branches, max(place - 1, 0))
-
-
-def num_branches(message: Message) -> int:
-    """How many branches begin in its place, with its own."""
-    return 1 + len(message.get("others", ()))
-
-
-def in_all_branches(messages: list[Message]) -> Iterator[Message]:
-    """The messages, and those of all other branches."""
-    waiting = [messages]
-    while waiting:
-        for message in waiting.pop():
+    def below(self) -> Iterator["Message"]:
+        """All replies, and all to these."""
+        waiting = [*self.replies]
+        while waiting:
+            message = waiting.pop()
             yield message
-            waiting += message.get("others", ())
+            waiting += message.replies
 
 
-def flattened(messages: list[Message]) -> list[dict[str, Any]]:
-    """All messages, one after another.
+def flattened(start: Message) -> list[dict[str, Any]]:
+    """All messages after `start`, one after another.
 
     Of each its role and content; "after", where it does not follow the one before it in the list:
     the number of the message that it follows, or -1; "place" where it is the shown one of several
     that follow the same, which is the first of them in the list.
     """
     found: list[dict[str, Any]] = []
-    waiting = [(-1, messages)]
+    waiting = [(-2, start, {})]
     while waiting:
-        before, branch = waiting.pop()
-        for message in branch:
-            waiting += [(before, other) for other in reversed(message.get("others", ()))]
-            kept: Message = {key: value for key, value in message.items() if key != "others"}
-            if before != len(found) - 1:
-                kept["after"] = before
-            found.append(kept)
-            before = len(found) - 1
+        before, message, more = waiting.pop()
+        number = len(found) - 1 if message is start else len(found)
+        if message is not start:
+            after = {} if before == number - 1 else {"after": before}
+            found.append({"role": message.role, "content": message.content, **after, **more})
+        others = [*message.replies]
+        if others:
+            shown = others.pop(message.place)
+            waiting += [(number, other, {}) for other in reversed(others)]
+            waiting.append((number, shown, {"place": message.place} if others else {}))
     return found
 
 
-def restored(items: Any) -> list[Message]:
-    """The messages of a browser or a file, as `flattened` gives them.
+def restored(items: Any) -> Message:
+    """What the messages of a browser or a file follow; `flattened` gives them.
 
     Errors:  AttributeError, KeyError, OverflowError, TypeError or ValueError for others
     """
-    messages: list[Message] = []
-    # The branch that each message is in, its number in the conversation, and what follows it.
-    homes, numbers = {-1: messages}, {-1: -1}
-    next_ones: dict[int, Message] = {}
+    found = {-1: Message()}
     for index, item in enumerate(items):
-        before = int(item.get("after", index - 1))
-        message: Message = {"role": str(item["role"]), "content": str(item["content"])}
-        numbers[index] = numbers[before] + 1
-        if message["role"] != ("user", "assistant")[numbers[index] % 2]:
+        before = found[int(item.get("after", index - 1))]
+        message = found[index] = Message(str(item["role"]), str(item["content"]))
+        if message.role != ("user" if before.role == "assistant" else "assistant"):
             raise ValueError("a message in the wrong place")
-        if before in next_ones:
-            homes[index] = [message]
-            next_ones[before].setdefault("others", []).append(homes[index])
-        else:
-            homes[index] = homes[before]
-            homes[before].append(message)
-            next_ones[before] = message
-        message["place"] = int(item.get("place", 0))
-    if not messages:
+        place = int(item.get("place", 0))
+        before.place = before.place if before.replies else place
+        before.replies.append(message)
+    if len(found) == 1:
         raise ValueError("a conversation without a message")
-    for message in in_all_branches(messages):
-        place, others = message.pop("place"), message.get("others", ())
-        if others:
-            message["place"] = min(max(place, 0), len(others))
-    return messages
-
-
-def _taken(messages: list[Message], index: int) -> tuple[list[list[Message]], int]:
-    """Take all branches at message `index` off; they, and the number of the one that was shown."""
-    shown = messages[index:]
-    del messages[index:]
-    others, place = shown[0].pop("others", []), shown[0].pop("place", 0)
-    return [*others[:place], shown, *others[place:]], place
-
-
-def _put(messages: list[Message], branches: list[list[Message]], place: int) -> None:
-    shown = branches.pop(place)
-    if branches:
-        shown[0] |= {"others": branches, "place": place}
-    messages += shown
+    for message in found.values():
+        if message.replies:
+            message.show(message.place)
+            message.replies.insert(message.place, message.replies.pop(0))
+    return found[-1]

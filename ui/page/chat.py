@@ -128,7 +128,7 @@ class Chat:
         painted = None
         while followed.is_answering:
             shown = history.open
-            content = shown.messages[-1]["content"] if shown.messages else ""
+            content = shown.messages[-1].content if shown.messages else ""
             now = (shown.id, len(shown.messages), len(content), shown.is_answering)
             if now != painted:
                 painted = now
@@ -188,7 +188,7 @@ class Chat:
         if shown is None or shown.is_answering or not 0 <= index < len(shown.messages):
             yield *self._view(history), gr.skip()
             return
-        is_answer = shown.messages[index]["role"] == "assistant"
+        is_answer = shown.messages[index].role == "assistant"
         if text is not None and is_answer:
             unwritten: Any = gr.skip()
             try:
@@ -224,6 +224,8 @@ class Chat:
         """What a visitor did in the list of conversations."""
         history = self._history(request)
         reply = act(history, event._data)
+        if note := reply.pop("note", ""):
+            gr.Info(note)
         messages, rows, state = self._view(history)
         return messages, rows | reply, state
 

@@ -9,11 +9,7 @@ import gradio as gr
 from hotcold.model.parameters import Number, Whole
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 
-_HEADING = """<h2>Settings</h2>
-<button type="button" class="close glyph-close" aria-label="Close the settings" title="Close">
-</button>
-"""
-# Fields by name, two in a row; those below a heading are folded.
+# Fields by name; those below a heading are folded.
 _FIRST = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "seed")
 _FOLDED = {
     "Repetition": (
@@ -59,29 +55,19 @@ class ChatSettings:
 def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
     """Settings at what the model's own files recommend; answers have at most `longest` tokens."""
     defaults, longest = SamplingParams.defaults(path), max(1, longest)
-    with gr.Column(elem_id="settings"):
-        gr.HTML(_HEADING, elem_id="settings-heading", apply_default_css=False)
-        system_prompt = gr.Textbox(
-            label="System prompt",
-            placeholder="What the model is told before the conversation",
-            lines=2,
-            visible=is_chat,
-            elem_id="system-prompt",
-        )
-        fields = _fields(_FIRST, defaults, longest)
-        for heading, names in _FOLDED.items():
-            with gr.Accordion(heading, open=False):
-                fields += _fields(names, defaults, longest)
+    system_prompt = gr.Textbox(
+        label="System prompt",
+        placeholder="What the model is told before the conversation",
+        lines=2,
+        visible=is_chat,
+        elem_id="system-prompt",
+    )
+    with gr.Row():
+        fields = [_field(name, defaults, longest) for name in _FIRST]
+    for heading, names in _FOLDED.items():
+        with gr.Accordion(heading, open=False), gr.Row():
+            fields += [_field(name, defaults, longest) for name in names]
     return ChatSettings([system_prompt, *fields], defaults)
-
-
-def _fields(names: tuple[str, ...], defaults: SamplingParams, longest: int) -> list[Any]:
-    """Two in a row."""
-    found = []
-    for first in range(0, len(names), 2):
-        with gr.Row():
-            found += [_field(name, defaults, longest) for name in names[first : first + 2]]
-    return found
 
 
 def _field(name: str, defaults: SamplingParams, longest: int) -> gr.components.Component:

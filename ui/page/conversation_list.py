@@ -32,12 +32,13 @@ def listed(history: ChatHistory) -> dict[str, Any]:
 
 
 def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
-    """Do what a visitor did in the list; returns further keys for `list.js`.
+    """Do what a visitor did in the list.
 
     done: "do" is one of the names below, "id" a conversation's, "text" what was written or read
+    Returns "file", conversations for `list.js` to give to the visitor, or "note", words for them.
     """
     kind, name, text = (str(done.get(key, "")) for key in ("do", "id", "text"))
-    reply: dict[str, Any] = {"number": uuid.uuid4().hex}  # equal replies may follow each other
+    reply: dict[str, Any] = {}
     actions: dict[str, Callable[[], Any]] = {
         "new": history.start_new,
         "open": lambda: history.show(name),
@@ -48,9 +49,8 @@ def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
         "export": lambda: reply.update(file=history.saved()),
         "import": lambda: reply.update(note=_import(history, text)),
     }
-    if kind not in actions:
-        return {}
-    actions[kind]()
+    if kind in actions:
+        actions[kind]()
     return reply
 
 

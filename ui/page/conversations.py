@@ -11,16 +11,7 @@ from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error
-from hotcold.ui.page.branches import (
-    Message,
-    begin_branch,
-    drop_branch,
-    flattened,
-    in_all_branches,
-    num_branches,
-    restored,
-    show_branch,
-)
+from hotcold.ui.page.branches import Message, flattened, restored
 
 _TITLE_LENGTH = 40
 _LONGEST_NAME = _LONGEST_ID = 80
@@ -34,7 +25,7 @@ NO_TITLE = "New conversation"
 class Conversation:
     """Questions and answers in turn, all in the server's loop: of the branch that is shown."""
 
-    messages: list[Message] = field(default_factory=list)
+    start: Message = field(default_factory=Message)  # what the first question follows
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     name: str = ""  # given by the visitor, else the first question stands for it
     result: Generation | None = None
@@ -46,9 +37,18 @@ class Conversation:
     _is_stopped: bool = False
 
     @property
+    def messages(self) -> list[Message]:
+        """Those that are shown."""
+        return self.start.thread()
+
+    def before(self, index: int) -> Message:
+        """What the message `index` follows."""
+        return [self.start, *self.messages][index]
+
+    @property
     def title(self) -> str:
         """Its name, else the first question, on one line."""
-        question = self.messages[0]["content"] if self.messages else ""
+        question = self.messages[0].content if self.messages else ""
         text = " ".join((self.name or question).split()) or NO_TITLE
         return text if len(text) <= _TITLE_LENGTH else text[: _TITLE_LENGTH - 1] + "…"
 
@@ -60,7 +60,7 @@ class Conversation:
     @property
     def is_waiting(self) -> bool:
         """Whether an answer is under way of which nothing has come yet."""
-        return self.is_answering and not self.messages[-1]["content"]
+        return self.is_answering and not self.messages[-1].content
 
     @property
     def error(self) -> str:
@@ -70,7 +70,7 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """Characters that count against the visitor's limit."""
-        return sum(len(one["content"]) + _MESSAGE_CHARS for one in in_all_branches(self.messages))
+        return sum(len(one.content) + _MESSAGE_CHARS for one in self.start.below())
 
     def ask(
         self,
@@ -88,18 +88,13 @@ class Conversation:
         A question before it without an answer is removed: questions and answers alternate.
         `is_chat` False: the model has no chat template, and continues the question's text.
         """
-        answer = {"role": "assistant", "content": ""}
         if question is not None:
             self._add_question(question, at)
             at = None
-        told = [
-            {"role": one["role"], "content": one["content"]}
-            for one in self.messages[: len(self.messages) if at is None else at]
-        ]
-        if at is None or at == len(self.messages):
-            self.messages.append(answer)
-        else:
-            begin_branch(self.messages, at, answer)
+        asked = self.before(-1 if at is None else at)
+        answer = Message()
+        asked.add(answer)
+        told = [{"role": one.role, "content": one.content} for one in self.messages[:-1]]
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         request = GenerateRequest(
             sampling,
@@ -108,35 +103,37 @@ class Conversation:
         )
         self._forget_end()
         self._is_stopped = False
-        self._reading = asyncio.create_task(self._read(backend, request, answer))
+        self._reading = asyncio.create_task(self._read(backend, request, asked, answer))
 
     def _add_question(self, question: str, at: int | None) -> None:
-        message = {"role": "user", "content": question}
-        if at is not None:
-            begin_branch(self.messages, at, message)
-            return
-        while self.messages and _is_unanswered(self.messages[-1]):
-            drop_branch(self.messages, len(self.messages) - 1)
-        self.messages.append(message)
+        while at is None and self.messages:
+            last, before = self.messages[-1], self.before(-2)
+            is_empty = not last.content and len(before.replies) > 1  # beside other answers
+            if last.role != "user" and not is_empty:
+                break
+            before.drop()
+        self.before(-1 if at is None else at).add(Message("user", question))
 
     def _forget_end(self) -> None:
         """Forget how the last answer ended."""
         self.result = self.problem = None
         self.is_refused = self.is_below = False
 
-    async def _read(self, backend: Backend, request: GenerateRequest, answer: Message) -> None:
+    async def _read(
+        self, backend: Backend, request: GenerateRequest, asked: Message, answer: Message
+    ) -> None:
         try:
             self._answers = await backend.start(1, partial(backend.encoded, request))
             if self._is_stopped:
                 self._answers.stop()
             async for _, event in self._answers.events():
-                answer["content"] += event.text
+                answer.content += event.text
                 self.result = event.result
         except Exception as error:
             self.problem = as_api_error(error)
         finally:
-            if self.problem and not answer["content"] and num_branches(answer) == 1:
-                self.messages.pop()  # it, and no other that is empty
+            if self.problem and not answer.content and len(asked.replies) == 1:
+                asked.drop()
             self._answers = self._reading = None
 
     def stop(self) -> None:
@@ -147,12 +144,12 @@ class Conversation:
 
     def write(self, index: int, text: str) -> None:
         """Put a text in the place of the answer `index`, which stays as a branch."""
-        begin_branch(self.messages, index, {"role": "assistant", "content": text})
+        self.before(index).add(Message(content=text))
         self._forget_end()
 
     def step(self, index: int, place: int) -> None:
         """Show the branch of that number at message `index`."""
-        show_branch(self.messages, index, place)
+        self.before(index).show(place)
         self._forget_end()
 
     def refuse(self, error: HotcoldError, is_below: bool = True) -> None:
@@ -161,14 +158,14 @@ class Conversation:
 
     def has(self, words: list[str]) -> bool:
         """Whether its title and messages have all these words, in small letters."""
-        said = (message["content"] for message in in_all_branches(self.messages))
+        said = (message.content for message in self.start.below())
         text = "\n".join([self.title, *said]).lower()
         return all(word in text for word in words)
 
     def as_json(self) -> dict[str, Any]:
         """What a browser or a file keeps of it."""
         name = {"name": self.name} if self.name else {}
-        return {"id": self.id, **name, "messages": flattened(self.messages)}
+        return {"id": self.id, **name, "messages": flattened(self.start)}
 
 
 class ChatHistory:
@@ -278,11 +275,6 @@ class ChatHistory:
                 self.conversations += [item] if item.id not in known else []
                 known.add(item.id)
         return len(self.conversations) - before
-
-
-def _is_unanswered(message: Message) -> bool:
-    """A question, or an answer of which nothing came beside others."""
-    return message["role"] == "user" or (not message["content"] and num_branches(message) > 1)
 
 
 def _restored(item: Any) -> Conversation | None:

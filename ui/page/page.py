@@ -49,7 +49,8 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
                     live_panel(backend, read_model(path, described.weight_dtype))
                 with gr.Tab("Placement") as tab:
                     placement_tab(backend, described.model_path, config, tab)
-            form = settings_form(path, longest, is_chat)
+                with gr.Tab("Settings", elem_id="settings"):
+                    form = settings_form(path, longest, is_chat)
         chat.connect(page, form)
     page.state_session_capacity = MAX_VISITORS
     return page

@@ -5,7 +5,6 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import Generation
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.page.branches import num_branches
 from hotcold.ui.page.conversations import Conversation
 from hotcold.ui.page.maths import with_formulas
 
@@ -41,7 +40,7 @@ def suggestions(is_demo: bool, is_chat: bool) -> dict[str, Any]:
 def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
     """Its messages, and below them what went wrong, as HTML."""
     messages = [
-        {"role": message["role"], "content": with_formulas(message["content"])}
+        {"role": message.role, "content": with_formulas(message.content)}
         for message in conversation.messages
     ]
     if conversation.problem is not None:
@@ -54,8 +53,8 @@ def problem_html(conversation: Conversation) -> str:
     problem = conversation.problem
     if problem is None:
         return ""
-    last = conversation.messages[-1] if conversation.messages else {"role": "user"}
-    has_begun = last["role"] == "assistant" and last["content"]
+    last = conversation.before(-1)
+    has_begun = last.role == "assistant" and last.content
     what = "The answer broke off" if has_begun else "No answer"
     if conversation.is_refused:
         what = "Not sent"
@@ -94,6 +93,7 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
         state = "error"
     elif conversation.result is not None:
         text = _figures(conversation.result)
+    said = [] if conversation.is_answering else conversation.messages
     return {
         "state": state,
         "id": conversation.id,
@@ -102,12 +102,12 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
         "refused": conversation.is_below,
         "messages": [
             {
-                "role": message["role"],
-                "text": message["content"],
-                "place": message.get("place", 0),
-                "branches": num_branches(message),
+                "role": message.role,
+                "text": message.content,
+                "place": before.place,
+                "branches": len(before.replies),
             }
-            for message in ([] if conversation.is_answering else conversation.messages)
+            for before, message in zip([conversation.start, *said], said, strict=False)
         ],
     }
 

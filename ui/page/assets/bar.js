@@ -1,5 +1,5 @@
-// The bar: what runs and how it is, and what opens and closes: the list of conversations, the panel,
-// the settings, and on a phone the views. The body's data attributes say it to the styles.
+// The bar: what runs and how it is, and what opens and closes: the list of conversations and the
+// panel with the settings. The body's data attributes say it to the styles.
 const STATES = {
   ready: "Ready",
   waiting: "Reading the question",
@@ -10,7 +10,6 @@ const STATES = {
 const find = (selector) => element.querySelector(selector);
 const { body } = document;
 const wide = matchMedia("(min-width: 1100px)");
-const phone = matchMedia("(max-width: 760px)");
 const isOpen = (name) => body.dataset[name] === "open";
 const opener = (name) => find(`[data-open="${name}"]`);
 let kept = {}; // where the browser keeps nothing, choices last as long as the page
@@ -23,26 +22,19 @@ try {
 function set(name, open) {
   body.dataset[name] = open ? "open" : "closed";
   opener(name).ariaExpanded = String(open);
-  if (name !== "panel") return;
-  for (const tab of element.querySelectorAll("[data-view]")) {
-    const isChosen = (tab.dataset.view === "panel") === open;
-    tab.ariaSelected = String(isChosen);
-    tab.tabIndex = isChosen ? 0 : -1;
-  }
 }
 
 // What covers other things takes the focus, and gives it back.
 function turn(name, open) {
   set(name, open);
-  if (name !== "settings" && wide.matches) return;
-  const first = `#${name} :is(button, input, textarea):not([tabindex="-1"], [hidden])`;
+  if (wide.matches) return;
+  const first = `#${name} :is(button, input):not([tabindex="-1"], [hidden])`;
   (open ? document.querySelector(first) : opener(name))?.focus();
 }
 
 function arrange() {
   set("side", wide.matches);
   set("panel", wide.matches && kept["hotcold-panel"] !== "closed");
-  set("settings", false);
 }
 
 function useTheme(isDark) {
@@ -53,8 +45,7 @@ function useTheme(isDark) {
 function showFacts() {
   const { model, paths, facts } = props.value;
   const models = Object.keys(paths);
-  const shown = models.length > 1 ? facts : [model, ...facts];
-  find(".facts").replaceChildren(...shown.map((text) => make("li", {}, text)));
+  find(".facts").textContent = (models.length > 1 ? facts : [model, ...facts]).join(" · ");
   find("label").hidden = models.length < 2;
   const option = (name) => new Option(name, paths[name], name === model, name === model);
   find("select").replaceChildren(...models.map(option));
@@ -66,36 +57,30 @@ function showState(state = body.dataset.chat || "ready") {
 }
 
 element.addEventListener("click", ({ target }) => {
-  const { open, view } = target.closest("[data-open], [data-view]")?.dataset ?? {};
+  const { open } = target.closest("[data-open]")?.dataset ?? {};
   if (open) turn(open, !isOpen(open));
   if (open === "panel" && wide.matches) kept["hotcold-panel"] = body.dataset.panel;
-  if (view) set("panel", view === "panel");
+  if (target.closest(".settings")) {
+    document.querySelector("#settings-button").click(); // its tab
+    turn("panel", true);
+  }
   if (!target.closest(".theme")) return;
   useTheme(!body.classList.contains("dark"));
   kept["hotcold-theme"] = body.classList.contains("dark") ? "dark" : "light";
-});
-element.addEventListener("keydown", (event) => {
-  if (!event.target.dataset.view || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-  set("panel", !isOpen("panel"));
-  find("[data-view][aria-selected=true]").focus();
 });
 find("select").addEventListener("change", ({ target }) => {
   location.assign(new URL(target.value, location.origin)); // each model has its page
 });
 
-// Whether there was something to close.
-function close() {
-  const open = isOpen("settings") ? "settings" : !wide.matches && isOpen("side") && "side";
-  if (open) turn(open, false);
-  return Boolean(open);
-}
+const covers = () => !wide.matches && isOpen("side");
 
 // As in other chats: Escape stops the answer, Ctrl+K searches, Ctrl+Shift+O begins a conversation.
 document.addEventListener("keydown", (event) => {
   if (event.isComposing) return;
   const key = event.key.toLowerCase();
+  if (key === "escape" && covers()) turn("side", false);
   // The last of this id: a text above the field may have it, too.
-  if (key === "escape" && !close()) [...document.querySelectorAll("#stop")].at(-1).click();
+  else if (key === "escape") [...document.querySelectorAll("#stop")].at(-1).click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
   if (key !== (event.shiftKey ? "o" : "k")) return;
   event.preventDefault();
@@ -104,15 +89,10 @@ document.addEventListener("keydown", (event) => {
   document.querySelector(key === "k" ? "#side [type=search]" : "#question textarea").focus();
 });
 document.addEventListener("click", ({ target }) => {
-  const isOnVeil = target.id === "frame";
-  if (isOnVeil || target.closest("#settings .close")) close();
-  if (!wide.matches && isOpen("side") && target.closest("#conversations :is(.open, .new)")) {
-    set("side", false);
-    document.querySelector("#question textarea")?.focus();
-  }
+  if (!covers() || target.closest("[data-open]")) return;
+  if (target.closest(".open, .new") || !target.closest("#side")) turn("side", false);
 });
 wide.addEventListener("change", arrange);
-phone.addEventListener("change", arrange);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => {
   useTheme(kept["hotcold-theme"] ? kept["hotcold-theme"] === "dark" : matches);
 });

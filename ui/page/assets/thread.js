@@ -27,17 +27,13 @@ window.addEventListener("hotcold-lost", () => {
   tell(LOST);
 });
 
-async function copy(text, made) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    // Browsers have no clipboard for pages that come over plain HTTP from elsewhere.
-    const field = make("textarea", { value: text });
-    document.body.append(field);
-    field.select();
-    document.execCommand("copy");
-    field.remove();
-  }
+// Browsers have no clipboard for pages that come over plain HTTP from elsewhere; this works for all.
+function copy(text, made) {
+  const field = make("textarea", { value: text });
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
   made.classList.add("glyph-done");
   setTimeout(() => made.classList.remove("glyph-done"), 1500);
 }
@@ -134,22 +130,15 @@ chooser.addEventListener("change", async () => {
 element.append(chooser);
 document.addEventListener("click", ({ target }) => target.closest("#attach") && chooser.click());
 
-const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
-const isOverMain = (event) => hasFiles(event) && event.target.closest?.("#main");
-document.addEventListener("dragover", (event) => {
-  if (hasFiles(event)) event.preventDefault(); // else the browser would open the file in the page's place
-  dataset.drop = isOverMain(event) ? "yes" : "no";
-});
-document.addEventListener("dragleave", (event) => {
-  if (!event.relatedTarget) dataset.drop = "no";
-});
-document.addEventListener("drop", (event) => {
-  dataset.drop = "no";
-  if (!hasFiles(event)) return;
-  event.preventDefault();
-  event.stopPropagation();
-  if (isOverMain(event)) put([...event.dataTransfer.files]);
-}, true);
+for (const name of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault(); // else the browser would open the file in the page's place
+    event.stopPropagation();
+    dataset.drop = name === "dragover" ? "yes" : "no";
+    if (name === "drop") put([...event.dataTransfer.files]);
+  }, true);
+}
 
 new MutationObserver(dress).observe(thread, { childList: true, subtree: true });
 watch("value", show);
