@@ -16,7 +16,10 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.placement.memory import PROCESS_BYTES, MemoryNeed, memory_need, weight_bytes
 
-# Of the process that compiles kernels, the command and Ray, before services load; measured 930 MiB.
+# Measured after long prompts beyond what is counted, of each service.
+_SERVICE_BYTES = 50 << 20
+# Of the process that compiles kernels, the command and Ray, before services load. The greatest
+# that was measured of each is 930 MiB in all.
 COMPILING_BYTES = 1 << 30
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
@@ -68,12 +71,12 @@ def expected_gpu(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Upper bound of process memory on the driver's host, beyond what `MemoryNeed` counts.
 
-    That is what compiling takes beyond processes and the weights that are always in memory, which
-    are not there yet. A service with a GPU holds part of the GPU's share while it loads: one
-    layer's attention, one layer's neurons, or the head.
+    That is what long prompts take, and what compiling takes beyond processes and the weights that
+    are always in memory, which are not there yet. A service with a GPU holds part of the GPU's
+    share while it loads: one layer's attention, one layer's neurons, or the head.
     """
     later = attention_bytes(config) + head_bytes(config) + _num_processes(system) * PROCESS_BYTES
-    num_bytes = max(0, COMPILING_BYTES - later)
+    num_bytes = (_num_processes(system) - 1) * _SERVICE_BYTES + max(0, COMPILING_BYTES - later)
     if system.device == "cuda":
         num_neurons = min(config.largest_ffn, max(0, system.num_hot_neurons))
         layer = -(-attention_bytes(config) // config.num_layers)
