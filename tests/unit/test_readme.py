@@ -86,6 +86,20 @@ def test_the_table_of_requests_at_once_is_its_reports() -> None:
         ]
 
 
+def test_the_table_as_avx2_is_its_reports() -> None:
+    section = SPEED[SPEED.index("## As AVX2") : SPEED.index("## Several requests at once")]
+    lines = re.findall(r"^\| (f16|q8|q4) \| (.*) \|$", section, re.M)
+    assert len(lines) == 3
+    rows = _report("llama-7b-8-layers-as-avx2")
+    for kind, cells in lines:
+        decode = [row for row in rows if row[0] == kind and row[1].startswith("decode of")]
+        prefill = [row for row in rows if row[0] == kind and row[1].startswith("prefill of")]
+        assert cells.split(" | ") == [
+            f"{float(row[3]):.{0 if 'at once' in row[1] else 1}f} ({row[4].split()[0]} ×)"
+            for row in decode
+        ] + [f"{row[4].split()[0]} ×" for row in prefill]
+
+
 def test_the_table_of_small_shapes_is_its_reports() -> None:
     section = SPEED[SPEED.index("## Small shapes") : SPEED.index("## Whole models")]
     names = re.findall(r"benchmarks/results/(\S+)\.md", section)
