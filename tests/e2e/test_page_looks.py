@@ -96,7 +96,9 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, book) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_on_a_phone_the_list_is_a_drawer_and_the_panel_takes_the_chats_place(open_page, book) -> None:
+def test_on_a_phone_the_list_is_a_drawer_and_the_panel_takes_the_chats_place(
+    open_page, book
+) -> None:
     page = open_page(**PHONE)
     assert not page.is_visible("#side") and not page.is_visible("#panel")
     assert violations(page) == []

@@ -58,7 +58,7 @@ def flattened(start: Message) -> list[dict[str, Any]]:
     that follow the same, which is the first of them in the list.
     """
     found: list[dict[str, Any]] = []
-    waiting = [(-2, start, {})]
+    waiting: list[tuple[int, Message, dict[str, int]]] = [(-2, start, {})]
     while waiting:
         before, message, more = waiting.pop()
         number = len(found) - 1 if message is start else len(found)
