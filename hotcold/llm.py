@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.chats import ChatOptions, Message
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -183,38 +184,43 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
-        self, prompts: Prompt, params: SamplingParams | None = None, *, progress: bool | None = None
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
     ) -> RequestOutput: ...
 
     @overload
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: Any, params: Params = None, *, progress: bool | None = None
+        self, prompts: Any, sampling_params: Params = None, *, progress: bool | None = None
     ) -> RequestOutput | list[RequestOutput]:
         """Continue a text or token ids, or each of a list of them.
 
         Of one prompt it returns a RequestOutput or raises; of a list a list, in order, where a
-        prompt that failed has an `error`, and the others their answers. `params` is one for all,
-        or a list with one for each. As many prompts run at once as the system lets. Ctrl-C ends
-        what runs.
+        prompt that failed has an `error`, and the others their answers. `sampling_params` is one
+        for all, or a list with one for each. As many prompts run at once as the system lets.
+        Ctrl-C ends what runs. Ids may be an array; vLLM's {"prompt": TEXT} and
+        {"prompt_token_ids": IDS} are prompts, too.
         Errors:  PromptError, UsageError, ServiceError
         """
         given, is_one = _as_list(prompts)
-        tasks = self._tasks(given, params, self._prompt_task)
+        tasks = self._tasks(given, sampling_params, self._prompt_task)
         return self._run(tasks, len(given), is_one, progress)
 
     @overload
     def chat(
         self,
         messages: list[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         progress: bool | None = None,
         **options: Unpack[ChatOptions],
@@ -224,7 +230,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[list[dict[str, Any]]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         progress: bool | None = None,
         **options: Unpack[ChatOptions],
@@ -233,7 +239,7 @@ class LLM:
     def chat(
         self,
         messages: Any,
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         progress: bool | None = None,
         **options: Unpack[ChatOptions],
@@ -245,13 +251,13 @@ class LLM:
         conversation goes on with. Otherwise as `generate`.
         """
         given, is_one = _as_conversations(messages)
-        tasks = self._tasks(given, params, self._chat_task(options))
+        tasks = self._tasks(given, sampling_params, self._chat_task(options))
         return self._run(tasks, len(given), is_one, progress)
 
     def stream(
         self,
         prompt: str | list[int] | list[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[StreamPiece]:
         """Answer a text, token ids or a conversation piece by piece, as it comes.
@@ -260,7 +266,7 @@ class LLM:
         answer. `options` are for conversations, as of `chat`.
         Errors:  as `generate`
         """
-        task = self._stream_task(prompt, params, options)
+        task = self._stream_task(prompt, sampling_params, options)
         answer = Answer(task, 0)
         for event in self._in_flight.events(task.requests[0]):
             yield answer.add(event)
@@ -268,26 +274,26 @@ class LLM:
     async def astream(
         self,
         prompt: str | list[int] | list[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamPiece]:
         """As `stream`, for `async for`."""
-        task = await _in_thread(lambda: self._stream_task(prompt, params, options))
+        task = await _in_thread(lambda: self._stream_task(prompt, sampling_params, options))
         answer = Answer(task, 0)
         async for event in self._in_flight.async_events(task.requests[0]):
             yield answer.add(event)
 
-    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
+    async def agenerate(self, prompts: Any, sampling_params: Params = None) -> Any:
         """As `generate`, for `await`. A task that is cancelled ends what it asked for."""
         given, is_one = _as_list(prompts)
-        return await self._arun(given, params, self._prompt_task, is_one)
+        return await self._arun(given, sampling_params, self._prompt_task, is_one)
 
     async def achat(
-        self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
+        self, messages: Any, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> Any:
         """As `chat`, for `await`."""
         given, is_one = _as_conversations(messages)
-        return await self._arun(given, params, self._chat_task(options), is_one)
+        return await self._arun(given, sampling_params, self._chat_task(options), is_one)
 
     # --- vectors and scores ----------------------------------------------------------------------
 
@@ -358,8 +364,8 @@ class LLM:
             each = list(params)
             if len(each) != len(given):
                 raise UsageError(
-                    f"{len(given)} prompts and {len(each)} params were given; give one for all, "
-                    "or one for each"
+                    f"{len(given)} prompts and {len(each)} sampling params were given; give one "
+                    "for all, or one for each"
                 )
 
         def tasks() -> Iterator[Task]:
@@ -548,22 +554,31 @@ def _end(in_flight: InFlight, connection: Connection) -> None:
 
 def _request(drawn: sampling.SamplingParams, prompt: Any) -> GenerateRequest:
     """A prompt as a request. Errors: PromptError for what is none."""
+    if isinstance(prompt, Mapping) and len(prompt) == 1:  # as vLLM's prompts
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
     if isinstance(prompt, str):
         return GenerateRequest(drawn, prompt=prompt)
+    prompt = _plain(prompt)
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-    if not is_list or any(not isinstance(token_id, int) for token_id in prompt):
+    if not is_list or any(not isinstance(token_id, Integral) for token_id in prompt):
         raise PromptError(f"{shown(prompt)} is no prompt; give a text or a list of token ids")
-    return GenerateRequest(drawn, prompt_ids=list(prompt))
+    return GenerateRequest(drawn, prompt_ids=[int(token_id) for token_id in prompt])
+
+
+def _plain(prompts: Any) -> Any:
+    """What an array or a tensor holds, as lists."""
+    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
 
 
 def _as_list(prompts: Any) -> tuple[list[Any], bool]:
     """Each prompt, and whether one was given and no list of them. Errors: PromptError."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts], True
+    prompts = _plain(prompts)
     if not isinstance(prompts, Iterable):
         raise PromptError(f"{shown(prompts)} is no prompt; give a text or a list of token ids")
     found = list(prompts)
-    is_one = bool(found) and isinstance(found[0], int)
+    is_one = bool(found) and isinstance(found[0], Integral)
     return ([found] if is_one else found), is_one
 
 

@@ -97,7 +97,9 @@ class Prompts:
         if request.prompt_ids is not None:
             return list(request.prompt_ids)
         if self.tokenizer is None:
-            raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
+            raise PromptError(
+                "this model has no tokenizer; give token ids (`hotcold generate --prompt-ids`)"
+            )
         if request.messages is not None:
             text = self.tokenizer.render_chat(
                 request.messages, tools=request.tools, variables=request.template_variables

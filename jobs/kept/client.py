@@ -198,7 +198,10 @@ def _lines(
     connection: _Connection, method: str, path: str, body: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
     """The JSON objects of an answer, as they come. Errors: HotcoldError, OSError, HTTPException."""
-    content = None if body is None else json.dumps(body)
+    try:
+        content = None if body is None else json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
     try:
         connection.request(method, path, content)
         response = connection.getresponse()

@@ -38,7 +38,8 @@ def picture(name: str, found: dict[str, Any], width: int, height: int = 0) -> Re
         if found["map"]["experts"] is not None:
             parts.append(Text(_experts(found["map"]["experts"])))
     else:
-        parts.append(Text("no neuron has been counted yet: there was no request", style="dim"))
+        told = "no neuron has been counted yet: there was no request while somebody watched"
+        parts.append(Text(told, style="dim"))
     parts += [Text(), _step(found), _services(found), Text(_machine(found), style="dim")]
     return Group(*parts)
 

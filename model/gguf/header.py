@@ -142,7 +142,7 @@ class HeaderReader:
 
     def _counts(self) -> tuple[int, int]:
         if self._limit < 24:
-            raise self.fail(f"of {self._limit} bytes is no GGUF file")
+            raise self.fail(f"has {self._limit} bytes, so it is no GGUF file")
         magic, version, num_tensors, num_keys = struct.unpack_from("<4sIQQ", self._data, 0)
         self._at = 24
         if magic not in MAGICS:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold import LLM, SamplingParams
+from hotcold import LLM, PromptError, SamplingParams
 from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
 WAIT_S = 170.0
@@ -65,6 +65,11 @@ def python(places: dict[str, str], *arguments: str, stdin: str = "") -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_text_that_is_no_unicode_is_refused_as_such(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="no valid Unicode text"):
+        llm.generate("\ud800", SamplingParams(max_tokens=1))
 
 
 def test_a_program_and_a_command_find_it(places: dict[str, str], llm: LLM) -> None:

@@ -88,7 +88,7 @@ def test_one_bad_prompt_loses_no_other(llm: LLM) -> None:
     with pytest.raises(PromptError, match="the prompt is empty"):
         llm.generate("", GREEDY)
     assert llm.generate(()) == []
-    with pytest.raises(UsageError, match="2 prompts and 1 params"):
+    with pytest.raises(UsageError, match="2 prompts and 1 sampling params"):
         llm.generate(["a", "b"], [GREEDY])
 
 
@@ -227,6 +227,20 @@ def test_event_loops(llm: LLM) -> None:
 
     asyncio.run(main())
     await_idle(llm)
+
+
+def test_ids_may_be_arrays_and_prompts_as_vllm_has_them(llm: LLM) -> None:
+    ids = llm.tokenize(PROMPTS[0])
+    expected = llm.generate(ids, GREEDY).token_ids
+    alike: list[Any] = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, np.array(ids)]
+    for prompt in alike:
+        assert llm.generate(prompt, sampling_params=GREEDY).token_ids == expected
+    results = llm.generate(alike, GREEDY)
+    assert [one.token_ids for one in results] == [expected] * len(alike)
+    assert len(llm.generate(np.array([ids, ids]), GREEDY)) == 2
+    for wrong in ({"text": "a"}, {"prompt": "a", "multi_modal_data": {}}, np.array([0.5])):
+        with pytest.raises(PromptError, match="is no prompt"):
+            _ = llm.generate([wrong], GREEDY)[0].text
 
 
 def test_embeddings(llm: LLM) -> None:
