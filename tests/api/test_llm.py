@@ -235,10 +235,12 @@ def test_ids_may_be_arrays_and_prompts_as_vllm_has_them(llm: LLM) -> None:
     alike: list[Any] = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, np.array(ids)]
     for prompt in alike:
         assert llm.generate(prompt, sampling_params=GREEDY).token_ids == expected
+    two: Any = np.array([ids, ids])
+    assert len(llm.generate(two, GREEDY)) == 2
     results = llm.generate(alike, GREEDY)
     assert [one.token_ids for one in results] == [expected] * len(alike)
-    assert len(llm.generate(np.array([ids, ids]), GREEDY)) == 2
-    for wrong in ({"text": "a"}, {"prompt": "a", "multi_modal_data": {}}, np.array([0.5])):
+    unlike: list[Any] = [{"text": "a"}, {"prompt": "a", "multi_modal_data": {}}, np.array([0.5])]
+    for wrong in unlike:
         with pytest.raises(PromptError, match="is no prompt"):
             _ = llm.generate([wrong], GREEDY)[0].text
 
