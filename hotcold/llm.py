@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.chats import ChatOptions, Message
 
-Prompt = str | list[int] | Mapping[str, Any]
+    Prompt = str | list[int] | Mapping[str, Any] | np.ndarray
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -572,7 +573,7 @@ def _plain(prompts: Any) -> Any:
 
 def _as_list(prompts: Any) -> tuple[list[Any], bool]:
     """Each prompt, and whether one was given and no list of them. Errors: PromptError."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping):
         return [prompts], True
     prompts = _plain(prompts)
     if not isinstance(prompts, Iterable):

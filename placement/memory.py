@@ -8,9 +8,7 @@ from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
-# Of Python, Numba and Ray in one process, with its part of what the command, Ray's servers and
-# libraries' pages take: all together measured 460 MiB of three processes, 660 with all libraries.
-PROCESS_BYTES = 250 << 20
+_PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
 _GIB = 1 << 30
 
 
@@ -59,7 +57,7 @@ def memory_need(
         head_bytes=head_bytes(config),
         ffn_bytes=ffn_bytes(config, config.num_neurons, num_cpu_services),
         kv_cache_bytes=kv_bytes,
-        process_bytes=num_processes * PROCESS_BYTES,
+        process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,
         predictor_bytes=predictor_bytes,
         draft_bytes=draft_bytes,

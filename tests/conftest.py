@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.sweeps import mark_sweeps
@@ -23,6 +24,9 @@ from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import make_tiny
 
 TESTS = Path(__file__).parent
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 # `pytest -m quick`: all of these files and folders but what takes long, and one real answer.
 QUICK = [

@@ -14,13 +14,10 @@ from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_b
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.placement.memory import PROCESS_BYTES, MemoryNeed, memory_need, weight_bytes
+from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
-# Measured after long prompts beyond what is counted, of each service.
-_SERVICE_BYTES = 50 << 20
-# Of the process that compiles kernels, the command and Ray, before services load. The greatest
-# that was measured of each is 930 MiB in all.
-COMPILING_BYTES = 1 << 30
+# Measured after long prompts beyond what is counted: of each service; of Ray and the command.
+_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 
@@ -71,23 +68,17 @@ def expected_gpu(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Upper bound of process memory on the driver's host, beyond what `MemoryNeed` counts.
 
-    That is what long prompts take, and what compiling takes beyond processes and the weights that
-    are always in memory, which are not there yet. A service with a GPU holds part of the GPU's
-    share while it loads: one layer's attention, one layer's neurons, or the head.
+    A service with a GPU holds part of the GPU's share while it loads: one layer's attention, one
+    layer's neurons, or the head.
     """
-    later = attention_bytes(config) + head_bytes(config) + _num_processes(system) * PROCESS_BYTES
-    num_bytes = (_num_processes(system) - 1) * _SERVICE_BYTES + max(0, COMPILING_BYTES - later)
+    num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
+    num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
     if system.device == "cuda":
         num_neurons = min(config.largest_ffn, max(0, system.num_hot_neurons))
         layer = -(-attention_bytes(config) // config.num_layers)
         parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
         num_bytes += CUDA_BYTES + max(parts)
     return num_bytes
-
-
-def _num_processes(system: SystemConfig) -> int:
-    """Driver, attention, and CPU services, which hosts share equally, on the driver's host."""
-    return 2 + system.num_cpu_actors // max(1, len(system.hosts))
 
 
 def _of_one_host(need: MemoryNeed, system: SystemConfig) -> MemoryNeed:
@@ -97,7 +88,8 @@ def _of_one_host(need: MemoryNeed, system: SystemConfig) -> MemoryNeed:
 
 def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     """The need of the driver's host and GPU together, with all hosts' neurons there."""
-    num_processes = _num_processes(system)
+    num_hosts = max(1, len(system.hosts))  # which share the CPU services equally
+    num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, attention, CPU services
     # With the exchange by calls every process has its own arena.
     num_arenas = 1 if system.exchange == "arena" else num_processes
     need = memory_need(

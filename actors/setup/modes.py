@@ -164,3 +164,15 @@ def own_thresholds(path: Path, config: ModelConfig) -> Calibrated | None:
     """The thresholds beside the model, or None. Errors: ArtifactError for an unusable file."""
     file = thresholds_path(path)
     return read_thresholds(file, ModelIdentity.of(path), config) if file.exists() else None
+
+
+def keeps_down_outputs(mode: str, config: ModelConfig) -> bool:
+    """Whether services compute with down rows that are an output each, as GGUF files have them.
+
+    That takes a mode that selects no neurons before their gates are computed. With thresholds, and
+    where a third of a chosen expert's neurons fire, whole rows of few bits are read as fast as
+    selected rows of 8.
+    """
+    experts = config.experts
+    is_exact_mixture = mode == "exact" and experts is not None and not experts.has_predictors
+    return mode in ("dense", THRESHOLD) or is_exact_mixture

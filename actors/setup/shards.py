@@ -19,7 +19,6 @@ from hotcold.actors.protocol.lanes import (
 )
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
-    THRESHOLD,
     CacheSpec,
     ServiceSpec,
     SystemConfig,
@@ -35,6 +34,7 @@ from hotcold.actors.setup.assignment import (
     service_lanes,
     system_plan,
 )
+from hotcold.actors.setup.modes import keeps_down_outputs
 from hotcold.actors.telemetry.snapshot import num_buckets
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
@@ -182,14 +182,10 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
-    That takes a mode that selects no neurons before their gates are computed. With thresholds, and
-    where a third of a chosen expert's neurons fire, whole rows of few bits are read as fast as
-    selected rows of 8.
     Errors:  CheckpointError
     """
-    is_exact_mixture = system.mode == "exact" and config.experts is not None
     return (
-        (system.mode in ("dense", THRESHOLD) or is_exact_mixture)
+        keeps_down_outputs(system.mode, config)
         and system.device == "cpu"
         and not system.weight_dtype
         and has_down_outputs(checkpoint, config)

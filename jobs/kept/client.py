@@ -201,7 +201,9 @@ def _lines(
     try:
         content = None if body is None else json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
+        raise PromptError(
+            "the prompt, or an option, is no valid Unicode text; give it in UTF-8"
+        ) from None
     try:
         connection.request(method, path, content)
         response = connection.getresponse()

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
-from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
+from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
@@ -40,7 +40,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     config, checkpoint = read_model(path), Checkpoint(path)
     tokenizer = Tokenizer.from_model(path)
     mode = default_mode(config)
-    transposed = mode == "dense" and has_down_outputs(checkpoint, config)
+    transposed = keeps_down_outputs(mode, config) and has_down_outputs(checkpoint, config)
     served = stored_config(checkpoint, config, down_transposed=transposed)
     parameters = num_parameters(checkpoint, config)
     return {

@@ -121,7 +121,8 @@ def read_bytes(
 
     dense: c * first, c * rest;  exact: c * first, f * rest;
     predicted (selected_factor given): min(c, f * selected_factor[l]) * first, f * rest
-    c and f are the rates at which it is chosen and fires.
+    c and f are the rates at which it is chosen and fires. Transposed down projections are read of
+    all neurons that are chosen.
     Shapes:  selected_factor (L,); both results (L, N)
     """
     if mode == "dense":
@@ -129,6 +130,8 @@ def read_bytes(
     picked = rates.chosen
     if selected_factor is not None:
         picked = np.minimum(picked, rates.fired * selected_factor[:, None])
+    if rows.reads_all_down:
+        return picked * rows.first, rates.fired * rows.up + rates.chosen * rows.down
     return picked * rows.first, rates.fired * rows.rest
 
 

@@ -320,9 +320,7 @@ _STEPS = st.one_of(
 )
 
 
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(KINDS), st.lists(_STEPS, min_size=1, max_size=4))
 def test_tokens_do_not_depend_on_what_happens_to_services(
     tiny: Tiny, kind: str, steps: list[tuple[str, int]]

@@ -15,6 +15,7 @@ from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, start
+from tests.actors.kept_system import wait_until
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -97,7 +98,7 @@ def test_a_prompt_that_is_left_ends_with_its_layer(tiny: Tiny, chunks_at_once: i
         result = complete(driver, greedy(LONG, 5, "left"))
         assert (result.finish_reason, result.ids) == ("cancelled", [])
         assert hooks.order == ["layer"] * 3
-        assert driver.load().kv_cache_usage == 0
+        assert wait_until(lambda: driver.load().kv_cache_usage == 0)
 
 
 def test_an_answer_that_is_left_ends_with_its_step(tiny: Tiny) -> None:
@@ -111,7 +112,7 @@ def test_an_answer_that_is_left_ends_with_its_step(tiny: Tiny) -> None:
         hooks.begins = leave_at_the_fifth
         result = complete(driver, greedy([1, 2], 200, "left"))
         assert result.finish_reason == "cancelled" and hooks.order == ["step"] * 5
-        assert driver.load().kv_cache_usage == 0
+        assert wait_until(lambda: driver.load().kv_cache_usage == 0)
 
 
 def test_who_waits_and_leaves_is_gone_before_the_next_layer(tiny: Tiny) -> None:

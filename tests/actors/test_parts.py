@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.attention.attention_service import AttentionService
@@ -108,7 +108,6 @@ def test_no_stop_strings_hold_nothing_back() -> None:
     assert StopStrings([""]).push("text") == "text"
 
 
-@settings(deadline=None)
 @given(st.integers(0, 500), st.lists(st.integers(1, 8), min_size=1, max_size=6))
 def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> None:
     lanes, ids = share_lanes(64, threads), np.arange(num_neurons)
@@ -121,7 +120,6 @@ def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> N
         assert abs(shard.size - num_neurons * size / 64) <= size
 
 
-@settings(deadline=None)
 @given(st.integers(128, 600), st.lists(st.integers(1, 8), min_size=1, max_size=6))
 def test_neighbours_are_assigned_apart(num_neurons: int, threads: list[int]) -> None:
     """No two neurons that stand side by side in the checkpoint do so in a shard."""

@@ -68,7 +68,7 @@ def python(places: dict[str, str], *arguments: str, stdin: str = "") -> str:
 
 
 def test_a_text_that_is_no_unicode_is_refused_as_such(llm: LLM) -> None:
-    with pytest.raises(PromptError, match="no valid Unicode text"):
+    with pytest.raises(PromptError, match="no valid Unicode"):
         llm.generate("\ud800", SamplingParams(max_tokens=1))
 
 

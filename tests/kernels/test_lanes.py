@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.protocol.lanes import (
@@ -29,7 +29,6 @@ def tree(first: int, end: int) -> np.ndarray:
     return tree(first, middle) + tree(middle, end)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7), st.booleans())
 def test_services_sums_give_the_sum_of_all_lanes(threads: list[int], has_bias: bool) -> None:
     lanes = share_lanes(LANES, threads)

@@ -283,7 +283,7 @@ def scores_and_part(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     return scores, begin, end
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(scores_and_part())
 def test_select(case: tuple[np.ndarray, int, int]) -> None:
     scores, begin, end = case

@@ -113,7 +113,7 @@ def test_truncated_anywhere(file: Path) -> None:
     assert "damaged" in refused(file)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(content=st.binary(max_size=200))
 def test_random_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "random"
@@ -121,7 +121,7 @@ def test_random_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) 
     assert "damaged" in refused(path)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(at=st.integers(0, 600), value=st.integers(0, 255))
 def test_a_changed_byte_of_the_header_is_refused_or_harmless(
     at: int, value: int, tmp_path_factory: pytest.TempPathFactory

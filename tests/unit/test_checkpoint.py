@@ -222,9 +222,7 @@ def test_damaged_torch_files(content: bytes, tmp_path: Path) -> None:
     refused(tmp_path)
 
 
-@settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
     cut=st.none() | st.integers(0, 10_000),

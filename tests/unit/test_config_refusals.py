@@ -241,7 +241,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([LLAMA, OPT, FALCON, GEMMA3, PHI3, QWEN3, SMOLLM3, NEMOTRON, MINICPM, BAMBOO]),
     st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.protocol.kv_pool import KvPool, Window, num_pages_of
@@ -14,7 +14,6 @@ from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
 def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
     """A positive action takes or extends by so many positions, another frees a slot."""
@@ -88,7 +87,6 @@ _STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(4, 14), _STEPS)
 def test_a_page_that_is_found_holds_what_its_key_says(
     num_pages: int, steps: list[tuple[str, int]]
@@ -214,7 +212,6 @@ _WINDOWED_STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(
     st.integers(10, 30),
     st.integers(1, 3 * PAGE_POSITIONS),
@@ -321,7 +318,6 @@ def test_a_window_holds_what_its_tokens_see(
         assert free.tolist() == [len(pages) for pages in used]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 300), st.integers(1, 2), st.lists(st.booleans(), min_size=9, max_size=9),
     st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 3),

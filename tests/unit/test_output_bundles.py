@@ -259,10 +259,8 @@ def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.M
         lambda system, config, kept: bytes_in_memory(config, kept),
     )
     total = system_need(whole, config).total_bytes
-    system, stored = prepare_system(path, replace(options, cpu_memory_bytes=total - 1))
-    assert system.storage is not None and system.storage.path.endswith("-outputs.bin")
-    assert system.down_transposed and stored.down_formats == config.down_formats
-    exact = replace(options, cpu_memory_bytes=total - 1, mode="exact")
-    system, stored = prepare_system(path, exact)  # down is a row a neuron then, in more bits
-    assert system.storage is not None and system.storage.path.endswith("bundles-q4_k.bin")
-    assert not system.down_transposed and not stored.down_formats
+    for mode in ("dense", "exact"):
+        asked = replace(options, cpu_memory_bytes=total - 1, mode=mode)
+        system, stored = prepare_system(path, asked)
+        assert system.storage is not None and system.storage.path.endswith("-outputs.bin")
+        assert system.down_transposed and stored.down_formats == config.down_formats

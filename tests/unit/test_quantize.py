@@ -60,7 +60,7 @@ def test_extreme_groups(dtype: np.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_float16(dtype: np.dtype, name: str, data: st.DataObject) -> None:
     finite = st.integers(0, 0xFFFF).filter(lambda bits: bits & 0x7C00 != 0x7C00)

@@ -167,7 +167,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems)
 def test_every_placement_keeps_the_rules(problem: Problem) -> None:
     try:

@@ -168,9 +168,7 @@ def test_long_texts_have_the_same_ids_in_another_process(
             encode("\ud800" * 2000, True)
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ids_can_be_streamed(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))

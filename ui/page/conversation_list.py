@@ -26,7 +26,15 @@ def listed(history: ChatHistory) -> dict[str, Any]:
         "open": history.open_id,
         "query": history.query,
         "any": any(item.messages for item in history.conversations),
-        "rows": [{"id": item.id, "title": item.title, "busy": item.is_answering} for item in items],
+        "rows": [
+            {
+                "id": item.id,
+                "title": item.title,
+                "name": item.name or item.title,
+                "busy": item.is_answering,
+            }
+            for item in items
+        ],
         "removed": "" if history.removed is None else history.removed[1].title,
     }
 

@@ -230,7 +230,8 @@ class ChatHistory:
             return
         place, gone = self.removed
         self.removed = None
-        self.conversations.insert(place, gone)
+        if self.find(gone.id) is None:  # no import has brought it back
+            self.conversations.insert(place, gone)
         self.open_id = gone.id
 
     def rename(self, conversation_id: str, name: str) -> None:

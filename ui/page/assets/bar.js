@@ -10,6 +10,7 @@ const STATES = {
 const find = (selector) => element.querySelector(selector);
 const { body } = document;
 const wide = matchMedia("(min-width: 1100px)");
+const phone = matchMedia("(max-width: 760px)");
 const isOpen = (name) => body.dataset[name] === "open";
 const opener = (name) => find(`[data-open="${name}"]`);
 let kept = {}; // where the browser keeps nothing, choices last as long as the page
@@ -30,6 +31,22 @@ function turn(name, open) {
   if (wide.matches) return;
   const first = `#${name} :is(button, input):not([tabindex="-1"], [hidden])`;
   (open ? document.querySelector(first) : opener(name))?.focus();
+}
+
+function showSettings() {
+  // The last of this id: a text may have it, too.
+  const tab = [...document.querySelectorAll("#settings-button")].at(-1);
+  if (!wide.matches) set("side", false);
+  tab.click();
+  set("panel", true);
+  tab.focus();
+}
+
+// A conversation was opened or begun: what lies over it closes.
+function showChat() {
+  set("side", false);
+  if (phone.matches) set("panel", false);
+  document.querySelector("#question textarea").focus();
 }
 
 function arrange() {
@@ -60,10 +77,7 @@ element.addEventListener("click", ({ target }) => {
   const { open } = target.closest("[data-open]")?.dataset ?? {};
   if (open) turn(open, !isOpen(open));
   if (open === "panel" && wide.matches) kept["hotcold-panel"] = body.dataset.panel;
-  if (target.closest(".settings")) {
-    document.querySelector("#settings-button").click(); // its tab
-    turn("panel", true);
-  }
+  if (target.closest(".settings")) showSettings();
   if (!target.closest(".theme")) return;
   useTheme(!body.classList.contains("dark"));
   kept["hotcold-theme"] = body.classList.contains("dark") ? "dark" : "light";
@@ -79,7 +93,6 @@ document.addEventListener("keydown", (event) => {
   if (event.isComposing) return;
   const key = event.key.toLowerCase();
   if (key === "escape" && covers()) turn("side", false);
-  // The last of this id: a text above the field may have it, too.
   else if (key === "escape") [...document.querySelectorAll("#stop")].at(-1).click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
   if (key !== (event.shiftKey ? "o" : "k")) return;
@@ -89,10 +102,10 @@ document.addEventListener("keydown", (event) => {
   document.querySelector(key === "k" ? "#side [type=search]" : "#question textarea").focus();
 });
 document.addEventListener("click", ({ target }) => {
-  if (!covers() || target.closest("[data-open]")) return;
-  if (target.closest(".open, .new") || !target.closest("#side")) turn("side", false);
+  if (!wide.matches && target.closest("#side :is(.open, .new)")) showChat();
+  else if (covers() && !target.closest("#side, [data-open]")) turn("side", false);
 });
-wide.addEventListener("change", arrange);
+for (const width of [wide, phone]) width.addEventListener("change", arrange);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => {
   useTheme(kept["hotcold-theme"] ? kept["hotcold-theme"] === "dark" : matches);
 });

@@ -8,13 +8,13 @@ let given = 0; // the number of the last value with a file
 let newest = props.value; // of all values: an older one may come later
 const isOld = (value) => value.server === newest.server && value.at < newest.at;
 
-function row({ id, title, busy }) {
+function row({ id, title, name, busy }) {
   const open = make("button", { type: "button", className: "open", onclick: () => act("open", { id }) }, title);
   if (id === newest.open) open.ariaCurrent = "true";
   if (busy) open.append(make("span", { className: "sr" }, " (is being answered)"));
   const rename = () => {
-    const text = prompt("Name of the conversation", title);
-    if (text !== null) act("rename", { id, text });
+    const text = prompt("Name of the conversation", name);
+    if (text !== null && text !== name) act("rename", { id, text });
   };
   const remove = () => act("remove", { id });
   return make("li", {}, open, button("edit", `Rename ${title}`, rename), button("remove", `Delete ${title}`, remove));

@@ -34,6 +34,7 @@ function copy(text, made) {
   field.select();
   document.execCommand("copy");
   field.remove();
+  made.focus({ preventScroll: true });
   made.classList.add("glyph-done");
   setTimeout(() => made.classList.remove("glyph-done"), 1500);
 }
@@ -135,6 +136,7 @@ for (const name of ["dragover", "dragleave", "drop"]) {
     if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault(); // else the browser would open the file in the page's place
     event.stopPropagation();
+    if (name === "dragleave" && event.relatedTarget) return; // it is still over the page
     dataset.drop = name === "dragover" ? "yes" : "no";
     if (name === "drop") put([...event.dataTransfer.files]);
   }, true);
