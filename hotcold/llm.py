@@ -257,7 +257,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | list[int] | list[dict[str, Any]],
+        prompt: Prompt | list[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[StreamPiece]:
@@ -274,7 +274,7 @@ class LLM:
 
     async def astream(
         self,
-        prompt: str | list[int] | list[dict[str, Any]],
+        prompt: Prompt | list[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamPiece]:
