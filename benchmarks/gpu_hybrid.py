@@ -1,23 +1,29 @@
 """Tokens a second of one shape with parts of it on a GPU, under several budgets, and without one.
 
-    python -m benchmarks.gpu_hybrid --shape falcon-40b-like --layers 20 --density 0.05 \\
-        --budget 6GiB --budget 8GiB --budget 12GiB --folder /dev/shm/hotcold --out falcon.json
+    python -m benchmarks.gpu_hybrid --shape falcon-40b-like --layers 20 --density 0.05 --mode exact
+        --mode sign --budget 6GiB --budget 12GiB --folder /dev/shm/hotcold --out falcon.json
+    python -m benchmarks.gpu_hybrid --shape qwen3-30b-a3b --layers 12 --format q4_0 --mode dense
+        --budget 2GiB --budget 8GiB --folder /dev/shm/hotcold --out qwen.json
 
 The model is made in FOLDER, best in memory, of random weights whose neurons fire at rates that
-follow a power law; which are frequent is counted over random tokens. Batch 1; the median of runs.
+follow a power law: a checkpoint in float16, or a GGUF file with --format. `hotcold profile` counts
+random tokens, and with a mode that predicts `hotcold train-predictors` follows. Batch 1; the median
+of runs.
 
 What a run has measured stays in OUT: the same command again does what is left, and --minutes says
-when to stop. With --llama-bench, a build with CUDA, the same shape runs there too: with as many
-layers on the GPU as the budget holds, and, where the program knows it, with all but FFNs there.
+when to stop. With --llama-bench, a build with CUDA, the same weights run there too, within the same
+budgets: as many whole layers on the GPU as fit, and attention of all layers with as many FFNs, each
+with all threads and with half of them.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -36,12 +42,13 @@ from hotcold.jobs.support.options import Bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.artifact_places import artifact_folders, artifact_path
+from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
+from hotcold.placement.profile import PROFILE_FILE, read_profile
 
 _CONTEXT = 256
 _PROFILED_TOKENS = 1024
+_SEED = 0
 _LLAMA_RESERVE_BYTES = 1 << 30  # of a budget: context, buffers, KV cache
 _PARTS = ("attention", "head", "hot neurons")
 
@@ -87,10 +94,10 @@ def _running(path: Path, options: SystemOptions) -> Iterator[tuple[System, Syste
         yield running, found
 
 
-def _options(budget: int) -> SystemOptions:
+def _options(mode: str, budget: int) -> SystemOptions:
     """0: the CPU alone."""
     return SystemOptions(
-        mode="exact",
+        mode=mode,
         context_length=_CONTEXT,
         max_batch=1,
         gpu_memory_bytes=budget,
@@ -99,11 +106,11 @@ def _options(budget: int) -> SystemOptions:
     )
 
 
-def _decode(path: Path, budget: int, prompt: int, tokens: int, repeat: int) -> Json:
+def _decode(path: Path, mode: str, budget: int, prompt: int, tokens: int, repeat: int) -> Json:
     config = read_config(path)
     request = decode_request(config, prompt, tokens)
     started = time.monotonic()
-    with _running(path, _options(budget)) as (running, system):
+    with _running(path, _options(mode, budget)) as (running, system):
         load_s = time.monotonic() - started
         for _ in range(2):  # graphs are made the second time
             running.complete(decode_request(config, prompt, 16))
@@ -172,62 +179,78 @@ def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
     }
 
 
-def _profile(path: Path, budget: int) -> Json:
-    """Count who fires over random tokens, and leave the profile beside the model."""
-    config = read_config(path)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, _PROFILED_TOKENS).tolist()
-    windows = [ids[first : first + _CONTEXT - 2] for first in range(0, len(ids), _CONTEXT - 2)]
-    with _running(path, _options(budget)) as (running, _):
-        for window in windows:
-            running.call("profile_window", window, [])
-        counts = running.call("fired_counts")
-    profile = ActivationProfile(counts, len(ids), "random tokens", "")
-    write_profile(artifact_folders(path)[0] / PROFILE_FILE, ModelIdentity.of(path), profile)
-    return {"tokens": len(ids), "density": float(counts.mean() / len(ids))}
+def _profile(path: Path, sign: bool) -> Json:
+    """Count who fires over random tokens; with `sign`, fit predictors to what they met."""
+    ids = np.random.default_rng(_SEED).integers(0, read_config(path).vocab_size, _PROFILED_TOKENS)
+    text = path.with_suffix(".jsonl")
+    text.write_text(json.dumps({"ids": ids.tolist()}) + "\n")
+    inputs = str(ids.size) if sign else "0"
+    found = hotcold("profile", str(path), "--text", str(text), "--inputs", inputs)
+    if sign:
+        found["predictors"] = hotcold("train-predictors", str(path), "--kind", "sign")
+    return found
 
 
-def _make(path: Path, shape: str, layers: int | None, density: float, vocab: int | None) -> Json:
+def _make(
+    path: Path, shape: str, layers: int | None, density: float, vocab: int | None, file_format: str
+) -> None:
     sizes = [] if layers is None else ["--layers", str(layers)]
+    if file_format != "f16":
+        from benchmarks import random_gguf
+
+        arguments = [str(path), "--shape", shape, "--format", file_format, *sizes]
+        random_gguf.main.main(arguments, standalone_mode=False)
+        return
     sizes += [] if vocab is None else ["--vocab", str(vocab)]
-    made = hotcold("make-model", str(path), "--shape", shape, "--density", str(density), *sizes)
-    return {name: made[name] for name in ("bytes", "parameters", "seconds", "density")}
+    hotcold("make-model", str(path), "--shape", shape, "--density", str(density), *sizes)
 
 
 def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, n: int) -> Json:
-    """The better of layers on the GPU, and of all but FFNs."""
+    """The best of layers on the GPU, and of all but FFNs, with all threads and with half."""
     from benchmarks.llama_gguf import likeness, write_gguf
 
+    config, is_same = read_config(path), path == gguf
     if not gguf.exists():
         write_gguf(path, gguf)
-    config = read_config(path)
-    layer = (attention_bytes(config) + ffn_bytes(config, config.num_neurons)) // (config.num_layers)
-    room = budget - _LLAMA_RESERVE_BYTES
-    ways = {"ngl": ["-ngl", str(max(0, min(config.num_layers, room // layer)))]}
-    said = subprocess.run([program, "--help"], capture_output=True, text=True)
-    if "--n-cpu-ffn" in said.stdout + said.stderr:
-        left = room - attention_bytes(config) - head_bytes(config)
-        ffn = ffn_bytes(config, config.ffn_size)
-        on_cpu = config.num_layers - max(0, min(config.num_layers, left // ffn))
-        ways["n-cpu-ffn"] = ["-ngl", "99", "--n-cpu-ffn", str(on_cpu)]
-    command = [program, "-m", str(gguf), "-t", str(threads), "-p", "0", "-n", str(n), "-r", "3"]
-    found: Json = {"likeness": likeness(config)}
+    num_layers, room = config.num_layers, budget - _LLAMA_RESERVE_BYTES
+    attention, head = attention_bytes(config), head_bytes(config)
+    ffn = ffn_bytes(config, config.num_neurons) / num_layers
+    on_gpu = _clipped(room / (ffn + attention / num_layers), num_layers)
+    on_cpu = num_layers - _clipped((room - attention - head) / ffn, num_layers)
+    ways = {
+        "layers": ["-ngl", str(99 if on_gpu == num_layers else on_gpu)],
+        "attention and FFNs": ["-ngl", "99"],
+    }
+    if on_cpu:
+        layers = "|".join(map(str, range(on_cpu)))
+        ways["attention and FFNs"] += ["-ot", rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"]
+    command = [program, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
+    command += ["-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
+    found: Json = {"likeness": "the same file" if is_same else likeness(config)}
     for name, options in ways.items():
         try:
-            rows = run_program([*command, *options, "-o", "jsonl"]).rows
-            found[name] = {"options": options, "tokens_per_s": median(rows[-1]["samples_ts"])}
+            rows = run_program([*command, *options]).rows
+            rates = [median(row["samples_ts"]) for row in rows]
+            found[name] = {"options": options, "tokens_per_s": max(rates), "by_threads": rates}
         except click.ClickException as problem:
             found[name] = {"options": options, "failed": problem.message}
     found["tokens_per_s"] = max(
-        (way["tokens_per_s"] for way in found.values() if "tokens_per_s" in way), default=None
+        (found[name].get("tokens_per_s", 0.0) for name in ways), default=None
     )
     return found
+
+
+def _clipped(count: float, most: int) -> int:
+    return int(max(0, min(most, count)))
 
 
 @click.command()
 @click.option("--shape", default="falcon-40b-like", show_default=True, help="As of make-model.")
 @click.option("--layers", type=int, help="Of the shape; all of them without it.")
-@click.option("--vocab", type=int, help="Tokens; the shape's without it.")
-@click.option("--density", type=float, default=0.05, show_default=True)
+@click.option("--vocab", type=int, help="Tokens of a float16 model; the shape's without it.")
+@click.option("--density", type=float, default=0.05, show_default=True, help="Of such a model.")
+@click.option("--format", "file_format", default="f16", show_default=True, help="Of a GGUF file.")
+@click.option("--mode", "modes", multiple=True, default=("exact",), help="Several times.")
 @click.option("--budget", "budgets", type=Bytes(), multiple=True, help="VRAM; several times.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/hotcold"))
 @click.option("--prompt-tokens", default=64, show_default=True)
@@ -235,12 +258,16 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--minutes", default=9.0, show_default=True, help="Begin nothing after so many.")
 @click.option("--llama-bench", help="A llama.cpp build with CUDA.")
+@click.option("--cpu/--no-cpu", default=True, show_default=True, help="Without a GPU, too.")
+@click.option("--only-make", is_flag=True, help="Make and profile the model, and no more.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
     shape: str,
     layers: int | None,
     vocab: int | None,
     density: float,
+    file_format: str,
+    modes: tuple[str, ...],
     budgets: tuple[int, ...],
     folder: Path,
     prompt_tokens: int,
@@ -248,36 +275,42 @@ def main(
     repeat: int,
     minutes: float,
     llama_bench: str | None,
+    cpu: bool,
+    only_make: bool,
     out: Path,
 ) -> None:
     """Measure one shape; the report goes to OUT."""
-    started = time.monotonic()
-    path = folder / f"{shape}-{layers or 'all'}-{vocab or 'all'}-{density:g}"
-    made: Json = {}
-    if not (path / "config.json").exists():
-        made = _make(path, shape, layers, density, vocab)
+    started, gguf = time.monotonic(), file_format != "f16"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{shape}-{layers or 'all'}-{vocab or 'all'}-{density:g}-{file_format}"
+    path = path.with_name(path.name + ".gguf") if gguf else path
+    if not (path if gguf else path / "config.json").exists():
+        _make(path, shape, layers, density, vocab, file_format)
     gpu = first_gpu()
-    system, _ = prepare_system(path, _options(0))
+    system, _ = prepare_system(path, _options(modes[0] if modes[0] != "sign" else "exact", 0))
     head = where_and_when(path, system.num_threads) | {
         "device": gpu if isinstance(gpu, str) else gpu[0],
+        "format": file_format,
         "density": density,
         "prompt_tokens": prompt_tokens,
         "tokens": tokens,
-        "made": made,
     }
     report = Report(out, head, minutes - (time.monotonic() - started) / 60)
-    report.measure("profile", lambda: _profile(path, max(budgets, default=0)))
+    report.measure("profile", lambda: _profile(path, "sign" in modes))
     sizes = prompt_tokens, tokens, repeat
-    for budget in budgets:
-        name = f"hotcold {budget / (1 << 30):g} GiB"
-        report.measure(name, lambda budget=budget: _decode(path, budget, *sizes))  # type: ignore[misc]
-    report.measure("hotcold cpu", lambda: _decode(path, 0, *sizes))
-    gguf = path.with_suffix(".gguf")
-    for budget in budgets if llama_bench else ():
-        name = f"llama.cpp {budget / (1 << 30):g} GiB"
-        arguments = (str(llama_bench), path, gguf, budget, system.num_threads, tokens)
-        report.measure(name, lambda arguments=arguments: _llama_cpp(*arguments))  # type: ignore[misc]
+    for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):
+        if not only_make:
+            run = partial(_decode, path, mode, budget, *sizes)
+            report.measure(f"hotcold {mode} {_place(budget)}", run)
+    for budget in budgets if llama_bench and not only_make else ():
+        file = path if gguf else path.with_name(path.name + ".gguf")
+        arguments = (str(llama_bench), path, file, budget, system.num_threads, tokens)
+        report.measure(f"llama.cpp {_place(budget)}", partial(_llama_cpp, *arguments))
     click.echo(json.dumps(report.content))
+
+
+def _place(budget: int) -> str:
+    return f"{budget / (1 << 30):g} GiB" if budget else "cpu"
 
 
 if __name__ == "__main__":
