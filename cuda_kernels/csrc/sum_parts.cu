@@ -40,7 +40,7 @@ struct Residual {
 };
 
 // As merge_partials and merge_normed of numba_kernels.serve.layer_loop; a NaN where the input is not
-// finite: a gate that is none does not fire, which would hide it.
+// finite: gates below zero do not fire, which would hide it.
 DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
     if (!to.mixed) return sum;
     float mixed = load(to.mixed + cell), input = load(to.input + cell);

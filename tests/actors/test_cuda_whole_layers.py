@@ -12,6 +12,7 @@ import pytest
 from hotcold.actors.attention.cuda.device import GraphCache
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.mailbox import ATTENTION, FFN, HEAD, LAYER, LAYERS, OPERATION
 from tests.actors.batching import random_predictor
@@ -161,6 +162,20 @@ def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
         np.testing.assert_array_equal(joined, one_by_one)
 
 
+@pytest.mark.parametrize("hot", [all_but(1), every_layer])
+def test_whoever_watches_sees_counts_of_the_other_layers(
+    tiny: Tiny, hot: Callable[[int, int], list[np.ndarray]]
+) -> None:
+    with CudaInProcess(tiny("llama-relu").path, hot=hot) as system:
+        watch = NeuronWatch(system.config, system.exchange.buffers, system.topology)
+        watch.watch()
+        system.engine("dense").step([5], [0], [0])
+        found = watch.read()
+        watch.watch(0)
+    assert found.num_steps == 1
+    assert (found.num_hot + found.last_computed == found.num_neurons).all()
+
+
 def test_a_request_can_be_sent_again(tiny: Tiny) -> None:
     checkpoint = tiny("llama-gqa")
     with CudaInProcess(checkpoint.path, hot=every_layer) as system:
@@ -180,17 +195,18 @@ def test_a_request_can_be_sent_again(tiny: Tiny) -> None:
         assert again == 1 and len(requests) == 6
 
 
-@pytest.mark.parametrize("name", ["down", "ffn_norm_weight"])
-def test_what_is_not_finite_names_its_layer(tiny: Tiny, name: str) -> None:
-    """Also where the FFN's input alone is not: a gate that is a NaN does not fire."""
-    checkpoint = tiny("llama-relu")
-    with CudaInProcess(checkpoint.path, hot=every_layer, device=emulated_devices()()) as system:
+@pytest.mark.parametrize("is_input", [False, True])
+def test_what_is_not_finite_names_its_layer(is_input: bool, tmp_path: Path) -> None:
+    """Also where the FFN's input alone is not, which no number of 8 bits says."""
+    path, device = make_model("q-llama", tmp_path / "model"), emulated_devices()()
+    options: dict[str, Any] = {"weight_dtype": "q8", "kv_dtype": "float16", "device": device}
+    with CudaInProcess(path, hot=every_layer, **options) as system:
         engine, model = system.engine("exact"), system.services[0]._model  # type: ignore[attr-defined]
         before = engine.step([5], [0], [0]).copy()
-        norm = model.layers[1].vectors.ffn_norm_weight
-        broken = model.ffn[1].down.data if name == "down" else norm
+        vectors = model.layers[1].vectors
+        broken = vectors.ffn_norm_weight if is_input else vectors.norm_weight
         kept = broken.copy()
-        broken[...] = np.nan
+        broken[3] = np.inf
         for _ in range(3):
             with pytest.raises(NotFiniteError, match="in layer 1"):
                 engine.step([5], [0], [0])
