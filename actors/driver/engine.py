@@ -107,6 +107,7 @@ class Engine:
             sums=sums_of_services(topology.parts, config.ffn_bias),
             head=np.array([topology.head], np.int64),
             end_of_whole=_ends_of_whole(config, topology, self.embedding.ffn_output_norm),
+            joins_head=topology.joins_head,
         )
 
     def step(

@@ -105,7 +105,8 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
         written = ("mixed", "ffn_input", "block_weights")
         return {name: getattr(buffers, name)[:num_tokens] for name in written}
     if operation == LAYERS:
-        return {"mixed": buffers.mixed[:num_tokens]}
+        num_logits = num_tokens - int(words[FIRST_LOGIT])
+        return {"mixed": buffers.mixed[:num_tokens], "logits": buffers.logits[:num_logits]}
     if operation == HEAD:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):

@@ -112,6 +112,13 @@ class Topology:
         return found
 
     @cached_property
+    def joins_head(self) -> bool:
+        """Whether the GPU with the last layer has the head too."""
+        part = self.parts[self.head]
+        is_there = isinstance(part, ServiceSpec) and part.on_gpu and not part.system.head_on_host
+        return is_there and bool(self.attention_of[-1] == self.head)
+
+    @cached_property
     def shards(self) -> Sequence[Sequence[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
         return [self.parts[s].neuron_ids or [] for s in self.cpu_services]

@@ -98,6 +98,7 @@ class LayerFacts(NamedTuple):
     head (1,) int64: the service with the head
     end_of_whole (L,) int64: layers l to end_of_whole[l] - 1 can be one request to attention_of[l],
     in steps of few tokens; none where that is l
+    joins_head: whether the head can be requested with the last of these
     """
 
     attention_of: np.ndarray
@@ -115,6 +116,7 @@ class LayerFacts(NamedTuple):
     sums: np.ndarray = np.zeros((0, 3), np.int64)
     head: np.ndarray = np.zeros(1, np.int64)
     end_of_whole: np.ndarray = np.zeros(0, np.int64)
+    joins_head: bool = False
 
 
 def new_layer_state() -> np.ndarray:
@@ -195,8 +197,11 @@ def _attend(layer_state, request_state, buffers, facts, selector):
     if end > layer_state[AT_LAYER]:
         layer_state[REQUESTED], layer_state[AT_PHASE] = LAYERS, _END
         _write_requests(layer_state, buffers, facts, selector)
-        service = facts.attention_of[layer_state[AT_LAYER]]
-        buffers.requests[service, mailbox.END_LAYER] = end
+        request = buffers.requests[facts.attention_of[layer_state[AT_LAYER]]]
+        has_head = facts.joins_head and end == facts.end_of_whole.shape[0]
+        has_head &= layer_state[NUM_LOGITS] == layer_state[TOKENS]
+        request[mailbox.END_LAYER] = end
+        request[FIRST_LOGIT] = 0 if has_head else layer_state[TOKENS]
         return _send(layer_state, request_state, buffers, facts)
     number = layer_state[NEXT_NUMBER]
     if request_state.shape[0]:
@@ -235,13 +240,14 @@ def _end_of_joined(layer_state, facts, selector):
 
 @njit(nogil=True, cache=True)
 def _end(layer_state, buffers, facts):
-    """hidden = mixed, the output of the layers that were requested.
+    """hidden = mixed, the output of the layers that were requested, and logits where they were.
 
-    Where it is not finite they are requested one by one: `hidden` is still their input.
+    What is not finite is requested again one by one: `hidden` is still the layers' input.
     """
     first, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
     service = facts.attention_of[first]
-    end, reply = buffers.requests[service, mailbox.END_LAYER], buffers.replies[service]
+    request, reply = buffers.requests[service], buffers.replies[service]
+    end = request[mailbox.END_LAYER]
     layer_state[LAYERS_BUSY_NS] += reply[BUSY_NS]
     layer_state[LAYERS_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT], layer_state[AT_PHASE] = 0, _ATTEND
@@ -254,6 +260,8 @@ def _end(layer_state, buffers, facts):
     layer_state[SUM_UPS] += reply[NUM_UP]
     layer_state[SUM_GATES] += facts.num_neurons[first:end, service].sum()
     layer_state[AT_LAYER] = end
+    if request[FIRST_LOGIT] == 0 and finite_rows(buffers.logits, num_tokens):
+        layer_state[NUM_LOGITS] = 0  # that are left
     return DONE
 
 

@@ -69,7 +69,9 @@ FULL, WINDOWED = range(2)
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
 SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them from there on a GPU
-LAYERS = 8  # attention and FFN of several layers, hidden → mixed
+# Attention and FFN of several layers, hidden → mixed, and logits of tokens from FIRST_LOGIT on: of
+# all, or with NUM_TOKENS there of none.
+LAYERS = 8
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)

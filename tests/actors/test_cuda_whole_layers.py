@@ -22,6 +22,7 @@ from tests.actors.test_cuda_emulated import emulated_devices
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.tiny_models import VARIANTS
+from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 SIZES = [1, 1, 3, 8, 2, 1, 32, 1]  # graphs are made at the second use
@@ -162,6 +163,26 @@ def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
         np.testing.assert_array_equal(joined, one_by_one)
 
 
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
+def test_the_head_goes_with_the_last_layer(tiny: Tiny, variant: str) -> None:
+    """Where all tokens have logits and the GPU has it."""
+    path, found = tiny(variant).path, []
+    for has_head in (True, False):
+        with CudaInProcess(path, hot=every_layer, has_head=has_head) as system:
+            requests, engine = asked(system), system.engine("exact")
+            found.append(engine.step([5, 6], [0, 1], [0, 0], 2).copy())
+            assert [each for each, _ in requests] == [LAYERS, *[HEAD] * (not has_head)]
+            requests.clear()
+            last = engine.step([5, 6], [0, 1], [0, 0]).copy()
+            assert [each for each, _ in requests] == [LAYERS, HEAD]
+            assert relative_difference(last, found[-1][1:]) < 1e-4  # NumPy multiplies otherwise
+            if has_head:
+                system.services[0]._model.head.head.data[3] = np.nan  # type: ignore[attr-defined]
+                with pytest.raises(NotFiniteError, match="in its logits"):
+                    engine.step([5, 6], [0, 1], [0, 0], 2)
+    assert relative_difference(found[0], found[1]) < 1e-4
+
+
 @pytest.mark.parametrize("hot", [all_but(1), every_layer])
 def test_whoever_watches_sees_counts_of_the_other_layers(
     tiny: Tiny, hot: Callable[[int, int], list[np.ndarray]]
@@ -213,4 +234,4 @@ def test_what_is_not_finite_names_its_layer(is_input: bool, tmp_path: Path) -> N
         broken[...] = kept
         requests = asked(system)
         np.testing.assert_array_equal(engine.step([5], [0], [0]), before)
-        assert requests == [(LAYERS, 0), (HEAD, 0)]
+        assert requests == [(LAYERS, 0)]

@@ -178,7 +178,8 @@ class CudaAttentionService(Service):
                 self._attention(layer, num_tokens, decode_thresholds(request))
             elif operation == LAYERS:
                 layers = range(layer, int(request[END_LAYER]))
-                self._whole_layers(layers, num_tokens, decode_thresholds(request))
+                has_head = int(request[FIRST_LOGIT]) < num_tokens
+                self._whole_layers(layers, has_head, num_tokens, decode_thresholds(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
@@ -236,22 +237,25 @@ class CudaAttentionService(Service):
         longest = int(buffers.positions[:num_tokens].max()) + 1
         return whole, whole_length(longest, work.most_length)
 
-    def _whole_layers(self, layers: range, num_tokens: int, thresholds: Thresholds) -> None:
+    def _whole_layers(
+        self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
+    ) -> None:
         self._begun, work = None, self._work
-        whole, length = self._put_step(num_tokens)
-        self._graphs.run(
-            ("layers", layers, whole, length, thresholds),
-            lambda: work.whole_layers(layers, whole, length, thresholds),
-            len(layers),
-        )
+        which = layers, has_head, *self._put_step(num_tokens), thresholds
+        self._graphs.run(("layers", *which), lambda: work.whole_layers(*which), len(layers))
         self.times.mark("whole layers")
-        target = self.buffers.mixed[:num_tokens].reshape(-1)
-        land = self._link.download("mixed", [target], work.hidden.reshape(-1)[: target.size])
+        outputs = [("mixed", self.buffers.mixed, work.hidden)]
+        if has_head:
+            outputs.append(("logits", self.buffers.logits, work.logits))
+        lands = []
+        for name, rows, found in outputs:
+            target = rows[:num_tokens].reshape(-1)
+            lands.append(self._link.download(name, [target], found.reshape(-1)[: target.size]))
         own = slice(layers.start, layers.stop)
         fired = self._num_fired[own]
         self._device.copy_out(fired.reshape(-1), work.num_fired[own].reshape(-1))
         self.times.mark("copies")
-        self._finish(land)
+        self._finish(*lands)
         self.times.collect()
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired.sum(axis=0)
 

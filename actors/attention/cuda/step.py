@@ -189,12 +189,19 @@ class StepWork:
         )
 
     def whole_layers(
-        self, layers: range, num_tokens: int, max_length: int, thresholds: Thresholds
+        self,
+        layers: range,
+        has_head: bool,
+        num_tokens: int,
+        max_length: int,
+        thresholds: Thresholds,
     ) -> None:
-        """hidden → hidden, num_fired, through layers of which the device has everything."""
+        """hidden → hidden, num_fired, through layers of which the device has everything; logits."""
         for layer in layers:
             self.attention(layer, num_tokens, max_length)
             self.hot(layer, num_tokens, thresholds, ends_layer=True)
+        if has_head:
+            self.head(num_tokens)
 
     def head(self, num_tokens: int) -> None:
         """hidden → logits."""
