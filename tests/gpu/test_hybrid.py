@@ -83,7 +83,7 @@ def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
             assert assert_same(system, checkpoint.ids) == (not is_normed)
 
 
-@pytest.mark.parametrize("weight_dtype", ["float16", "q8", "q4"])
+@pytest.mark.parametrize("weight_dtype", ["f16", "q8", "q4"])
 @pytest.mark.parametrize("name", ["q-llama", "q-opt-postnorm", "q-falcon-grouped"])
 def test_whole_quantized_layers_at_once(
     name: str, weight_dtype: str, tmp_path: Path, device: Device
