@@ -50,7 +50,7 @@ _CONTEXT = 256
 _PROFILED_TOKENS = 1024
 _SEED = 0
 _LLAMA_RESERVE_BYTES = 1 << 30  # of a budget: context, buffers, KV cache
-_PARTS = ("attention", "head", "hot neurons")
+_PARTS = ("attention", "head", "hot neurons", "whole layers")
 
 
 class Report:
@@ -167,8 +167,8 @@ def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
     and of the driver's steps what they wait for.
     """
     each = {part: device_ms.get(part, 0.0) / tokens for part in (*_PARTS, "copies")}
-    kernels = each["attention"] + each["head"]
-    services = per_token_ms["attention"] + per_token_ms["head"]
+    kernels = each["attention"] + each["head"] + each["whole layers"]
+    services = per_token_ms["attention"] + per_token_ms["head"] + per_token_ms["layers"]
     return {
         **{f"gpu {part}": ms for part, ms in each.items()},
         "gpu service beside its kernels": services - kernels,

@@ -9,7 +9,13 @@ import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
-from hotcold.cuda_kernels.neurons import ALL, DeviceNeurons, DeviceRouter, DeviceSelection
+from hotcold.cuda_kernels.neurons import (
+    ALL,
+    DeviceNeurons,
+    DeviceRouter,
+    DeviceSelection,
+    LayerResidual,
+)
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -256,8 +262,12 @@ class CudaKernels:
         out: Any,
         num_fired: Any,
         selection: DeviceSelection = ALL,
+        residual: LayerResidual | None = None,
     ) -> None:
         """The FFN of the hot neurons, those on the device, without the layer's down bias.
+
+        With `residual` out is the layer's output, added up as the driver does it, the down bias
+        too; not finite where x is not.
 
         out[t] = sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) weight[t, n] down[n]
 
@@ -288,7 +298,15 @@ class CudaKernels:
             run_partials=np.int32(RUN_PARTS // layout.parts_a_block),
             num_parts=np.int32(layout.num_parts),
         )
-        arguments = sums, self._at(out), self._at(num_fired)
+        mixed, bias, scale = residual or LayerResidual(None, None, 1.0)
+        added_to = record(
+            mixed=self._at(mixed),
+            input=self._at(x),
+            bias=self._at(bias),
+            scale=np.float32(scale),
+            width=np.int32(layout.width),
+        )
+        arguments = sums, added_to, self._at(out), self._at(num_fired)
         self._launcher.launch(_SUM_PARTS, (ceil_div(cells, WARP), 1, 1), THREADS, arguments)
 
     def _gates(

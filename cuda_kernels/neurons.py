@@ -78,6 +78,17 @@ class DeviceSelection(NamedTuple):
 ALL = DeviceSelection()
 
 
+class LayerResidual(NamedTuple):
+    """What the FFN's sum is added to where a device computes all of it: mixed + scale * FFN.
+
+    mixed (T, d); bias (d,) of down projections, or (0,); all float32
+    """
+
+    mixed: Any
+    bias: Any
+    scale: float
+
+
 def fill_masks(masks: np.ndarray, ids: np.ndarray, token_masks: np.ndarray) -> None:
     """Fill masks (N,) uint32 of a `Selection` that lists `ids`; 0 where a neuron is not listed."""
     masks[:] = 0

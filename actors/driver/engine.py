@@ -74,6 +74,7 @@ class Engine:
         # waits at most so many seconds and says whether they have, the second until they have.
         self.begin_matmul: Callable[[float], bool] = lambda wait_s: True
         self.prepare_matmul: Callable[[], None] = lambda: None
+        self.joins_layers = True  # those that a GPU has as a whole, in steps of few tokens
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
@@ -105,6 +106,8 @@ class Engine:
             block_counts=self.block_counts,
             sums=sums_of_services(topology.parts, config.ffn_bias),
             head=np.array([topology.head], np.int64),
+            end_of_whole=_ends_of_whole(config, topology, self.embedding.ffn_output_norm),
+            joins_head=topology.joins_head,
         )
 
     def step(
@@ -131,7 +134,8 @@ class Engine:
             self.place(token_ids, positions, slots)
             mode = mode or self.mode
             layers = range(self.config.num_layers)
-            self._run_layers(layers, num_tokens, mode, num_logits=num_logits)
+            joins = self.joins_layers and num_tokens <= self.kernel_tokens
+            self._run_layers(layers, num_tokens, mode, num_logits=num_logits, joins=joins)
             self.num_steps += 1
             self._count_reads()
             return self.exchange.buffers.logits[:num_logits]
@@ -200,12 +204,13 @@ class Engine:
         mode: StepMode,
         num_unwanted: int = 0,
         num_logits: int = 0,
+        joins: bool = False,
     ) -> None:
         layer_state, exchange = self._layer_state, self.exchange
         selector = mode.selector(self._is_routed)
         own_ffn = self._runs_ffn(num_tokens)
         begin_layers(
-            layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted, num_logits
+            layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted, num_logits, joins
         )
         while True:
             layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
@@ -307,6 +312,21 @@ def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
         for layer, ids in enumerate(part.neuron_ids or []):
             found[layer, service] = np.bincount(blocks[layer, ids], minlength=num_blocks)
     return found
+
+
+def _ends_of_whole(config: ModelConfig, topology: Topology, output_norm: np.ndarray) -> np.ndarray:
+    """`end_of_whole` of `LayerFacts`: (L,) int64.
+
+    None of a model with experts, whose weights the driver counts, or whose FFN's output is normed:
+    the driver does that, and adds up in another order than a GPU.
+    """
+    ends, attention_of = np.arange(config.num_layers), topology.attention_of
+    if config.experts is not None or output_norm.shape[1]:
+        return ends
+    for layer in reversed(np.flatnonzero(topology.is_whole)):
+        is_followed = attention_of[layer : layer + 2].tolist() == [attention_of[layer]] * 2
+        ends[layer] = ends[layer + 1] if is_followed else layer + 1
+    return ends
 
 
 def _bad_layer(

@@ -22,6 +22,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     FIRST_LOGIT,
     HEAD,
+    LAYERS,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
@@ -29,8 +30,9 @@ from hotcold.numba_kernels.serve.mailbox import (
     SharedBuffers,
 )
 
+_WITH_ATTENTION = (ATTENTION, LAYERS)
 _INPUTS = {
-    ATTENTION: ("positions", "slots", "hidden"),
+    **dict.fromkeys(_WITH_ATTENTION, ("positions", "slots", "hidden")),
     HEAD: ("hidden",),
     FFN: ("ffn_input",),
     COUNT_FFN: ("ffn_input",),
@@ -58,7 +60,7 @@ class ServiceRequest:
                 inputs[name] = getattr(buffers, name)[service, : words[NUM_IDS]].copy()
         if words[OPERATION] == FFN and words[WEIGHS_BLOCKS]:
             inputs["block_weights"] = buffers.block_weights[:num_tokens].copy()
-        if words[OPERATION] == ATTENTION:
+        if words[OPERATION] in _WITH_ATTENTION:
             num_pages = num_pages_of(int(inputs["positions"].max()) + 1)
             inputs[_PAGES] = buffers.page_tables[:, np.unique(inputs["slots"]), :num_pages]
         return cls(words, inputs)
@@ -102,6 +104,9 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     if operation == ATTENTION:
         written = ("mixed", "ffn_input", "block_weights")
         return {name: getattr(buffers, name)[:num_tokens] for name in written}
+    if operation == LAYERS:
+        num_logits = num_tokens - int(words[FIRST_LOGIT])
+        return {"mixed": buffers.mixed[:num_tokens], "logits": buffers.logits[:num_logits]}
     if operation == HEAD:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):

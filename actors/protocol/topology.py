@@ -101,6 +101,24 @@ class Topology:
         return np.array([few and attention not in ffn for ffn, attention in pairs], bool)
 
     @cached_property
+    def is_whole(self) -> np.ndarray:
+        """Whether a GPU has all of a layer, attention and neurons: (L,) bool."""
+        found = np.zeros(self.attention_of.size, bool)
+        for layer, (s, sizes) in enumerate(zip(self.attention_of, self.num_neurons, strict=True)):
+            part = self.parts[s]
+            if isinstance(part, ServiceSpec) and part.on_gpu:
+                is_there = layer >= part.system.num_host_layers
+                found[layer] = is_there and sizes[s] == sizes.sum() > 0
+        return found
+
+    @cached_property
+    def joins_head(self) -> bool:
+        """Whether the GPU with the last layer has the head too."""
+        part = self.parts[self.head]
+        is_there = isinstance(part, ServiceSpec) and part.on_gpu and not part.system.head_on_host
+        return is_there and bool(self.attention_of[-1] == self.head)
+
+    @cached_property
     def shards(self) -> Sequence[Sequence[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
         return [self.parts[s].neuron_ids or [] for s in self.cpu_services]

@@ -190,6 +190,8 @@ class NeuronWatch:
         steps = (self._buffers.counted_steps[cpus] - self._first_steps[cpus]).astype(np.int64)
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
         has_counted = (steps > 0)[:, :, None, None]
+        # A layer without cold neurons may be computed without these services.
+        of_cold = steps[:, (self._num_hot < self._num_neurons).any(axis=1)]
         last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)
         experts = self._experts()
         if experts is not None and self._first_experts is not None:
@@ -201,7 +203,7 @@ class NeuronWatch:
             last[:, :, LAST_GATES],
             means[:, :, ALL_FIRED],
             means[:, :, ALL_GATES],
-            int(steps.min(initial=0 if steps.size == 0 else steps.max())),
+            int(of_cold.min()) if of_cold.size else 1,
             experts,
         )
 

@@ -14,13 +14,15 @@ from hotcold.numba_kernels.serve.layer_loop import (
     FFN_WAITED_NS,
     HEAD_BUSY_NS,
     HEAD_WAITED_NS,
+    LAYERS_BUSY_NS,
+    LAYERS_WAITED_NS,
     PREDICTOR_NS,
     SUM_COMPUTED,
     SUM_GATES,
     SUM_UPS,
 )
 
-PARTS = ("attention", "head", "ffn", "predictor", "draft")
+PARTS = ("attention", "head", "ffn", "layers", "predictor", "draft")
 # Of neurons on storage: bytes that all services read, the slowest one's wait for them, parts of
 # neurons that were wanted, and parts that were not in memory; of experts those that could be
 # guessed, and were; parts that were read ahead, and those of them that were of use.
@@ -34,7 +36,8 @@ READS = (
 class StepTimes:
     """Sums over some steps, in nanoseconds except for the counts.
 
-    A part's time is what its slowest service was busy, and of `draft` all that drafts took;
+    A part's time is what its slowest service was busy; `layers` are those that a GPU computes as a
+    whole, and have no share in `attention` and `ffn`; of `draft` all that drafts took;
     `exchange` is what the driver waited beyond that; the rest of `total` is the driver's own:
     Python, and sums of partial outputs.
     """
@@ -73,6 +76,7 @@ class StepTimes:
         sums = layer_state.tolist()
         self.add("attention", sums[ATTENTION_WAITED_NS], sums[ATTENTION_BUSY_NS])
         self.add("ffn", sums[FFN_WAITED_NS], sums[FFN_BUSY_NS])
+        self.add("layers", sums[LAYERS_WAITED_NS], sums[LAYERS_BUSY_NS])
         self.add("head", sums[HEAD_WAITED_NS], sums[HEAD_BUSY_NS])
         self.parts["predictor"] += sums[PREDICTOR_NS]
         self.count_neurons(sums[SUM_COMPUTED], sums[SUM_UPS], sums[SUM_GATES])
@@ -100,7 +104,7 @@ class StepTimes:
         self.count_reads(list(other.reads.values()))
 
     def per_step_ms(self) -> dict[str, float]:
-        """Milliseconds a step: attention, head, ffn, predictor, draft, exchange, python, total."""
+        """Milliseconds a step: PARTS, exchange, python, total."""
         return self._ms_by_parts(self.num_steps)
 
     def per_token_ms(self, num_tokens: int) -> dict[str, float]:

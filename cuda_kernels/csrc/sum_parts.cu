@@ -1,4 +1,5 @@
-// The hot FFN's last kernel: the sum of all runs, each the sum of its parts, in order.
+// The hot FFN's last kernel: the sum of all runs, each the sum of its parts, in order; where the FFN
+// is whole also the layer's output.
 //
 // A block takes 32 cells of the output; its warps sum eight runs each, the first adds them up.
 #include "common.cuh"
@@ -30,7 +31,25 @@ struct PartSums {
     int num_partials, run_partials, num_parts;
 };
 
-DEVICE void sum_runs(const PartSums& from, float* out) {
+// What an FFN's sum is added to: mixed (cells,), null where the sum itself is wanted; input (cells,)
+// of the FFN, bias (width,) or null.
+struct Residual {
+    const float *mixed, *input, *bias;
+    float scale;
+    int width;
+};
+
+// As merge_partials and merge_normed of numba_kernels.serve.layer_loop; a NaN where the input is not
+// finite: gates below zero do not fire, which would hide it.
+DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
+    if (!to.mixed) return sum;
+    float mixed = load(to.mixed + cell), input = load(to.input + cell);
+    float bias = to.bias ? load(to.bias + cell % to.width) : 0.0f;
+    float output = to.scale == 1.0f ? mixed + sum + bias : mixed + to.scale * (sum + bias);
+    return output + (input - input);
+}
+
+DEVICE void sum_runs(const PartSums& from, const Residual& to, float* out) {
     __shared__ float sums[RUNS_AT_ONCE][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     i64 cell = static_cast<i64>(blockIdx.x) * WARP + lane;
@@ -49,7 +68,7 @@ DEVICE void sum_runs(const PartSums& from, float* out) {
         for (int i = 0; warp == 0 && i < count; ++i) total += sums[i][lane];
         __syncthreads();
     }
-    if (warp == 0 && cell < from.cells) store(out + cell, total);
+    if (warp == 0 && cell < from.cells) store(out + cell, layer_output(to, cell, total));
 }
 
 // num_fired (2,): neurons that fire, and up rows read, from the two halves of each count.
@@ -70,7 +89,7 @@ DEVICE void count_fired(const int* fired_counts, int num_parts, int* num_fired) 
 
 #define SUM_PARTS()                                                                                \
     ENTRY(THREADS)                                                                                 \
-    sum_parts(PartSums from, float* out, int* num_fired) {                                         \
+    sum_parts(PartSums from, Residual to, float* out, int* num_fired) {                            \
         count_fired(from.fired_counts, from.num_parts, num_fired);                                 \
-        sum_runs(from, out);                                                                       \
+        sum_runs(from, to, out);                                                                   \
     }

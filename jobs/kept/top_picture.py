@@ -19,8 +19,8 @@ _LEGEND = "· few  ░ over 2%  ▒ 10%  ▓ 25%  █ 50%"
 _BESIDE_MAP = 36  # columns of numbers
 _STATES = {"alive": "green", "silent": "yellow", "restarting": "yellow", "dead": "red"}
 _PARTS = {  # of a step's time -> where it is spent
-    "attention": "gpu", "head": "gpu", "ffn": "cpu", "predictor": "driver", "draft": "",
-    "python": "driver",
+    "attention": "gpu", "layers": "gpu", "head": "gpu", "ffn": "cpu", "predictor": "driver",
+    "draft": "", "python": "driver",
     "exchange": "",
 }  # fmt: skip
 _FRAME_LINES = 16  # beside the map and the services
@@ -136,18 +136,19 @@ def _step(found: dict[str, Any]) -> Text:
     total = times.get("total", 0.0)
     if not total:
         return Text("no step was taken in the last seconds", style="dim")
-    num_exchanges = 2 * len(found["map"]["last"]["computed"]) + 1
     shares = {part: times.get(part, 0.0) / total for part in _PARTS}
     exchange = shares.pop("exchange")
     parts = "  ".join(f"{part} {share:.0%}" for part, share in shares.items() if share)
-    each_us = 1e3 * exchange * total / num_exchanges
+    each = ""
+    if not shares["layers"]:  # else nobody knows how many went together
+        num_exchanges = 2 * len(found["map"]["last"]["computed"]) + 1
+        each = f": {num_exchanges} a step, {1e3 * exchange * total / num_exchanges:.0f} µs each"
     drafted = found["num_drafted"]
     given = f" and gives {found['tokens_per_step']:.1f} tokens" if drafted else ""
     taken = f", {found['num_accepted'] / drafted:.0%} of drafts taken" if drafted else ""
     return Text(
         f"a step takes {total:.2f} ms{given}{taken}: {parts}\n"
-        f"exchange {exchange:.0%}: {num_exchanges} a step, {each_us:.0f} µs each beside the "
-        "services' work"
+        f"exchange {exchange:.0%}{each} beside the services' work"
     )
 
 

@@ -1,6 +1,7 @@
 """The layer loop of the driver: attention, choice of neurons, FFN and residual, layer by layer.
 
-Behind the last layer the head follows, where logits are wanted.
+Behind the last layer the head follows, where logits are wanted. Layers of which one service has
+everything are one request.
 
 The loop is a state machine in one record, written once for all kinds of exchange. With doorbells it
 sends requests, waits and goes on, layer after layer, without Python. Otherwise, and wherever Python
@@ -28,6 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     GATE_THRESHOLD,
     HEAD,
     LAYER,
+    LAYERS,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -45,7 +47,7 @@ from hotcold.numba_kernels.serve.selector import announce, predicts, select
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
 OWN_FFN = 4  # whether Python computes the FFN
 NEXT_NUMBER = 5  # of the next request by doorbell where Python sends it; 0 without doorbells
-REQUESTED = 6  # ATTENTION, FFN or HEAD: says what `requested_services` are
+REQUESTED = 6  # ATTENTION, FFN, LAYERS or HEAD: says what `requested_services` are
 IS_SENT = 7  # a request was sent and is not counted yet
 REQUEST_WAITED_NS = 8  # for its replies
 # and sums over its layers, as in `StepTimes`
@@ -56,16 +58,19 @@ WEIGHTS = 17  # TARGET or DRAFT
 UNWANTED = 18  # of a prompt's last layer: tokens before those whose output is wanted
 NUM_LOGITS = 19  # of the last tokens, from the head after the last layer
 HEAD_BUSY_NS, HEAD_WAITED_NS = 20, 21
-NUM_STATE_WORDS = 24  # whole cache lines
+JOINS = 22  # whether whole layers are joined to one request
+LAYERS_BUSY_NS, LAYERS_WAITED_NS = 23, 24
+NUM_STATE_WORDS = 32  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
 
 # as REQUESTED: both at once, the FFN's services rung by the attention service, and awaited first
 _ATTENTION_THEN_FFN = -1
 
-# phases of a layer
+# phases of a layer; _END follows the request for whole layers
 _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
 _NUM_PHASES = 4
+_END = 4
 
 # reasons for which the loop yields to Python
 DONE = 0  # all layers are done, and the head
@@ -91,6 +96,9 @@ class LayerFacts(NamedTuple):
     sums (n, 3) int64: where CPU services have some lanes of neurons each, what they pass on
     (`decode.lanes`): the service, which of its outputs, the first lane, by which they are ascending
     head (1,) int64: the service with the head
+    end_of_whole (L,) int64: layers l to end_of_whole[l] - 1 can be one request to attention_of[l],
+    in steps of few tokens; none where that is l
+    joins_head: whether the head can be requested with the last of these
     """
 
     attention_of: np.ndarray
@@ -107,6 +115,8 @@ class LayerFacts(NamedTuple):
     block_counts: np.ndarray = np.zeros((0, 0, 2), np.int64)
     sums: np.ndarray = np.zeros((0, 3), np.int64)
     head: np.ndarray = np.zeros(1, np.int64)
+    end_of_whole: np.ndarray = np.zeros(0, np.int64)
+    joins_head: bool = False
 
 
 def new_layer_state() -> np.ndarray:
@@ -122,25 +132,27 @@ def begin_layers(
     weights: int = TARGET,
     num_unwanted: int = 0,
     num_logits: int = 0,
+    joins: bool = False,
 ) -> None:
     """Set `layer_state` before the first of `layers`, with all sums zero.
 
     num_unwanted: of so many first tokens nothing but keys and values is computed
     num_logits: so many last tokens have logits
+    joins: whether whole layers are joined, which leaves only `hidden` of the last one behind
     """
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
     layer_state[TOKENS] = num_tokens
     layer_state[OWN_FFN] = own_ffn
     layer_state[WEIGHTS], layer_state[UNWANTED] = weights, num_unwanted
-    layer_state[NUM_LOGITS] = num_logits
+    layer_state[NUM_LOGITS], layer_state[JOINS] = num_logits, joins
 
 
 @njit(nogil=True, cache=True)
 def requested_services(layer_state, facts):
     """The services that the loop sends requests to now, or adds partial outputs of: int64."""
     layer = layer_state[AT_LAYER]
-    if layer_state[REQUESTED] == ATTENTION:
+    if layer_state[REQUESTED] == ATTENTION or layer_state[REQUESTED] == LAYERS:
         return facts.attention_of[layer : layer + 1]
     if layer_state[REQUESTED] == HEAD:
         return facts.head
@@ -166,6 +178,8 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
             reason = _choose(layer_state, buffers, facts, selector)
         elif phase == _COMPUTE:
             reason = _compute(layer_state, request_state, buffers, facts)
+        elif phase == _END:
+            reason = _end(layer_state, buffers, facts)
         else:
             reason = _add(layer_state, buffers, facts)
         if reason != DONE:
@@ -177,8 +191,18 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request mixed and ffn_input, and behind them the FFN where it needs no choice.
 
-    A GPU also starts with its hot neurons.
+    A GPU also starts with its hot neurons. Of whole layers request all.
     """
+    end = _end_of_joined(layer_state, facts, selector)
+    if end > layer_state[AT_LAYER]:
+        layer_state[REQUESTED], layer_state[AT_PHASE] = LAYERS, _END
+        _write_requests(layer_state, buffers, facts, selector)
+        request = buffers.requests[facts.attention_of[layer_state[AT_LAYER]]]
+        has_head = facts.joins_head and end == facts.end_of_whole.shape[0]
+        has_head &= layer_state[NUM_LOGITS] == layer_state[TOKENS]
+        request[mailbox.END_LAYER] = end
+        request[FIRST_LOGIT] = 0 if has_head else layer_state[TOKENS]
+        return _send(layer_state, request_state, buffers, facts)
     number = layer_state[NEXT_NUMBER]
     if request_state.shape[0]:
         number = request_state[mailbox.NEXT_NUMBER]
@@ -196,6 +220,49 @@ def _attend(layer_state, request_state, buffers, facts, selector):
         buffers.requests[facts.attention_of[layer], THEN] = then
         layer_state[REQUESTED] = _ATTENTION_THEN_FFN
     return _send(layer_state, request_state, buffers, facts)
+
+
+@njit(nogil=True, cache=True)
+def _end_of_joined(layer_state, facts, selector):
+    """The end of the layers that are requested at once from here on; this layer where none are.
+
+    A request has one pair of thresholds.
+    """
+    first = end = layer_state[AT_LAYER]
+    if layer_state[JOINS] and not layer_state[OWN_FFN]:
+        while end < min(layer_state[END_LAYER], facts.end_of_whole[first]) and (
+            selector.thresholds[end, 0] == selector.thresholds[first, 0]
+            and selector.thresholds[end, 1] == selector.thresholds[first, 1]
+        ):
+            end += 1
+    return end
+
+
+@njit(nogil=True, cache=True)
+def _end(layer_state, buffers, facts):
+    """hidden = mixed, the output of the layers that were requested, and logits where they were.
+
+    What is not finite is requested again one by one: `hidden` is still the layers' input.
+    """
+    first, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
+    service = facts.attention_of[first]
+    request, reply = buffers.requests[service], buffers.replies[service]
+    end = request[mailbox.END_LAYER]
+    layer_state[LAYERS_BUSY_NS] += reply[BUSY_NS]
+    layer_state[LAYERS_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
+    layer_state[IS_SENT], layer_state[AT_PHASE] = 0, _ATTEND
+    if not finite_rows(buffers.mixed, num_tokens):
+        layer_state[JOINS] = 0
+        return DONE
+    for t in range(num_tokens):
+        copy_numbers(buffers.mixed[t], buffers.hidden[t])
+    layer_state[SUM_COMPUTED] += reply[NUM_COMPUTED]
+    layer_state[SUM_UPS] += reply[NUM_UP]
+    layer_state[SUM_GATES] += facts.num_neurons[first:end, service].sum()
+    layer_state[AT_LAYER] = end
+    if request[FIRST_LOGIT] == 0 and finite_rows(buffers.logits, num_tokens):
+        layer_state[NUM_LOGITS] = 0  # that are left
+    return DONE
 
 
 @njit(nogil=True, cache=True)

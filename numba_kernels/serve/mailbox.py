@@ -56,6 +56,7 @@ WEIGHTS = 11  # TARGET or DRAFT: a service may hold its part of the model in bot
 THEN = 12  # of ATTENTION: a bit for each service whose REQUEST is rung when it is done
 # Of a prompt: of so many of its first tokens nothing is wanted but keys and values in the cache.
 NUM_UNWANTED = 13
+END_LAYER = 14  # of LAYERS: they are LAYER to END_LAYER - 1
 MOST_RUNG = 62  # services beyond have no bit
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
@@ -68,6 +69,9 @@ FULL, WINDOWED = range(2)
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
 SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them from there on a GPU
+# Attention and FFN of several layers, hidden → mixed, and logits of tokens from FIRST_LOGIT on: of
+# all, or with NUM_TOKENS there of none.
+LAYERS = 8
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)

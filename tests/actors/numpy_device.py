@@ -205,7 +205,10 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def hot_ffn(self, neurons, x, function, thresholds, scratch, out, num_fired, selection=ALL):
+    def hot_ffn(
+        self, neurons, x, function, thresholds, scratch, out, num_fired, selection=ALL,
+        residual=None,
+    ):  # fmt: skip
         size = neurons.num_neurons
         assert x.shape[0] <= 32
         assert scratch.size >= self.ffn_scratch_items(x.shape[0], size, x.shape[1])
@@ -232,7 +235,13 @@ class NumpyKernels:
                 sizes = np.abs(h) * (neurons.down_norms if neurons.down_norms.size else 1)
                 fires &= ~(sizes <= thresholds.product)
                 num_fired[0] = np.count_nonzero(fires.any(axis=0))
-            out[:] = np.where(fires, h, np.float32(0)) @ as_floats(neurons.down)
+            found = np.where(fires, h, np.float32(0)) @ as_floats(neurons.down)
+            if residual is not None:
+                mixed, bias, scale = residual
+                bias = bias if bias.size else np.float32(0)
+                found = mixed + found + bias if scale == 1 else mixed + scale * (found + bias)
+                found[~np.isfinite(x)] = np.nan
+            out[:] = found
 
         self._device.run(run)
 

@@ -33,9 +33,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device") / "broken"
 
 
+@pytest.fixture(scope="module", params=[2, 1], ids=["half of the neurons", "all"])
+def share(request: pytest.FixtureRequest) -> int:
+    """One neuron of so many fits on the device."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
-    """Half of the neurons fit on the device."""
+def system(checkpoint: TinyCheckpoint, broken: Path, share: int) -> Iterator[System]:
     config = read_config(checkpoint.path)
     asked = SystemConfig(
         str(checkpoint.path),
@@ -50,7 +55,7 @@ def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
     )
     sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    budget = parts + config.num_neurons // 2 * sizes.neuron
+    budget = parts + config.num_neurons // share * sizes.neuron
     with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:
         yield it
 
@@ -61,19 +66,20 @@ def request(checkpoint: TinyCheckpoint, size: int = 10) -> GenerateRequest:
 
 
 def test_the_same_tokens_and_what_it_says_of_itself(
-    system: System, checkpoint: TinyCheckpoint
+    system: System, checkpoint: TinyCheckpoint, share: int
 ) -> None:
     assert system.complete(request(checkpoint)).ids[:20] == checkpoint.greedy_ids[:20]
     found: SystemConfig = system.call("describe")
     config = read_config(checkpoint.path)
     total = config.num_neurons
-    assert found.device == "cuda" and total // 4 < found.num_hot_neurons <= total // 2
+    assert found.device == "cuda" and total // (2 * share) < found.num_hot_neurons <= total // share
     assert system.call("driver_load").device == "cuda (a stand-in)"
     assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons
     assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes
     system.complete(request(checkpoint))
     report = system.call("device_report", False)
-    assert report.keys() == {"used_bytes", "copies", "attention", "hot neurons", "head"}
+    kinds = {"attention", "hot neurons"} if share > 1 else {"whole layers"}
+    assert report.keys() == {"used_bytes", "copies", "head"} | kinds
     assert all(value > 0 for value in report.values())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hotcold.actors.attention.cuda.fit import open_device
 from hotcold.cuda_kernels.device import list_gpus
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_cuda_whole_layers import all_but, assert_same, every_layer
 from tests.actors.test_stored_beside_gpu import StoredBesideGpu
 from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
@@ -69,6 +71,27 @@ def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path, device:
     with CudaInProcess(path, weight_dtype=weight_dtype, hot=a_third, device=device) as system:
         assert relative_difference(system.logits("exact", ids, [1, 7]), expected) < 0.02
         assert relative_difference(system.logits("exact", ids, [40]), expected) < 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
+    """The bits of the same layers one by one."""
+    checkpoint = tiny(variant)
+    for hot in (every_layer, all_but(0)):
+        with CudaInProcess(checkpoint.path, 2, hot=hot, device=device) as system:
+            is_normed = bool(system.engine("exact").embedding.ffn_output_norm.size)
+            assert assert_same(system, checkpoint.ids) == (not is_normed)
+
+
+@pytest.mark.parametrize("weight_dtype", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("name", ["q-llama", "q-opt-postnorm", "q-falcon-grouped"])
+def test_whole_quantized_layers_at_once(
+    name: str, weight_dtype: str, tmp_path: Path, device: Device
+) -> None:
+    path, ids = make_quantizable(name, tmp_path / "model"), np.arange(3, 43)
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "kv_dtype": "float16"}
+    with CudaInProcess(path, hot=every_layer, device=device, **options) as system:
+        assert assert_same(system, ids) == 1
 
 
 @pytest.mark.parametrize("weight_dtype", ["", "q8"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
-from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, fill_masks
+from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, LayerResidual, fill_masks
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
@@ -138,6 +138,7 @@ class DeviceCalls:
         selection: Selection,
         function: Activation,
         thresholds: Thresholds,
+        residual: LayerResidual | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The output (T, d), and whether each neuron fires for any token (N,)."""
         layout = FfnLayout(len(x), neurons.num_neurons, x.shape[1])
@@ -148,9 +149,12 @@ class DeviceCalls:
         if selection.is_listed:
             fill_masks(masks, selection.ids, selection.token_masks)
         chosen = [self.to_device(each) for each in (masks, selection.block_weights)]
+        if residual is not None:
+            arrays = self.to_device(residual.mixed), self.to_device(residual.bias)
+            residual = LayerResidual(*arrays, residual.scale)
         self.kernels.hot_ffn(
             neurons, self.to_device(x), function, thresholds, scratch, out, count,
-            DeviceSelection(*chosen),
+            DeviceSelection(*chosen), residual,
         )  # fmt: skip
         first = layout.offsets[1]
         flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)

@@ -11,11 +11,13 @@ import pytest
 
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
+from hotcold.cuda_kernels.neurons import LayerResidual
 from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.serve.layer_loop import merge_normed, merge_partials
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
@@ -256,6 +258,38 @@ def rounded(x: np.ndarray) -> np.ndarray:
     largest = np.abs(groups).max(axis=2, keepdims=True)
     values = np.rint(groups * (np.float32(127) / largest)).astype(np.float64)
     return (values * (largest / np.float32(127))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_a_whole_ffn_is_added_to_the_residual(
+    device: DeviceCalls, scale: float, has_bias: bool, num_tokens: int
+) -> None:
+    """To the bit of the driver's sum; not finite where the input is not, though nothing fires."""
+    gate = np.abs(random_floats(7, 40, 72))
+    neurons = device.neurons(gate, None, random_floats(8, 40, 72))
+    x, mixed = random_floats(9, num_tokens, 72), random_floats(10, num_tokens, 72)
+    bias = random_floats(11, 72 if has_bias else 0)
+    residual = LayerResidual(mixed, bias, scale)
+    plain, _ = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
+    hidden = np.empty_like(x)
+    parts = np.stack([plain, np.broadcast_to(bias, x.shape)] if has_bias else [plain])
+    if scale == 1:
+        merge_partials(mixed, parts, np.arange(len(parts)), 0, num_tokens, hidden)
+    else:
+        merge_normed(
+            mixed, parts, np.arange(len(parts)), 0, num_tokens, np.int32(0), bias[:0],
+            np.float32(0), np.float32(scale), hidden,
+        )  # fmt: skip
+    found, _ = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"), residual)
+    np.testing.assert_array_equal(found, hidden)
+    x[-1, 5] = -np.inf
+    found, fired = device.selected_ffn(
+        neurons, x[-1:], EVERYTHING, RELU, not_zero("relu"),
+        LayerResidual(mixed[-1:], bias, scale),
+    )  # fmt: skip
+    assert not fired.any() and np.isnan(found[0]).nonzero()[0].tolist() == [5]
 
 
 def test_no_hot_neurons(device: DeviceCalls) -> None:

@@ -123,27 +123,30 @@ class GraphCache:
     """
 
     def __init__(self, device: Device, most_graphs: int = MAX_GRAPHS) -> None:
-        """Keep at most `most_graphs`."""
+        """Keep at most `most_graphs` of ten kernels each."""
         self._device = device
-        self._most = most_graphs
-        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()  # None: run once
+        self._left = most_graphs
+        self._graphs: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Put `work` on the stream; equal keys must mean equal launches."""
+    def run(self, key: Hashable, work: Callable[[], None], size: int = 1) -> None:
+        """Put `work` on the stream, ten kernels times `size`; equal keys must mean equal launches.
+
+        Graphs that were unused longest go first; the last one stays however large it is.
+        """
         if key not in self._graphs:
             with self._device.stream():
                 work()
-            self._keep(key, None)
+            self._graphs[key] = None, size  # run once
+            self._left -= size
+            while self._left < 0 and len(self._graphs) > 1:
+                self._left += self._graphs.popitem(last=False)[1][1]
             return
-        if self._graphs[key] is None:
-            self._graphs[key] = self._device.capture(work)
+        graph, size = self._graphs[key]
+        if graph is None:
+            graph = self._device.capture(work)
+            self._graphs[key] = graph, size
         self._graphs.move_to_end(key)
-        self._device.launch(self._graphs[key])
-
-    def _keep(self, key: Hashable, graph: Any) -> None:
-        self._graphs[key] = graph
-        if len(self._graphs) > self._most:
-            self._graphs.popitem(last=False)
+        self._device.launch(graph)
 
 
 class DeviceTimes:

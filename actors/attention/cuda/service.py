@@ -2,7 +2,8 @@
 
 Its thread waits at the doorbell without the GIL. A request is copies and one graph on the device's
 stream. A layer's hot neurons are launched right after its attention, before their request: they
-run while requests go to the CPU services.
+run while requests go to the CPU services. Layers of which the device has everything are one
+request and one graph.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     ATTENTION,
     COUNT_FFN,
+    END_LAYER,
     FFN,
     FIRST_LOGIT,
     HEAD,
     LAYER,
+    LAYERS,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -90,7 +93,7 @@ class CudaAttentionService(Service):
         self._graphs = GraphCache(device)
         self._positions = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
-        self._num_fired = device.pinned((2,), np.int32)
+        self._num_fired = device.pinned(self._work.num_fired.shape, np.int32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
@@ -173,6 +176,10 @@ class CudaAttentionService(Service):
         try:
             if operation == ATTENTION:
                 self._attention(layer, num_tokens, decode_thresholds(request))
+            elif operation == LAYERS:
+                layers = range(layer, int(request[END_LAYER]))
+                has_head = int(request[FIRST_LOGIT]) < num_tokens
+                self._whole_layers(layers, has_head, num_tokens, decode_thresholds(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
@@ -200,13 +207,8 @@ class CudaAttentionService(Service):
             self._attention_of_many(layer, num_tokens)
 
     def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
-        buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
-        self.times.mark("")
-        self._positions.put(buffers, num_tokens)
-        self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
-        self.times.mark("copies")
-        longest = int(buffers.positions[:num_tokens].max()) + 1
-        length = whole_length(longest, work.most_length)
+        buffers, work = self.buffers, self._work
+        whole, length = self._put_step(num_tokens)
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
         self.times.mark("attention")
@@ -224,6 +226,38 @@ class CudaAttentionService(Service):
         self._device.wait(done)
         land()
         land_weights()
+
+    def _put_step(self, num_tokens: int) -> tuple[int, int]:
+        """Put hidden and positions on the stream; returns its graphs' tokens and positions."""
+        buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
+        self.times.mark("")
+        self._positions.put(buffers, num_tokens)
+        self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
+        self.times.mark("copies")
+        longest = int(buffers.positions[:num_tokens].max()) + 1
+        return whole, whole_length(longest, work.most_length)
+
+    def _whole_layers(
+        self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
+    ) -> None:
+        self._begun, work = None, self._work
+        which = layers, has_head, *self._put_step(num_tokens), thresholds
+        self._graphs.run(("layers", *which), lambda: work.whole_layers(*which), len(layers))
+        self.times.mark("whole layers")
+        outputs = [("mixed", self.buffers.mixed, work.hidden)]
+        if has_head:
+            outputs.append(("logits", self.buffers.logits, work.logits))
+        lands = []
+        for name, rows, found in outputs:
+            target = rows[:num_tokens].reshape(-1)
+            lands.append(self._link.download(name, [target], found.reshape(-1)[: target.size]))
+        own = slice(layers.start, layers.stop)
+        fired = self._num_fired[own]
+        self._device.copy_out(fired.reshape(-1), work.num_fired[own].reshape(-1))
+        self.times.mark("copies")
+        self._finish(*lands)
+        self.times.collect()
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired.sum(axis=0)
 
     def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
         """Put a copy of what the layer's blocks weigh on the stream, if it has experts."""
@@ -262,7 +296,7 @@ class CudaAttentionService(Service):
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
         land = self._link.download("partial", [target], found)
-        self._device.copy_out(self._num_fired, work.num_fired)
+        self._device.copy_out(self._num_fired[layer], work.num_fired[layer])
         self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
@@ -289,7 +323,7 @@ class CudaAttentionService(Service):
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
-        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired[layer]
 
     def _head(self, first: int, last: int) -> None:
         if self._model.head is None:

@@ -17,7 +17,7 @@ from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
-from hotcold.cuda_kernels.neurons import DeviceSelection
+from hotcold.cuda_kernels.neurons import DeviceSelection, LayerResidual
 from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -51,7 +51,7 @@ class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
-    (T, d); logits (T, V); num_fired (2,) int32. positions and slots (32,) and page_tables (2,
+    (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables (2,
     slots, pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot
     neurons, and block_weights (T, B), which a layer's router writes, or a request brings.
     """
@@ -74,7 +74,8 @@ class StepWork:
         self._heads = floats(tokens, config.attention_size)
         self.mixed_and_input = floats(2, tokens * width)
         self.input = self.mixed_and_input[1]
-        self.partial, self.num_fired = floats(tokens, width), device.empty((2,), np.int32)
+        self.partial = floats(tokens, width)
+        self.num_fired = device.empty((config.num_layers, 2), np.int32)
         self._projected = floats(tokens, config.embed_size)
         self.logits = floats(tokens, config.vocab_size if model.head else 0)
         tables = 2, layout.num_slots, layout.pages_a_slot
@@ -162,23 +163,45 @@ class StepWork:
         thresholds: Thresholds,
         has_masks: bool = False,
         has_weights: bool = False,
+        ends_layer: bool = False,
     ) -> None:
-        """ffn_input → partial, num_fired; by `token_masks` and `block_weights`, or of all."""
-        neurons = self._model.ffn[layer]
+        """ffn_input → partial, num_fired; by `token_masks` and `block_weights`, or of all.
+
+        `ends_layer`: mixed and ffn_input → hidden, the layer's output, instead of partial.
+        """
+        neurons, own = self._model.ffn[layer], self._model.layers[layer]
         assert neurons is not None
+        mixed, ffn_input = self.outputs(num_tokens)
+        residual = LayerResidual(mixed, self._model.down_bias[layer], own.numbers.residual_scale)
         self._device.kernels.hot_ffn(
             neurons,
-            self.outputs(num_tokens)[1],
+            ffn_input,
             self._model.activation,
             thresholds,
             self._ffn_scratch,
-            self.partial[:num_tokens],
-            self.num_fired,
+            self.hidden[:num_tokens] if ends_layer else self.partial[:num_tokens],
+            self.num_fired[layer],
             DeviceSelection(
                 self.token_masks[: neurons.num_neurons] if has_masks else None,
                 self.block_weights[:num_tokens] if has_weights else None,
             ),
+            residual if ends_layer else None,
         )
+
+    def whole_layers(
+        self,
+        layers: range,
+        has_head: bool,
+        num_tokens: int,
+        max_length: int,
+        thresholds: Thresholds,
+    ) -> None:
+        """hidden → hidden, num_fired, through layers of which the device has everything; logits."""
+        for layer in layers:
+            self.attention(layer, num_tokens, max_length)
+            self.hot(layer, num_tokens, thresholds, ends_layer=True)
+        if has_head:
+            self.head(num_tokens)
 
     def head(self, num_tokens: int) -> None:
         """hidden → logits."""

@@ -11,7 +11,7 @@ const kindsOf = (map) =>
   KINDS.map((kind, index) => ({ kind, index, words: map.hot ? WORDS[index] : WORDS[index].replace("cold, ", "") }))
     .slice(map.hot ? 0 : 1);
 const PARTS = {
-  attention: "attention", ffn: "FFN", head: "head", predictor: "predictor", draft: "draft",
+  attention: "attention", ffn: "FFN", layers: "whole layers", head: "head", predictor: "predictor", draft: "draft",
   exchange: "exchange", python: "Python",
 }; // prettier-ignore
 const MARKS = { alive: "●", silent: "◐", restarting: "↻", dead: "✕" };

@@ -1,0 +1,237 @@
+"""Layers that a GPU has as a whole are one request: the bits of the same layers one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.attention.cuda.device import GraphCache
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.telemetry.snapshot import NeuronWatch
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.serve.mailbox import ATTENTION, FFN, HEAD, LAYER, LAYERS, OPERATION
+from tests.actors.batching import random_predictor
+from tests.actors.cuda_in_process import CudaInProcess
+from tests.actors.numpy_device import NumpyDevice
+from tests.actors.test_cuda_emulated import emulated_devices
+from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
+from tests.tiny_models import VARIANTS
+from tests.unit.test_reference import relative_difference
+
+Tiny = Callable[..., TinyCheckpoint]
+SIZES = [1, 1, 3, 8, 2, 1, 32, 1]  # graphs are made at the second use
+WHOLE_STEPS = [1, 1, 2, 8, 2, 1]  # for the emulation: copies of tokens would write to one place
+
+
+def every_layer(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+    """Hot neurons: all."""
+    return [np.arange(ffn_size, dtype=np.int32)] * num_layers
+
+
+def all_but(*layers: int) -> Callable[[int, int], list[np.ndarray]]:
+    """Hot neurons: all, but of these layers every second one."""
+
+    def hot(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+        ids = np.arange(ffn_size, dtype=np.int32)
+        return [ids[::2] if layer in layers else ids for layer in range(num_layers)]
+
+    return hot
+
+
+def asked(system: CudaInProcess) -> list[tuple[int, int]]:
+    """Operations that the GPU service is asked for from now on, with their layers."""
+    service, found = system.services[0], []
+    answer = service.answer_in_python
+
+    def noted() -> None:
+        request = system.exchange.buffers.requests[0]
+        found.append((int(request[OPERATION]), int(request[LAYER])))
+        answer()
+
+    service.answer_in_python = noted  # type: ignore[method-assign]
+    return found
+
+
+def steps(engine: Engine, ids: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
+    """Logits of all tokens, in steps of `sizes`."""
+    found, first = [], 0
+    for size in sizes:
+        step = range(first, first + size)
+        found.append(engine.step([ids[at] for at in step], step, [0] * size, size).copy())
+        first += size
+    return found
+
+
+def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] = SIZES) -> int:
+    """Logits and counts; returns how many requests for whole layers a token made."""
+    ids, requests = np.resize(tokens, sum(sizes)).tolist(), asked(system)
+    for mode in ("exact", "dense"):
+        found, counts = [], []
+        for joins in (False, True):
+            engine = system.engine(mode)
+            engine.joins_layers = joins
+            requests.clear()
+            found.append(steps(engine, ids, sizes))
+            times = engine.times
+            counts.append((times.num_neurons, times.num_ups, times.num_gates))
+        for one_by_one, joined in zip(*found, strict=True):
+            np.testing.assert_array_equal(joined, one_by_one)
+        assert counts[0] == counts[1]
+    return [operation for operation, _ in requests].count(LAYERS) // len(sizes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_bits(tiny: Tiny, variant: str) -> None:
+    checkpoint = tiny(variant)
+    with CudaInProcess(checkpoint.path, 2, hot=every_layer) as system:
+        is_normed = bool(system.engine("exact").embedding.ffn_output_norm.size)
+        assert assert_same(system, checkpoint.ids) == (not is_normed)
+
+
+# biases, norms behind, parallel layers, a factor of the residual, windows
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "minicpm"])
+def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str) -> None:
+    checkpoint = tiny(variant)
+    with CudaInProcess(checkpoint.path, hot=every_layer, device=emulated_devices()()) as system:
+        assert assert_same(system, checkpoint.ids, WHOLE_STEPS) == 1
+
+
+def test_the_same_bits_of_quantized_layers(tmp_path: Path) -> None:
+    path, device = make_model("q-llama", tmp_path / "model"), emulated_devices()()
+    with CudaInProcess(
+        path, hot=every_layer, device=device, weight_dtype="q8", kv_dtype="float16"
+    ) as system:
+        assert assert_same(system, np.arange(3, 20), WHOLE_STEPS) == 1
+
+
+@pytest.mark.parametrize("refuses_registration", [False, True])
+@pytest.mark.parametrize("copying", [False, True])
+def test_beside_layers_that_the_gpu_has_in_part(
+    tiny: Tiny, refuses_registration: bool, copying: bool
+) -> None:
+    checkpoint, device = tiny("smollm3"), NumpyDevice(refuses_registration=refuses_registration)
+    options: dict[str, Any] = {"device": device, "copying": copying, "first_layer": 1}
+    with CudaInProcess(checkpoint.path, 2, hot=all_but(0, 3), **options) as system:
+        requests, engine = asked(system), system.engine("exact")
+        engine.step([5], [0], [0])
+        parts = [(ATTENTION, 0), (FFN, 0), (LAYERS, 1), (ATTENTION, 3), (FFN, 3), (LAYERS, 4)]
+        assert [each for each in requests if each[0] != HEAD] == parts
+        assert assert_same(system, checkpoint.ids) == 2
+
+
+def test_each_request_has_its_own_thresholds(tiny: Tiny) -> None:
+    checkpoint, ids = tiny("smollm3"), [5, 6, 7]
+    values = [(0.0, 0.2), (0.0, 0.2), (0.1, 0.3), (0.1, 0.1), (0.1, 0.1)]
+    thresholds = [Thresholds(*map(np.float32, pair)) for pair in values]
+    with CudaInProcess(checkpoint.path, hot=every_layer, has_down_norms=True) as system:
+        requests, found = asked(system), []
+        for joins in (False, True):
+            engine = system.engine("threshold", thresholds=thresholds)
+            engine.joins_layers = joins
+            requests.clear()
+            found.append(np.stack(steps(engine, ids, [1, 1, 1])))
+        np.testing.assert_array_equal(found[0], found[1])
+        assert [layer for operation, layer in requests if operation == LAYERS] == [0, 2, 3] * 3
+        exact = np.stack(steps(system.engine("exact"), ids, [1, 1, 1]))
+        assert (exact != found[0]).any()
+
+
+def test_graphs_count_by_their_layers() -> None:
+    device = NumpyDevice()
+    graphs = GraphCache(device, most_graphs=8)
+    for key, num_captured in (("a", 1), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
+        for _ in range(2):  # the first time nothing is captured
+            graphs.run(key, lambda: None, size=3)
+        assert device.num_captured == num_captured
+
+
+def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
+    """It chooses among the CPU's neurons: whole layers have none."""
+    checkpoint, found = tiny("llama-relu"), []
+    with CudaInProcess(checkpoint.path, hot=all_but(1)) as system:
+        for joins in (False, True):
+            engine = system.engine("exact", random_predictor(system, "sign"))
+            engine.joins_layers = joins
+            found.append(steps(engine, checkpoint.ids.tolist(), [1, 1, 3, 2]))
+    for one_by_one, joined in zip(*found, strict=True):
+        np.testing.assert_array_equal(joined, one_by_one)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
+def test_the_head_goes_with_the_last_layer(tiny: Tiny, variant: str) -> None:
+    """Where all tokens have logits and the GPU has it."""
+    path, found = tiny(variant).path, []
+    for has_head in (True, False):
+        with CudaInProcess(path, hot=every_layer, has_head=has_head) as system:
+            requests, engine = asked(system), system.engine("exact")
+            found.append(engine.step([5, 6], [0, 1], [0, 0], 2).copy())
+            assert [each for each, _ in requests] == [LAYERS, *[HEAD] * (not has_head)]
+            requests.clear()
+            last = engine.step([5, 6], [0, 1], [0, 0]).copy()
+            assert [each for each, _ in requests] == [LAYERS, HEAD]
+            assert relative_difference(last, found[-1][1:]) < 1e-4  # NumPy multiplies otherwise
+            if has_head:
+                system.services[0]._model.head.head.data[3] = np.nan  # type: ignore[attr-defined]
+                with pytest.raises(NotFiniteError, match="in its logits"):
+                    engine.step([5, 6], [0, 1], [0, 0], 2)
+    assert relative_difference(found[0], found[1]) < 1e-4
+
+
+@pytest.mark.parametrize("hot", [all_but(1), every_layer])
+def test_whoever_watches_sees_counts_of_the_other_layers(
+    tiny: Tiny, hot: Callable[[int, int], list[np.ndarray]]
+) -> None:
+    with CudaInProcess(tiny("llama-relu").path, hot=hot) as system:
+        watch = NeuronWatch(system.config, system.exchange.buffers, system.topology)
+        watch.watch()
+        system.engine("dense").step([5], [0], [0])
+        found = watch.read()
+        watch.watch(0)
+    assert found.num_steps == 1
+    assert (found.num_hot + found.last_computed == found.num_neurons).all()
+
+
+def test_a_request_can_be_sent_again(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-gqa")
+    with CudaInProcess(checkpoint.path, hot=every_layer) as system:
+        requests, buffers = asked(system), system.exchange.buffers
+        expected = system.engine("exact").step([5, 6], [0, 1], [0, 0]).copy()
+        engine, again = system.engine("exact"), 0
+        original = system.services[0].answer_in_python
+
+        def twice() -> None:
+            nonlocal again
+            again += buffers.requests[0, OPERATION] == LAYERS
+            original()
+            original()
+
+        system.services[0].answer_in_python = twice  # type: ignore[method-assign]
+        np.testing.assert_array_equal(engine.step([5, 6], [0, 1], [0, 0]), expected)
+        assert again == 1 and len(requests) == 6
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+def test_what_is_not_finite_names_its_layer(is_input: bool, tmp_path: Path) -> None:
+    """Also where the FFN's input alone is not, which no number of 8 bits says."""
+    path, device = make_model("q-llama", tmp_path / "model"), emulated_devices()()
+    options: dict[str, Any] = {"weight_dtype": "q8", "kv_dtype": "float16", "device": device}
+    with CudaInProcess(path, hot=every_layer, **options) as system:
+        engine, model = system.engine("exact"), system.services[0]._model  # type: ignore[attr-defined]
+        before = engine.step([5], [0], [0]).copy()
+        vectors = model.layers[1].vectors
+        broken = vectors.ffn_norm_weight if is_input else vectors.norm_weight
+        kept = broken.copy()
+        broken[3] = np.inf
+        for _ in range(3):
+            with pytest.raises(NotFiniteError, match="in layer 1"):
+                engine.step([5], [0], [0])
+        broken[...] = kept
+        requests = asked(system)
+        np.testing.assert_array_equal(engine.step([5], [0], [0]), before)
+        assert requests == [(LAYERS, 0)]
