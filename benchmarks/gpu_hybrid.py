@@ -217,13 +217,11 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
     ffn = ffn_bytes(config, config.num_neurons) / num_layers
     on_gpu = _clipped(room / (ffn + attention / num_layers), num_layers)
     on_cpu = num_layers - _clipped((room - attention - head) / ffn, num_layers)
-    ways = {
-        "layers": ["-ngl", str(99 if on_gpu == num_layers else on_gpu)],
-        "attention and FFNs": ["-ngl", "99"],
-    }
+    ways = {"layers": ["-ngl", str(99 if on_gpu == num_layers else on_gpu)]}
     if on_cpu:
         layers = "|".join(map(str, range(on_cpu)))
-        ways["attention and FFNs"] += ["-ot", rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"]
+        cold = rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"
+        ways["attention and FFNs"] = ["-ngl", "99", "-ot", cold]
     command = [program, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
     command += ["-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
     found: Json = {"likeness": "the same file" if is_same else likeness(config)}

@@ -104,7 +104,8 @@ def test_neurons_brought_to_the_gpu(tmp_path: Path, weight_dtype: str, device: D
         plain = engine.step(ids.tolist(), range(40), [0] * 40, 40).copy()
         engine.neuron_upload_tokens = 1
         found = engine.step(ids.tolist(), range(40), [0] * 40, 40)
-        assert relative_difference(found, plain) < (0.1 if weight_dtype else 1e-2)
+        # Either way rounds the inputs of products to 16 bits: with AMX to bfloat16.
+        assert relative_difference(found, plain) < (0.1 if weight_dtype else 2e-2)
 
 
 def test_a_request_does_not_depend_on_its_company(tiny: Tiny, device: Device) -> None:
