@@ -106,7 +106,7 @@ def take_pictures(folder: Path) -> None:
         )
         write_png(page, folder / "chat.png")
         page.get_by_role("tab", name="Placement").click()
-        page.wait_for_selector("#placement svg")
+        page.wait_for_selector("#placement table")
         page.locator("#plan input").click()
         page.get_by_role("option", name="plan-with-a-gpu").click()
         page.wait_for_function("document.querySelector('#placement').innerText.includes('A plan')")

@@ -184,7 +184,7 @@ def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:
     page.focus("#live canvas")
     page.keyboard.press("ArrowRight")
     assert "layer 0, neurons 30–59" in page.inner_text('#live [data-show="where"]')
-    page.get_by_label("running mean").check()
+    page.select_option("#live select", "mean")
     page.wait_for_function(
         "document.querySelector('#live canvas').ariaLabel.includes('mean token')"
     )
@@ -227,7 +227,7 @@ def test_the_map_of_a_finished_answer_stays(open_page, system) -> None:
 def test_the_placement_tab_tells_who_holds_what(open_page) -> None:
     page = open_page()
     page.get_by_role("tab", name="Placement").click()
-    page.wait_for_selector("#placement svg")
+    page.wait_for_selector("#placement table")
     text = page.inner_text("#placement")
     assert "hotcold plan" in text
     rows = [line.split("\t") for line in text.splitlines() if line.startswith("cpu")]

@@ -43,8 +43,8 @@ def test_experts_are_shaded_by_how_often_they_are_chosen(open_page, book, scheme
     page = open_page(color_scheme=scheme)
     ask(page, QUESTION)
     wait_for_answer(page)
-    page.wait_for_selector('#live [data-show="experts"]')
-    assert page.is_checked('#live input[value="chosen"]')
+    page.wait_for_selector("#live option[value=chosen]", state="attached")
+    assert page.input_value("#live select") == "chosen"
     assert "each column an expert" in page.inner_text('#live [data-show="sentence"]')
     experts = mixture_map().experts
     assert experts is not None
@@ -63,7 +63,7 @@ def test_experts_are_shaded_by_how_often_they_are_chosen(open_page, book, scheme
     assert where(page).startswith("layer 1, the shared expert, of all tokens: ")
     page.keyboard.press("ArrowUp")
     assert where(page).startswith("layer 0, neurons 2560–2623: ")
-    page.get_by_label("last token").check()
+    page.select_option("#live select", "last")
     page.wait_for_function(
         "document.querySelector('#live canvas').ariaLabel.includes('last token')"
     )
@@ -77,5 +77,5 @@ def test_another_model_shows_no_experts(open_page, book) -> None:
     ask(page, QUESTION)
     wait_for_answer(page)
     page.wait_for_selector("#live [data-actor=driver]")
-    assert not page.is_visible('#live [data-show="experts"]')
-    assert page.is_checked('#live input[value="last"]')
+    assert page.input_value("#live select") == "last"
+    assert page.locator("#live option[value=chosen]").count() == 0

@@ -68,3 +68,14 @@ def test_another_servers_values_are_taken_whatever_their_numbers(page: Any) -> N
     assert rows(page, restarted[0]) == ["two"]
     assert rows(page, restarted[1] | {"rows": []}) == ["two"]  # its own are in order
     assert rows(page, told("three")) == ["three"]
+
+
+def test_rows_stay_while_an_answer_is_painted(page: Any) -> None:
+    """A click whose row is replaced before the button is let go would be lost."""
+    value = told("one", "two")
+    page.evaluate(_START, [asset("list.html"), script("list.js"), value])
+    page.evaluate("window.first = document.querySelector('.open')")
+    assert rows(page, value | {"at": value["at"] + 1}) == ["one", "two"]
+    assert page.evaluate("window.first.isConnected")
+    assert rows(page, value | {"at": value["at"] + 2, "removed": "three"}) == ["one", "two"]
+    assert page.inner_text("[role=status]") == "“three” is deleted."

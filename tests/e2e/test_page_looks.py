@@ -69,7 +69,7 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     click_in_row(page, QUESTION, "Delete")
     page.wait_for_selector("#conversations [data-do=undo]:enabled")
     page.get_by_role("tab", name="Placement").click()
-    page.wait_for_selector("#placement svg")
+    page.wait_for_selector("#placement table")
     settled(page)
     assert violations(page, rules) == []
 
@@ -91,7 +91,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, book) -> None:
     page.wait_for_selector("#live [data-actor=driver]")
     assert width("#panel") <= 390
     page.get_by_role("tab", name="Placement").click()
-    page.wait_for_selector("#placement svg")
+    page.wait_for_selector("#placement table")
     assert width("#panel") <= 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -199,7 +199,7 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
         *wanted.split(),
         "system-prompt",
         "live CANVAS",
-        "live INPUT",
+        "live SELECT",
         "Retry",
         "Edit",
         "Copy",

@@ -25,6 +25,7 @@ from tests.e2e.page_visit import (
     wait_for_answer,
     wait_until_kept,
 )
+from tests.e2e.test_page_looks import violations
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -220,12 +221,25 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
         ask(page, question)
         wait_for_answer(page)
     wait_for_rows(page, OTHER, QUESTION)
-    page.once("dialog", lambda dialog: dialog.accept("Margins"))
-    click_in_row(page, QUESTION, "Rename")
+    field = page.get_by_label("Name of the conversation")
+    for what, key in (("lost", "Escape"), ("Margins", "Enter")):
+        click_in_row(page, QUESTION, "Rename")
+        assert field.input_value() == QUESTION
+        assert violations(page) == []
+        page.keyboard.type(what)
+        page.keyboard.press(key)
+        field.wait_for(state="detached")
     wait_for_rows(page, OTHER, "Margins")
-    page.once("dialog", lambda dialog: dialog.dismiss())
+    assert page.evaluate("document.activeElement.ariaLabel") == "Rename Margins"
     click_in_row(page, "Margins", "Rename")
+    page.keyboard.type(" and more")
     search = page.get_by_label("Search conversations")
+    search.click()
+    wait_for_rows(page, OTHER, "and more")
+    click_in_row(page, "and more", "Rename")
+    field.fill("Margins")
+    search.click()
+    wait_for_rows(page, OTHER, "Margins")
     search.fill("MARGINS whitespace")  # a word of its name, and one of the answer
     wait_for_rows(page, "Margins")
     search.fill("no such words")
@@ -235,6 +249,7 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     wait_for_rows(page, OTHER, "Margins")
     click_in_row(page, "Margins", "Delete")
     wait_for_rows(page, OTHER)
+    page.get_by_role("status").filter(has_text="“Margins” is deleted.").wait_for()
     undo = page.get_by_role("button", name="Undo")
     assert undo.get_attribute("title") == "Bring back “Margins”"
     undo.click()
@@ -244,6 +259,20 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     wait_until_kept(page)
     page.reload()
     wait_for_rows(page, OTHER, "Margins")
+
+
+def test_a_name_is_typed_while_an_answer_comes(open_page, book) -> None:
+    page = open_page()
+    book.held_at = 3
+    ask(page, QUESTION)
+    page.wait_for_selector("body[data-chat=answering]")
+    click_in_row(page, QUESTION, "Rename")
+    page.keyboard.type("Mar")
+    book.held_at = None
+    wait_for_answer(page)  # of which the list tells, too
+    page.keyboard.type("gins")
+    page.keyboard.press("Enter")
+    wait_for_rows(page, "Margins")
 
 
 def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> None:

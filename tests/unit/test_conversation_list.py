@@ -66,6 +66,21 @@ def test_what_was_deleted_comes_back_to_its_place(history: ChatHistory) -> None:
     assert titles(history) == [] and history.open.messages == []
 
 
+def test_what_is_deleted_comes_back_only_where_there_is_room(history: ChatHistory) -> None:
+    """A browser keeps 50 conversations, of a million characters in all."""
+    gone = history.conversations[0]
+    for many in ([talk("three?") for _ in range(50)], [talk("x" * 1_048_500)]):
+        act(history, {"do": "remove", "id": gone.id})
+        others = ChatHistory()
+        others.conversations = many
+        assert history.restore(others.saved()) > 0
+        assert "no room" in act(history, {"do": "undo"})["note"]
+        assert gone not in history.conversations
+        del history.conversations[1:]
+        assert "note" not in act(history, {"do": "undo"})
+        assert history.open is gone
+
+
 def test_a_file_is_given_and_taken_over(history: ChatHistory) -> None:
     kept = act(history, {"do": "export"})["file"]
     other = ChatHistory()
@@ -117,7 +132,7 @@ def test_each_error_says_what_to_do() -> None:
 
 def test_questions_fit_the_model() -> None:
     shown = [suggestions(True, True), suggestions(False, True), suggestions(False, False)]
-    assert all(len(each["questions"]) == 3 for each in shown)
-    assert "Python" in shown[0]["heading"]
-    assert not any(question.endswith("?") for question in shown[2]["questions"])
-    assert len({each["heading"] for each in shown}) == 3
+    assert all(len(each) == 4 for each in shown)
+    assert "Python" in shown[0][0]
+    assert not any(question.endswith("?") for question in shown[2][1:])
+    assert len({heading for heading, *_ in shown}) == 3

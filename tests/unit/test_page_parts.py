@@ -96,8 +96,7 @@ def test_text_of_openings_alone_is_searched_fast() -> None:
 
 def test_what_a_plan_file_says_is_shown_as_words() -> None:
     """It lies beside the model, and comes with it from somewhere else."""
-    from hotcold.ui.page.placement_picture import Placement, device_shares
-    from hotcold.ui.page.placement_tab import placement_html
+    from hotcold.ui.page.placement_tab import Placement, device_shares, placement_html
 
     mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
     request = PlanRequest(mode, None, None, 64, "float16", 1, "", "", "")
@@ -213,9 +212,8 @@ def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
     assert (state["state"], state["refused"]) == ("error", False)
 
 
-def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:
-    from hotcold.ui.page.placement_picture import placement_of
-    from hotcold.ui.page.placement_tab import placement_html
+def test_the_table_of_a_placement_has_a_row_of_each_device_with_its_bars() -> None:
+    from hotcold.ui.page.placement_tab import placement_html, placement_of
 
     system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
     config = read_config(DEMO_DIRECTORY)
@@ -223,4 +221,6 @@ def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> Non
         system, config, neuron_owners(config, Topology(tuple(service_specs(system, config))))
     )
     root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
-    assert len(root.findall(".//polyline")) == len(root.findall(".//tbody/tr")) == 3
+    assert len(root.findall(".//tbody/tr")) == 3
+    bars = root.findall(".//td[@style]")
+    assert len(bars) == 6 and all(bar.get("style") == f"--share:{bar.text}" for bar in bars)

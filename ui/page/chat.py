@@ -55,11 +55,11 @@ class Chat:
             label="Conversation", show_label=False, container=False, height="100%",
             elem_id="chat", buttons=[], feedback_options=None, latex_delimiters=DELIMITERS,
         )  # fmt: skip
-        self._welcome = gr.HTML(
-            self._suggestions, html_template='<section aria-label="Suggestions"></section>',
-            js_on_load=script("welcome.js"), elem_id="welcome",
-            apply_default_css=False,
-        )  # fmt: skip
+        heading, *questions = self._suggestions
+        with gr.Column(elem_id="welcome"):
+            gr.HTML(f"<h2>{heading}</h2>", apply_default_css=False)
+            with gr.Row():
+                self._suggested = [gr.Button(question, min_width=180) for question in questions]
         with gr.Row(elem_id="ask"):
             _round_button("Add files of text", "attach")
             self._question = gr.Textbox(
@@ -94,7 +94,7 @@ class Chat:
                 [self._question.submit, self._send.click],
                 self._ask, [self._question, *own], **answers,
             ),
-            self._welcome.ask(self._suggested, own, **answers),
+            *(each.click(self._ask, [each, *own], **answers) for each in self._suggested),
             self._state.again(self._again, own, **answers),
         ]  # fmt: skip
         changed = [
@@ -166,13 +166,6 @@ class Chat:
             yield *self._view(history), gr.skip()
             return
         async for view in self._answer(history, history.open, question.strip(), settings):
-            yield view
-
-    async def _suggested(
-        self, event: gr.EventData, request: gr.Request, *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        questions = dict(enumerate(self._suggestions["questions"]))
-        async for view in self._ask(request, questions.get(event.number, ""), *settings):
             yield view
 
     async def _again(

@@ -9,6 +9,7 @@ from typing import Any
 from hotcold.ui.page.conversations import ChatHistory
 
 _LONGEST_QUERY = 200
+_NO_ROOM = "Not brought back: there is no room for it beside the others."
 _SERVER = uuid.uuid4().hex  # this process, whose numbers these are
 _numbers = itertools.count(1)
 
@@ -52,7 +53,7 @@ def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
         "open": lambda: history.show(name),
         "rename": lambda: history.rename(name, text),
         "remove": lambda: history.remove(name),
-        "undo": history.undo_remove,
+        "undo": lambda: None if history.undo_remove() else reply.update(note=_NO_ROOM),
         "search": lambda: setattr(history, "query", text[:_LONGEST_QUERY]),
         "export": lambda: reply.update(file=history.saved()),
         "import": lambda: reply.update(note=_import(history, text)),

@@ -224,15 +224,22 @@ class ChatHistory:
         if gone.id == self.open_id:
             self.open_id = self.conversations[min(place, len(self.conversations) - 1)].id
 
-    def undo_remove(self) -> None:
-        """Restore the conversation removed last, and open it."""
+    def undo_remove(self) -> bool:
+        """Restore the conversation removed last, and open it; whether there is room for it."""
         if self.removed is None:
-            return
+            return True
         place, gone = self.removed
-        self.removed = None
         if self.find(gone.id) is None:  # no import has brought it back
+            if not self._has_room(gone):
+                return False
             self.conversations.insert(place, gone)
+        self.removed = None
         self.open_id = gone.id
+        return True
+
+    def _has_room(self, added: Conversation) -> bool:
+        chars = sum(item.num_chars for item in [*self.conversations, added])
+        return len(self.conversations) < _MAX_KEPT and chars <= _MAX_CHARS
 
     def rename(self, conversation_id: str, name: str) -> None:
         """Give a conversation a name; an empty one: its first question again."""
@@ -271,8 +278,7 @@ class ChatHistory:
         found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
         for item in found:
-            space = _MAX_CHARS - sum(one.num_chars for one in self.conversations)
-            if len(self.conversations) < _MAX_KEPT and item.num_chars <= space:
+            if self._has_room(item):
                 self.conversations += [item] if item.id not in known else []
                 known.add(item.id)
         return len(self.conversations) - before

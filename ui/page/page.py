@@ -40,11 +40,11 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
     with gr.Blocks(title=f"{settings.model_name} – hotcold", analytics_enabled=False) as page:
         _bar(settings.model_name, described, paths or {})
         with gr.Row(elem_id="frame"):
-            with gr.Column(elem_id="side"):
+            with gr.Column(scale=0, min_width=260, elem_id="side"):
                 chat.list_column()
             with gr.Column(elem_id="main"):
                 chat.chat_column()
-            with gr.Column(elem_id="panel"):
+            with gr.Column(scale=0, min_width=360, elem_id="panel"):
                 with gr.Tab("Live"):
                     live_panel(backend, read_model(path, described.weight_dtype))
                 with gr.Tab("Placement") as tab:

@@ -31,10 +31,9 @@ _OF_TEXTS = (
 _ALL = 0.9995  # shown as 100.0%: a dense model's neurons
 
 
-def suggestions(is_demo: bool, is_chat: bool) -> dict[str, Any]:
+def suggestions(is_demo: bool, is_chat: bool) -> tuple[str, ...]:
     """A heading and three questions for an empty thread."""
-    heading, *questions = (_OF_DEMO if is_demo else _OF_CHATS) if is_chat else _OF_TEXTS
-    return {"heading": heading, "questions": questions}
+    return (_OF_DEMO if is_demo else _OF_CHATS) if is_chat else _OF_TEXTS
 
 
 def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
@@ -44,15 +43,13 @@ def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
         for message in conversation.messages
     ]
     if conversation.problem is not None:
-        messages.append({"role": "assistant", "content": problem_html(conversation)})
+        told = _problem_html(conversation, conversation.problem)
+        messages.append({"role": "assistant", "content": told})
     return messages
 
 
-def problem_html(conversation: Conversation) -> str:
+def _problem_html(conversation: Conversation, problem: ApiError) -> str:
     """What went wrong, and what to do about it."""
-    problem = conversation.problem
-    if problem is None:
-        return ""
     last = conversation.before(-1)
     has_begun = last.role == "assistant" and last.content
     what = "The answer broke off" if has_begun else "No answer"

@@ -5,19 +5,37 @@ const act = (what, more = {}) => trigger("act", { do: what, ...more });
 const file = find("input[type=file]");
 let searching = 0;
 let given = 0; // the number of the last value with a file
+let shown = ""; // what the list is drawn of
 let newest = props.value; // of all values: an older one may come later
 const isOld = (value) => value.server === newest.server && value.at < newest.at;
 
-function row({ id, title, name, busy }) {
+function row(item) {
+  const { id, title, busy } = item;
   const open = make("button", { type: "button", className: "open", onclick: () => act("open", { id }) }, title);
   if (id === newest.open) open.ariaCurrent = "true";
   if (busy) open.append(make("span", { className: "sr" }, " (is being answered)"));
-  const rename = () => {
-    const text = prompt("Name of the conversation", name);
-    if (text !== null && text !== name) act("rename", { id, text });
-  };
   const remove = () => act("remove", { id });
-  return make("li", {}, open, button("edit", `Rename ${title}`, rename), button("remove", `Delete ${title}`, remove));
+  const edit = button("edit", `Rename ${title}`, () => rename(item, open));
+  return make("li", {}, open, edit, button("remove", `Delete ${title}`, remove));
+}
+
+// Enter gives the name, and so does leaving the field; Escape does not.
+function rename({ id, name }, open) {
+  const field = make("input", { value: name, ariaLabel: "Name of the conversation" });
+  field.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
+    if (event.key === "Escape") field.value = name;
+    field.nextElementSibling.focus();
+  });
+  field.addEventListener("blur", () => {
+    if (field.value !== name) act("rename", { id, text: field.value });
+    setTimeout(() => field.replaceWith(open)); // once another element has the focus
+    setTimeout(show);
+  });
+  open.replaceWith(field);
+  field.focus();
+  field.select();
 }
 
 function download(conversations) {
@@ -33,11 +51,15 @@ function show() {
     given = at;
     download(kept);
   }
+  const state = JSON.stringify([rows, any, query, removed, newest.open]);
+  if (state === shown || find("li input")) return;
+  shown = state;
   const place = [...element.querySelectorAll("li button")].indexOf(document.activeElement);
   find("ul").replaceChildren(...rows.map(row));
   if (place >= 0) element.querySelectorAll("li button")[place]?.focus();
   const none = any ? query && "No conversation has these words." : "What you ask is kept in this browser.";
-  find(".none").textContent = rows.length ? "" : none;
+  const note = `${removed && `“${removed}” is deleted. `}${rows.length ? "" : none}`;
+  if (find(".note").textContent !== note) find(".note").textContent = note; // else it would be read aloud again
   find("[data-do=export]").disabled = !any;
   Object.assign(find("[data-do=undo]"), { disabled: !removed, title: removed && `Bring back “${removed}”` });
 }

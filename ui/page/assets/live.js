@@ -37,7 +37,7 @@ let timer = 0;
 let quiet = 0;
 let polledAt = 0;
 
-const view = () => element.querySelector('input[name="map-view"]:checked').value;
+const view = () => find("view").value;
 
 // Neurons of one cell by kind, in the order of KINDS.
 function countsOf(map, layer, bucket) {
@@ -148,9 +148,7 @@ function chooseCell(layer, bucket) {
 
 // Of a mixture the map begins with its experts.
 function showExperts() {
-  const choice = find("experts");
-  choice.hidden = false;
-  choice.querySelector("input").checked = true;
+  find("view").append(new Option("experts chosen", "chosen", true, true));
   find("sentence").textContent =
     "Each row is a layer of the model, each column an expert: the stronger its colour, the more " +
     "tokens chose it lately. The other choices show how many of an expert's neurons were needed: the fuller its bar, the more.";

@@ -104,9 +104,6 @@ function dress() {
   }
 }
 
-// A picture of another host is not fetched: its description stands in its place.
-thread.addEventListener("error", ({ target }) => target.classList?.add("missing"), true);
-
 async function put(files) {
   const field = document.querySelector("#question textarea");
   for (const file of files) {
