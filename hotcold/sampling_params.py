@@ -117,7 +117,7 @@ class SamplingParams(sampling.SamplingParams):
             text = Grammar("json_schema", _json_text(self.json_schema))
             return grammars().schema_grammar(text, None)
         if self.regex is not None:
-            return grammars().regex_grammar(self.regex)
+            return Grammar("regex", self.regex)
         if self.choice is not None:
             return grammars().choice_grammar(list(self.choice))
         return Grammar("lark", self.grammar or "")
