@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,23 @@ def test_params_are_as_they_were_given() -> None:
     for one in (params, params.changed()):
         (found,) = one.of_requests(DEFAULTS)
         assert (found.stop, found.biases) == (("end",), ((5, -1.0),))
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("context_lenght", "did you mean context_length?"),
+        ("context", "did you mean context_length?"),
+        ("max_model_len", "did you mean context_length?"),
+        ("n_gpu_layers", "did you mean gpu_memory?"),
+        ("tensor_parallel_size", "known are model, mode, dtype, "),
+    ],
+)
+def test_an_unknown_option_is_told(option: str, told: str) -> None:
+    options: Any = {option: 3, "threads": 2}
+    with pytest.raises(TypeError) as error:
+        LLM("nowhere", **options)
+    assert str(error.value).startswith(f"LLM has no option {option!r}; {told}")
 
 
 def test_none_is_the_default_of_each_option() -> None:
