@@ -25,8 +25,11 @@ _SIZES = {
 }
 
 
-def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --out") -> None:
-    """Print the placement, the cost of each part, the expected speed and its assumptions."""
+def print_plan(plan: PlacementPlan, path: Path | None, about: str) -> None:
+    """Print the placement, the cost of each part, the expected speed and its assumptions.
+
+    `about`: what to know of the file, or why there is none.
+    """
     console = Console(highlight=False)
     report = plan.report
     console.print(_device_table(report["devices"]))
@@ -38,7 +41,7 @@ def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --ou
         print("memory is so short that some layers use a GPU for fewer neurons than pays off")
     for text in report["assumed"]:
         print(f"assumed: {text}")
-    print(f"plan: {path}" if path else f"plan: not written ({why_not})")
+    print(f"plan: {path or 'not written'} ({about})")
 
 
 def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
