@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hotcold.model.byte_sizes import size_text
 from hotcold.placement.plan import PlacementPlan
 
 _CONTENTS = {
@@ -105,10 +106,4 @@ def _table(title: str) -> Table:
 
 
 def _size(num_bytes: float) -> str:
-    """A decimal size of three digits; a dash for nothing."""
-    if not num_bytes:
-        return "–"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
+    return size_text(num_bytes) if num_bytes else "–"
