@@ -39,7 +39,7 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
     """
     driver = services.driver
     with services.changing:
-        system = scaled_system(services.system, num_cpu_actors, services.config)
+        system = scaled_system(services.system, num_cpu_actors)
         if num_cpu_actors == services.system.num_cpu_actors:
             return services.system
         old = services.connection
@@ -110,7 +110,7 @@ class CpuServiceChange:
             services.exchange.renew(failures)
 
 
-def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig) -> SystemConfig:
+def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
     """The same system with another number of CPU services. Errors: UsageError."""
     if system.hosts:
         raise UsageError("a system on several hosts cannot be scaled while it serves; start anew")
