@@ -10,7 +10,7 @@ from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
 from hotcold.actors.setup.preflight import read_model
-from hotcold.model.byte_sizes import size_text
+from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
@@ -101,11 +101,11 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ", ".join((f"{facts['dtype']}, {size_text(facts['weight_bytes'])} in memory", *quantized)),
     )
     context = (
-        f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory"
+        f"{facts['max_positions']} tokens of {binary_text(facts['kv_bytes_a_token'])} of memory"
     )
     if facts["window"]:
-        beyond = facts["kv_bytes_beyond_windows"] / 1024
-        context += f", {beyond:.0f} KiB beyond windows of {facts['window']}"
+        beyond = binary_text(facts["kv_bytes_beyond_windows"])
+        context += f", {beyond} beyond windows of {facts['window']}"
     yield "context", context
     yield (
         "embeddings",

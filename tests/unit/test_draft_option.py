@@ -78,7 +78,9 @@ def test_its_memory_is_counted(path: Path) -> None:
     weights = config_bytes(q4_config)
     assert needs[1] == replace(needs[0], draft_bytes=weights)
     assert loaded_bytes(system, config) == config_bytes(config) + weights
-    assert draft_note(system, config).startswith("the draft, the model's weights in q4, takes 59.8 kB")
+    assert draft_note(system, config).startswith(
+        "the draft, the model's weights in q4, takes 59.8 kB"
+    )
     assert quantized.draft_system is None
     spare = needs[0].total_bytes + weights // 2
     with pytest.raises(MemoryBudgetError, match="KiB of the draft"):
