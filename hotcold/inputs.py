@@ -31,7 +31,7 @@ class Given(NamedTuple):
     """What one call was given."""
 
     tasks: Iterator[Task]  # each made when it is wanted
-    count: int
+    num_tasks: int
     is_one: bool  # and no list of them
 
 

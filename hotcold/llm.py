@@ -358,9 +358,9 @@ class LLM:
                     running.add(answers)
                 for index, request in enumerate(task.requests):
                     self._in_flight.start(request, _putter(arrived, answers, index))
-            with progress_bar(given.count, shown) as show:
+            with progress_bar(given.num_tasks, shown) as show:
                 while running:
-                    show(given.count - len(running))
+                    show(given.num_tasks - len(running))
                     for answers, index, event in _all_of(arrived):
                         answers.take(index, event)
                         if answers.is_done:

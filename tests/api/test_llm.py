@@ -63,7 +63,8 @@ def test_ids_are_those_of_the_command(llm: LLM) -> None:
     told, result = json.loads(done.out.splitlines()[-1]), llm.generate(PROMPTS[0], DRAWN)
     assert told["ids"] == list(result.token_ids)
     own = result.as_json()
-    for name in ("text", "finish_reason", "prompt_tokens", "neurons_computed", "gates_computed"):
+    # Not neurons_computed: those of drafts count, and how many there are depends on their time.
+    for name in ("text", "finish_reason", "prompt_tokens", "gates_computed"):
         assert told[name] == own[name], name
     assert told.keys() - {"system"} == own.keys()
 
