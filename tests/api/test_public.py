@@ -119,6 +119,12 @@ def test_params_are_copied_and_shown() -> None:
         ({"regex": "a", "choice": ["b"]}, "regex and choice were both given"),
         ({"repetition_penalty": 1.0, "repeat_penalty": 1.0}, "were both given"),
         ({"stop": [""]}, "stop is"),
+        ({"cache": None}, "cache is None; give True or False"),
+        ({"regex": 5}, "regex is 5; give a text"),
+        ({"grammar": ["start"]}, r"grammar is \['start'\]; give a text"),
+        ({"choice": "abc"}, "choice is 'abc'; give a list of texts"),
+        ({"choice": ["a", 5]}, r"choice is \['a', 5\]; give a list of texts"),
+        ({"choice": []}, r"choice is \[\]; give a list of texts"),
     ],
 )
 def test_params_that_are_refused(options: dict[str, object], told: str) -> None:
