@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -49,7 +49,7 @@ def grammars() -> ModuleType:
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation in OpenAI's format as chat templates take it. Errors: PromptError."""
-    if isinstance(messages, str | Mapping) or not messages:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable) or not messages:
         raise PromptError(
             'give a conversation as a list of messages, like [{"role": "user", "content": "Hi"}]'
         )

@@ -6,38 +6,26 @@ import os
 import queue
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Never, Unpack, overload
 
-from hotcold.actors.protocol.messages import (
-    GenerateRequest,
-    Generation,
-    TokenEvent,
-)
-from hotcold.actors.protocol.options import (
-    SystemOptions,
-    seconds_of,
-)
-from hotcold.answers import Answer, Answers, Task, progress_bar
-from hotcold.connections import Connection, Deliver, InFlight, find, new_id, start
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.options import OPTIONS, SystemOptions, seconds_of
+from hotcold.answers import Answer, Answers, progress_bar
+from hotcold.connections import Connection, Deliver, InFlight, find, start
+from hotcold.inputs import Given, Inputs
 from hotcold.model import sampling
-from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
+from hotcold.model.errors import HotcoldError, PromptError
 from hotcold.outputs import RequestOutput, ScoreOutput, StreamPiece
 from hotcold.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hotcold.actors.driver.prompts import Prompts
-    from hotcold.chats import ChatOptions, Message
-
-    Prompt = str | list[int] | Mapping[str, Any] | np.ndarray
-
-Params = SamplingParams | Sequence[SamplingParams] | None
+    from hotcold.chats import ChatOptions
+    from hotcold.inputs import Params, Prompt
 
 
 class LLM:
@@ -55,7 +43,7 @@ class LLM:
 
     `progress`: show bars on standard error; None: at a terminal alone.
     May be used by several threads and event loops at once.
-    Errors:  HotcoldError, of one line that says what to do
+    Errors:  HotcoldError, of one line that says what to do; TypeError for an unknown option
     """
 
     def __init__(
@@ -85,7 +73,10 @@ class LLM:
         keep: float | str = 0,
         own: bool = False,
         progress: bool | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise _unknown_option(next(iter(unknown)))
         given = {
             "mode": mode, "dtype": dtype, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory,
             "threads": threads, "cpu_actors": cpu_actors, "context_length": context_length,
@@ -146,32 +137,29 @@ class LLM:
         """Most tokens of a request, prompt and answer together."""
         return self._config.context_length
 
-    @cached_property
+    @property
     def default_sampling(self) -> sampling.SamplingParams:
         """The model's own sampling, which counts where a request says nothing else."""
-        return sampling.SamplingParams.defaults(self.model_path)
+        return self._inputs.default_sampling
 
     @cached_property
     def _config(self) -> Any:
         return self._connection.config
 
     @cached_property
-    def _prompts(self) -> Prompts:
-        from hotcold.actors.driver.prompts import Prompts
-        from hotcold.model.config.build import read_config
-
-        return Prompts(self.model_path, read_config(self.model_path), self.context_length)
+    def _inputs(self) -> Inputs:
+        return Inputs(self.model_path, self.context_length)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Errors: PromptError."""
-        return self._prompts.encode(text, add_special_tokens)
+        return self._inputs.prompts.encode(text, add_special_tokens)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by their names. Errors: PromptError."""
-        self._prompts.require_in_vocabulary(ids)
-        if self._prompts.tokenizer is None:
+        self._inputs.prompts.require_in_vocabulary(ids)
+        if self._inputs.prompts.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text")
-        return self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._inputs.prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
     def telemetry(self) -> dict[str, Any]:
         """What the system does now: speed, memory, and by layer which neurons work.
@@ -213,9 +201,7 @@ class LLM:
         {"prompt_token_ids": IDS} are prompts, too.
         Errors:  PromptError, UsageError, ServiceError
         """
-        given, is_one = _as_list(prompts)
-        tasks = self._tasks(given, sampling_params, self._prompt_task)
-        return self._run(tasks, len(given), is_one, progress)
+        return self._run(self._inputs.of_prompts(prompts, sampling_params), progress)
 
     @overload
     def chat(
@@ -251,9 +237,8 @@ class LLM:
         `tool_calls`, what the model thought is its `thinking`, and its `message` is what the
         conversation goes on with. Otherwise as `generate`.
         """
-        given, is_one = _as_conversations(messages)
-        tasks = self._tasks(given, sampling_params, self._chat_task(options))
-        return self._run(tasks, len(given), is_one, progress)
+        given = self._inputs.of_conversations(messages, sampling_params, options)
+        return self._run(given, progress)
 
     def stream(
         self,
@@ -267,7 +252,7 @@ class LLM:
         answer. `options` are for conversations, as of `chat`.
         Errors:  as `generate`
         """
-        task = self._stream_task(prompt, sampling_params, options)
+        task = self._inputs.of_stream(prompt, sampling_params, options)
         answer = Answer(task, 0)
         for event in self._in_flight.events(task.requests[0]):
             yield answer.add(event)
@@ -279,22 +264,22 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamPiece]:
         """As `stream`, for `async for`."""
-        task = await _in_thread(lambda: self._stream_task(prompt, sampling_params, options))
+        task = await _in_thread(lambda: self._inputs.of_stream(prompt, sampling_params, options))
         answer = Answer(task, 0)
         async for event in self._in_flight.async_events(task.requests[0]):
             yield answer.add(event)
 
     async def agenerate(self, prompts: Any, sampling_params: Params = None) -> Any:
         """As `generate`, for `await`. A task that is cancelled ends what it asked for."""
-        given, is_one = _as_list(prompts)
-        return await self._arun(given, sampling_params, self._prompt_task, is_one)
+        return await self._arun(lambda: self._inputs.of_prompts(prompts, sampling_params))
 
     async def achat(
         self, messages: Any, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> Any:
         """As `chat`, for `await`."""
-        given, is_one = _as_conversations(messages)
-        return await self._arun(given, sampling_params, self._chat_task(options), is_one)
+        return await self._arun(
+            lambda: self._inputs.of_conversations(messages, sampling_params, options)
+        )
 
     # --- vectors and scores ----------------------------------------------------------------------
 
@@ -314,16 +299,12 @@ class LLM:
         """
         import numpy as np
 
-        given, is_one = _as_list(texts)
-
-        def task(text: Any, _: SamplingParams) -> Task:
-            return self._plain_task(text, wants_embedding=True)
-
-        results = self._finished(self._tasks(given, None, task), len(given), progress)
+        given = self._inputs.to_read(texts, wants_embedding=True)
+        results = self._finished(given, progress)
         found = np.array([_first(one).embedding for one in results], np.float32)
         if normalize:
             found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-        return found[0] if is_one else found
+        return found[0] if given.is_one else found
 
     @overload
     def score(  # type: ignore[overload-overlap]  # as above
@@ -340,109 +321,14 @@ class LLM:
 
         Errors:  PromptError of the first text that cannot be scored, ServiceError
         """
-        given, is_one = _as_list(texts)
-
-        def task(text: Any, _: SamplingParams) -> Task:
-            return self._plain_task(text, num_prompt_logprobs=0)
-
+        given = self._inputs.to_read(texts, num_prompt_logprobs=0)
         found = []
-        for one in self._finished(self._tasks(given, None, task), len(given), progress):
+        for one in self._finished(given, progress):
             _first(one)
             scored = one.answers[0].prompt_logprobs
             ids, values = [s.token_id for s in scored], [s.logprob for s in scored]
             found.append(ScoreOutput(tuple(ids), tuple(values)))
-        return found[0] if is_one else found
-
-    # --- from what is given to requests ----------------------------------------------------------
-
-    def _tasks(
-        self, given: list[Any], params: Params, make: Callable[[Any, SamplingParams], Task]
-    ) -> Iterator[Task]:
-        """A task for each of `given`, made when it is wanted. Errors: UsageError."""
-        if params is None or isinstance(params, sampling.SamplingParams):
-            each: Iterable[Any] = [params or SamplingParams()] * len(given)
-        else:
-            each = list(params)
-            if len(each) != len(given):
-                raise UsageError(
-                    f"{len(given)} prompts and {len(each)} sampling params were given; give one "
-                    "for all, or one for each"
-                )
-
-        def tasks() -> Iterator[Task]:
-            for prompt, one in zip(given, each, strict=True):
-                try:
-                    yield make(prompt, one)
-                except ServiceError:
-                    raise
-                except HotcoldError as problem:
-                    yield Task(prompt, problem=problem)
-
-        return tasks()
-
-    def _prompt_task(self, prompt: Any, params: SamplingParams) -> Task:
-        """Errors: PromptError, UsageError."""
-        request = replace(
-            _request(self.default_sampling, prompt),
-            grammar=params.shape(),
-            num_logprobs=params.logprobs,
-            num_prompt_logprobs=params.prompt_logprobs,
-            use_cache=params.cache,
-            cache_salt=params.cache_salt,
-        )
-        return Task(prompt, self._copies(request, params))
-
-    def _copies(self, request: GenerateRequest, params: SamplingParams) -> list[GenerateRequest]:
-        drawn = params.of_requests(self.default_sampling)
-        first = replace(request, sampling=drawn[0], request_id=new_id())
-        request = replace(request, num_prompt_logprobs=None)
-        later = [replace(request, sampling=one, request_id=new_id()) for one in drawn[1:]]
-        return [first, *later]
-
-    def _plain_task(self, prompt: Any, **wanted: Any) -> Task:
-        """Of the prompt alone; a new token costs nothing beside it."""
-        drawn = replace(self.default_sampling, max_tokens=1, temperature=0.0)
-        request = replace(_request(drawn, prompt), request_id=new_id(), **wanted)
-        return Task(prompt, [request])
-
-    def _chat_task(self, options: ChatOptions) -> Callable[[Any, SamplingParams], Task]:
-        """What makes tasks of conversations. Errors: UsageError for options that are none."""
-        from hotcold.chats import Chat, chat_request, tools_of, variables_of
-
-        tools, variables = tools_of(options), variables_of(options)
-        wanted = None if tools is None else tools.wanted
-
-        def make(messages: Sequence[Message], params: SamplingParams) -> Task:
-            asked = chat_request(self.default_sampling, messages, tools, variables)
-            ids = self._prompts.ids(asked)
-            tokenizer = self._prompts.tokenizer
-            assert tokenizer is not None  # or it has no ids
-            chat = Chat.of(tokenizer, ids, wanted, params.shape())
-            request = GenerateRequest(
-                self.default_sampling,
-                prompt_ids=ids,
-                grammar=chat.grammar,
-                num_logprobs=params.logprobs,
-                num_prompt_logprobs=params.prompt_logprobs,
-                use_cache=params.cache,
-                cache_salt=params.cache_salt,
-            )
-            return Task(messages, self._copies(request, params), chat)
-
-        return make
-
-    def _stream_task(
-        self, prompt: Any, params: SamplingParams | None, options: ChatOptions
-    ) -> Task:
-        """Errors: PromptError, UsageError."""
-        params = params or SamplingParams()
-        if params.n > 1:
-            raise UsageError(f"n is {params.n}, but a stream is of one answer; use generate")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            return self._chat_task(options)(prompt, params)
-        if options:
-            raise UsageError(f"{next(iter(options))} is for conversations")
-        return self._prompt_task(prompt, params)
+        return found[0] if given.is_one else found
 
     def begin(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Queue a request as the driver has it. Internal: for the command line."""
@@ -454,15 +340,10 @@ class LLM:
 
     # --- running requests ------------------------------------------------------------------------
 
-    def _run(self, tasks: Iterator[Task], count: int, is_one: bool, progress: bool | None) -> Any:
-        results = [one.output() for one in self._finished(tasks, count, progress)]
-        if not is_one:
-            return results
-        if results[0].problem is not None:
-            raise results[0].problem
-        return results[0]
+    def _run(self, given: Given, progress: bool | None) -> Any:
+        return _results(self._finished(given, progress), given.is_one)
 
-    def _finished(self, tasks: Iterator[Task], count: int, progress: bool | None) -> list[Answers]:
+    def _finished(self, given: Given, progress: bool | None) -> list[Answers]:
         """Run all tasks. Errors: ServiceError, and all of them end."""
         arrived: queue.SimpleQueue[tuple[Answers, int, TokenEvent | BaseException]]
         arrived = queue.SimpleQueue()
@@ -470,16 +351,16 @@ class LLM:
         running: set[Answers] = set()
         shown = self._progress if progress is None else progress
         try:
-            for task in tasks:
+            for task in given.tasks:
                 answers = Answers(task)
                 found.append(answers)
                 if not answers.is_done:
                     running.add(answers)
                 for index, request in enumerate(task.requests):
                     self._in_flight.start(request, _putter(arrived, answers, index))
-            with progress_bar(count, shown) as show:
+            with progress_bar(given.num_tasks, shown) as show:
                 while running:
-                    show(count - len(running))
+                    show(given.num_tasks - len(running))
                     for answers, index, event in _all_of(arrived):
                         answers.take(index, event)
                         if answers.is_done:
@@ -491,18 +372,12 @@ class LLM:
             )
         return found
 
-    async def _arun(
-        self,
-        given: list[Any],
-        params: Params,
-        make: Callable[[Any, SamplingParams], Task],
-        is_one: bool,
-    ) -> Any:
+    async def _arun(self, asked: Callable[[], Given]) -> Any:
         import asyncio
 
-        tasks = await _in_thread(lambda: list(self._tasks(given, params, make)))
-        found = [Answers(task) for task in tasks]
-        names = [request.request_id for task in tasks for request in task.requests]
+        given = await _in_thread(asked)
+        found = [Answers(task) for task in await _in_thread(lambda: list(given.tasks))]
+        names = [request.request_id for one in found for request in one.task.requests]
 
         async def read(answers: Answers, index: int) -> None:
             try:
@@ -518,10 +393,15 @@ class LLM:
             for answers in found:
                 for index in range(len(answers.task.requests)):
                     group.create_task(read(answers, index))
-        results = [one.output() for one in found]
-        if is_one and results[0].problem is not None:
-            raise results[0].problem
-        return results[0] if is_one else results
+        return _results(found, given.is_one)
+
+
+def _results(found: list[Answers], is_one: bool) -> Any:
+    """What `generate` returns. Errors: the one prompt's."""
+    results = [one.output() for one in found]
+    if is_one and results[0].problem is not None:
+        raise results[0].problem
+    return results[0] if is_one else results
 
 
 def _first(answers: Answers) -> Generation:
@@ -548,50 +428,26 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
     return start(locate_model(model), options)
 
 
+def _unknown_option(name: str) -> TypeError:
+    """With the option that may be meant, by this name in another program or one that is like it."""
+    from difflib import get_close_matches
+    from inspect import signature
+
+    from hotcold.jobs.support.other_names import OTHER_NAMES
+
+    own = list(signature(LLM).parameters)[:-1]
+    known = {keyword: keyword for keyword in own}
+    for one in OPTIONS.values():
+        for other in (one.flag, *OTHER_NAMES.get(one.flag, ())):
+            known[other.lstrip("-").replace("-", "_")] = one.keyword
+    nearest = get_close_matches(name, known, 1)
+    told = f"did you mean {known[nearest[0]]}?" if nearest else f"known are {', '.join(own)}"
+    return TypeError(f"LLM has no option {name!r}; {told}")
+
+
 def _end(in_flight: InFlight, connection: Connection) -> None:
     in_flight.close()
     connection.close()
-
-
-def _request(drawn: sampling.SamplingParams, prompt: Any) -> GenerateRequest:
-    """A prompt as a request. Errors: PromptError for what is none."""
-    if isinstance(prompt, Mapping) and len(prompt) == 1:  # as vLLM's prompts
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
-    if isinstance(prompt, str):
-        return GenerateRequest(drawn, prompt=prompt)
-    prompt = _plain(prompt)
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-    if not is_list or any(not isinstance(token_id, Integral) for token_id in prompt):
-        raise PromptError(f"{shown(prompt)} is no prompt; give a text or a list of token ids")
-    return GenerateRequest(drawn, prompt_ids=[int(token_id) for token_id in prompt])
-
-
-def _plain(prompts: Any) -> Any:
-    """What an array or a tensor holds, as lists."""
-    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
-
-
-def _as_list(prompts: Any) -> tuple[list[Any], bool]:
-    """Each prompt, and whether one was given and no list of them. Errors: PromptError."""
-    if isinstance(prompts, str | bytes | Mapping):
-        return [prompts], True
-    prompts = _plain(prompts)
-    if not isinstance(prompts, Iterable):
-        raise PromptError(f"{shown(prompts)} is no prompt; give a text or a list of token ids")
-    found = list(prompts)
-    is_one = bool(found) and isinstance(found[0], Integral)
-    return ([found] if is_one else found), is_one
-
-
-def _as_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """Each conversation, and whether one was given. Errors: PromptError."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise PromptError(
-            'give a conversation as a list of messages, like [{"role": "user", "content": "Hi"}]'
-        )
-    found = list(messages)
-    is_one = bool(found) and isinstance(found[0], Mapping)
-    return ([found] if is_one else found), is_one
 
 
 def _putter(arrived: Any, answers: Answers, index: int) -> Callable[[Any], None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotcold.actors.protocol.messages import DraftCounts, Generation, TokenLogprob
+from hotcold.model.errors import PromptError
 
 _SHOWN_CHARS = 60
 
@@ -218,7 +219,10 @@ class StreamPiece:
 
 @dataclass(frozen=True, repr=False)
 class ScoreOutput:
-    """How likely a model finds a text. `logprobs[0]` is None where nothing precedes that token."""
+    """How likely a model finds a text. `logprobs[0]` is None: nothing precedes that token.
+
+    So of one token nothing is scored: `logprob` is 0, and there is no perplexity.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
@@ -230,15 +234,15 @@ class ScoreOutput:
 
     @property
     def perplexity(self) -> float:
-        """exp(- the mean of all)."""
-        count = sum(value is not None for value in self.logprobs)
-        return math.exp(-self.logprob / count) if count else math.nan
+        """exp(- the mean of all). Errors: PromptError of one token."""
+        count = len(self.logprobs) - 1
+        if not count:
+            raise PromptError("a text of one token has no perplexity: nothing precedes the token")
+        return math.exp(-self.logprob / count)
 
     def __repr__(self) -> str:
-        return (
-            f"ScoreOutput({len(self.token_ids)} tokens, logprob {self.logprob:.3f}, "
-            f"perplexity {self.perplexity:.3f})"
-        )
+        perplexity = f", perplexity {self.perplexity:.3f}" if len(self.logprobs) > 1 else ""
+        return f"ScoreOutput({len(self.token_ids)} tokens, logprob {self.logprob:.3f}{perplexity})"
 
 
 def work_of(result: Generation) -> Work:

@@ -68,9 +68,14 @@ class SamplingParams(sampling.SamplingParams):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 0, _MAX_TOP)
-        for name, kind in (("cache", bool), ("cache_salt", str)):
-            if not isinstance(getattr(self, name), kind):
-                wanted = "True or False" if kind is bool else "a text"
+        for name, is_right, wanted in (
+            ("cache", isinstance(self.cache, bool), "True or False"),
+            ("cache_salt", isinstance(self.cache_salt, str), "a text"),
+            ("regex", isinstance(self.regex, str | None), "a text"),
+            ("grammar", isinstance(self.grammar, str | None), "a text"),
+            ("choice", self.choice is None or _are_texts(self.choice), "a list of texts"),
+        ):
+            if not is_right:
                 raise UsageError(f"{name} is {shown(getattr(self, name))}; give {wanted}")
         if self.repetition_penalty is not None:
             known = sampling.PARAMETERS[sampling.REPETITION]
@@ -117,10 +122,15 @@ class SamplingParams(sampling.SamplingParams):
             text = Grammar("json_schema", _json_text(self.json_schema))
             return grammars().schema_grammar(text, None)
         if self.regex is not None:
-            return grammars().regex_grammar(self.regex)
+            return Grammar("regex", self.regex)
         if self.choice is not None:
             return grammars().choice_grammar(list(self.choice))
         return Grammar("lark", self.grammar or "")
+
+
+def _are_texts(given: Any) -> bool:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    return is_list and all(isinstance(one, str) for one in given)
 
 
 def _json_text(schema: dict[str, Any] | bool | str) -> str:

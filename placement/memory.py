@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 _PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ def require_memory(
     what = "free" if budget_bytes is None or free < budget_bytes else "allowed by --cpu-memory"
     is_free = what == "free"
     if is_free and (limit_bytes := memory_limit()) is not None:
-        what += f" within a control group's limit of {_gib(limit_bytes)}"
+        what += f" within a control group's limit of {binary_text(limit_bytes)}"
     if is_free and kept_bytes:
-        what += f" besides the {_gib(kept_bytes)} that Ray's memory monitor keeps so"
-    draft = f"{_gib(need.draft_bytes)} of the draft, " if need.draft_bytes else ""
+        what += f" besides the {binary_text(kept_bytes)} that Ray's memory monitor keeps so"
+    draft = f"{binary_text(need.draft_bytes)} of the draft, " if need.draft_bytes else ""
     raise MemoryBudgetError(
-        f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
-        f"{_gib(weights)} weights, {draft}{_gib(need.kv_cache_bytes)} KV cache, "
-        f"{_gib(need.process_bytes)} processes, {_gib(need.arena_bytes)} arena), "
-        f"{_gib(free)} ({free} bytes) are {what}; "
+        f"this model needs {binary_text(need.total_bytes)} of memory ({need.total_bytes} bytes: "
+        f"{binary_text(weights)} weights, {draft}{binary_text(need.kv_cache_bytes)} KV cache, "
+        f"{binary_text(need.process_bytes)} processes, {binary_text(need.arena_bytes)} arena), "
+        f"{binary_text(free)} ({free} bytes) are {what}; "
         f"use {_what_fits(free, quantized)}"
     )
 
@@ -101,9 +101,5 @@ def _what_fits(free: int, quantized: Iterable[tuple[str, MemoryNeed]]) -> str:
     """What to use instead: the first --dtype that fits, if one does."""
     for dtype, need in quantized:
         if need.total_bytes <= free:
-            return f"--dtype {dtype}, with which it needs {_gib(need.total_bytes)}"
+            return f"--dtype {dtype}, with which it needs {binary_text(need.total_bytes)}"
     return "a smaller model or a smaller --context"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"

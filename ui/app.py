@@ -93,35 +93,37 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
     kept = KeptResponses()
 
     async def answer(
-        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
+        request: Request, schema: type[Any], route_of: Callable[[Backend], Any], prompt: str
     ) -> Any:
         body = parse(schema, await request.body())
         route = route_of(models.choose(request, body.model))
         if body.stream:
-            return await answered(request, route.stream(body))
-        return JsonAnswer(await answered(request, route.whole(body)))
+            return await answered(request, route.stream(body), prompt)
+        return JsonAnswer(await answered(request, route.whole(body), prompt))
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
         """Answer a conversation, as OpenAI's chat completions do."""
-        return await answer(request, ChatRequest, ChatRoute)
+        return await answer(request, ChatRequest, ChatRoute, "messages")
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
         """Continue a text, as OpenAI's completions do."""
-        return await answer(request, CompletionRequest, CompletionRoute)
+        return await answer(request, CompletionRequest, CompletionRoute, "prompt")
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
         """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
-        return await answer(request, ResponsesRequest, lambda found: ResponsesRoute(found, kept))
+        return await answer(
+            request, ResponsesRequest, lambda found: ResponsesRoute(found, kept), "input"
+        )
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
     async def count(request: Request) -> Response:
         """How many tokens the input of such a request has; nothing is answered."""
         body = parse(ResponsesRequest, await request.body())
         route = ResponsesRoute(models.choose(request, body.model), kept)
-        return JsonAnswer(await answered(request, route.count(body)))
+        return JsonAnswer(await answered(request, route.count(body), "input"))
 
     add_kept(app, kept)
 
@@ -130,7 +132,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         """A vector for each text: the mean of the model's last hidden states."""
         body = parse(EmbeddingsRequest, await request.body())
         route = EmbeddingsRoute(models.choose(request, body.model))
-        return JsonAnswer(await answered(request, route.whole(body)))
+        return JsonAnswer(await answered(request, route.whole(body), "input"))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
@@ -187,11 +189,12 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return JsonAnswer(await answered(request, api_text.tokenize(backend, body)))
+        prompt = "prompt" if body.messages is None else "messages"
+        return JsonAnswer(await answered(request, api_text.tokenize(backend, body), prompt))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body = parse(DetokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        return JsonAnswer(await answered(request, api_text.detokenize(backend, body)))
+        return JsonAnswer(await answered(request, api_text.detokenize(backend, body), "tokens"))

@@ -42,7 +42,7 @@ ControlSampling: Any = create_model("ControlSampling", __base__=StrictModel, **_
 class ControlGrammar(StrictModel):
     """The fields of `Grammar`."""
 
-    kind: Literal["json_schema", "lark", "calls"]
+    kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
     frame: str = ""
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotcold.actors.system import System
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError, unavailable
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class ModelLoader:
 def _no_room(backend: Backend, need: Need, busy: Iterable[Backend]) -> ApiError:
     names = " and ".join(f"{one.name!r}" for one in busy)
     beside = f"{names}, in use now" if names else "what other programs have taken of the memory"
-    size = f"{need.memory_bytes / _GIB:.2f} GiB"
+    size = binary_text(need.memory_bytes)
     return unavailable(
         f"the model {backend.name!r} needs {size} and has no room beside {beside}; try again later",
         "no_room",

@@ -4,6 +4,7 @@ A grammar's allowed tokens are found by llguidance.
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.protocol.messages import Grammar
-from hotcold.model.errors import UsageError
+from hotcold.model.errors import UsageError, shown
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 # One blank, or a new line with its indentation: small models write blanks for ever where they may.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
+
+# How llguidance says what is wrong with a regex: it, marks under a part of it, the reason.
+_MARKED = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
 
 _FEW_TOKENS = 512  # are counted anew for each token
 
@@ -156,12 +160,16 @@ class Grammars:
         try:
             if grammar.kind == "json_schema":
                 source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+            elif grammar.kind == "regex":
+                if re.search(r"(?<!\\)(\\\\)*\\$", grammar.text):  # llguidance leaves it out
+                    raise ValueError("a backslash ends it")
+                source = LLMatcher.grammar_from_regex(grammar.text)
             else:
                 source = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as problem:
             raise _grammar_error(grammar, str(problem)) from None
         if grammar.frame:
-            is_lark = grammar.kind != "json_schema"
+            is_lark = grammar.kind in ("lark", "calls")
             inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
             frame = {"lark_grammar": grammar.frame}
             source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
@@ -217,8 +225,20 @@ def _grammar_error(grammar: Grammar, problem: str) -> UsageError:
             "the tools are too many, or their schemas too large, for calls to be held to them; "
             "send fewer of them"
         )
+    if grammar.kind == "regex":
+        return UsageError(f"the regex {shown(grammar.text)} cannot be used: {_of_regex(problem)}")
     name = "JSON schema" if grammar.kind == "json_schema" else "Lark grammar"
     return UsageError(f"the {name} cannot be used: {_one_line(problem)}")
+
+
+def _of_regex(problem: str) -> str:
+    """What is wrong with a regex, and from where on."""
+    marked = _MARKED.search(problem)
+    if marked is None:
+        return _one_line(problem.partition("(in regex): ")[2].partition("\n")[0] or problem)
+    pattern, marks, why = marked.groups()
+    rest = pattern[len(marks) :].replace("\\/", "/")  # llguidance escapes it
+    return f"{why}, at {shown(rest, 40)}"
 
 
 def _one_line(problem: str, limit: int = 200) -> str:

@@ -64,13 +64,10 @@ class ForkServer:
     _module = __name__  # whose main it runs
 
     @classmethod
-    def begin(cls, *secrets: str) -> None:
-        """Start a server early, for the next `take`, as its imports take time.
-
-        It does not get the environment variables named in `secrets`.
-        """
+    def begin(cls) -> None:
+        """Start a server early, for the next `take`, as its imports take time."""
         if cls._begun is None:
-            cls.keep(cls.start(*secrets))
+            cls.keep(cls.start())
 
     @classmethod
     def keep(cls, begun: ForkServer) -> None:
@@ -90,14 +87,13 @@ class ForkServer:
         return begun or cls.start()
 
     @classmethod
-    def start(cls, *secrets: str) -> ForkServer:
-        """A new server. `secrets`: see `begin`. Errors: OSError."""
+    def start(cls) -> ForkServer:
+        """A new server. Errors: OSError."""
         control, theirs = socketpair()  # the server ends where the owner's side closes
-        shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", cls._module, str(theirs.fileno())],
-                env={ARENAS: str(NUM_ARENAS)} | shown | environment_of_python(),
+                env={ARENAS: str(NUM_ARENAS)} | os.environ | environment_of_python(),
                 cwd=os.sep,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -162,7 +158,7 @@ def begin_workers() -> None:
     """
     if "RAY_ADDRESS" not in os.environ:
         with suppress(OSError):  # `ForkServer.take` will report it
-            ForkServer.begin("HOTCOLD_API_KEY")
+            ForkServer.begin()
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

@@ -20,6 +20,7 @@ from hotcold.actors.protocol.ray_memory import free_bytes
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.weights.sizes import ffn_bytes
@@ -28,7 +29,6 @@ from hotcold.placement.memory import memory_need
 
 _START_S = 60.0
 _JOIN_S = 10.0
-_GIB = 1 << 30
 
 
 def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
@@ -39,7 +39,7 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
     """
     driver = services.driver
     with services.changing:
-        system = scaled_system(services.system, num_cpu_actors, services.config)
+        system = scaled_system(services.system, num_cpu_actors)
         if num_cpu_actors == services.system.num_cpu_actors:
             return services.system
         old = services.connection
@@ -110,7 +110,7 @@ class CpuServiceChange:
             services.exchange.renew(failures)
 
 
-def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig) -> SystemConfig:
+def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
     """The same system with another number of CPU services. Errors: UsageError."""
     if system.hosts:
         raise UsageError("a system on several hosts cannot be scaled while it serves; start anew")
@@ -199,7 +199,7 @@ def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayo
     free = free_bytes()
     if needed > free:
         raise MemoryBudgetError(
-            f"{system.num_cpu_actors} new CPU services need {needed / _GIB:.2f} GiB beside the old "
-            f"ones, {free / _GIB:.2f} GiB are free: {(needed - free) / _GIB:.2f} GiB are missing; "
+            f"{system.num_cpu_actors} new CPU services need {binary_text(needed)} beside the old "
+            f"ones, {binary_text(free)} are free: {binary_text(needed - free)} are missing; "
             "free as much, or start the system anew with --cpu-actors"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.sampling import SamplingParams
 
@@ -211,12 +211,12 @@ class ServiceSpec(ServicePart):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect.
+    """What an answer must match: a JSON schema, a regex, or a Lark grammar in llguidance's dialect.
 
     "calls" is a Lark grammar made from tools' schemas.
     """
 
-    kind: str  # "json_schema", "lark" or "calls"
+    kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
     frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 

@@ -16,6 +16,7 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
 from hotcold.actors.setup.memory_needs import draft_bytes
 from hotcold.actors.setup.modes import require_no_experts
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -63,8 +64,8 @@ def _require_weights(system: SystemConfig, config: ModelConfig) -> None:
         raise UsageError(f"{given}: {str(problem).removeprefix('--dtype ')}") from None
     if draft > _MOST * target:
         raise UsageError(
-            f"{given}: the draft takes {draft / 1e9:.2f} GB and the model itself "
-            f"{target / 1e9:.2f} GB, so it would hardly be faster; leave it out"
+            f"{given}: the draft takes {size_text(draft)} and the model itself "
+            f"{size_text(target)}, so it would hardly be faster; leave it out"
         )
 
 
@@ -98,6 +99,6 @@ def draft_note(system: SystemConfig, config: ModelConfig) -> str:
         return ""
     draft, target = draft_bytes(system, config), weight_bytes(config)
     return (
-        f"the draft, the model's weights in {system.draft}, takes {draft / 1e9:.2f} GB of memory "
-        f"beside the model's {target / 1e9:.2f}"
+        f"the draft, the model's weights in {system.draft}, takes {size_text(draft)} of memory "
+        f"beside the model's {size_text(target)}"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.ray_memory import free_bytes
 from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError, MemoryBudgetError
@@ -50,8 +51,8 @@ def require_same_model(spec: ServiceSpec) -> None:
     if num_bytes > (free := free_bytes()):
         less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
         raise MemoryBudgetError(
-            f"the {spec.name} service, on {host}, needs {num_bytes / 1e9:.2f} GB of memory, "
-            f"{free / 1e9:.2f} GB are free; give {less}more --hosts, or leave this one out"
+            f"the {spec.name} service, on {host}, needs {size_text(num_bytes)} of memory, "
+            f"{size_text(free)} are free; give {less}more --hosts, or leave this one out"
         )
 
 
@@ -80,8 +81,8 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
     """
     if not spec.on_gpu and num_bytes > (free := free_bytes()):
         raise MemoryBudgetError(
-            f"the {spec.name} service needs {num_bytes / 1e9:.2f} GB of memory, {free / 1e9:.2f} "
-            "GB are free; free memory, or use a smaller model or --dtype"
+            f"the {spec.name} service needs {size_text(num_bytes)} of memory, "
+            f"{size_text(free)} are free; free memory, or use a smaller model or --dtype"
         )
 
 

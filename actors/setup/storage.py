@@ -30,6 +30,7 @@ from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import OnBytes, write_bundles
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
@@ -65,9 +66,9 @@ def storage_within(
     if least_bytes > free_bytes:
         each = " on each host" if system.hosts else ""
         raise MemoryBudgetError(
-            f"this model needs {need.total_bytes / _GIB:.2f} GiB of memory{each}, or at least "
-            f"{least_bytes / _GIB:.2f} GiB ({least_bytes} bytes) with its neurons on storage, and "
-            f"{free_bytes / _GIB:.2f} GiB are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
+            f"this model needs {binary_text(need.total_bytes)} of memory{each}, or at least "
+            f"{binary_text(least_bytes)} ({least_bytes} bytes) with its neurons on storage, and "
+            f"{binary_text(free_bytes)} are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
     return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
 

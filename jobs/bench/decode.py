@@ -19,6 +19,7 @@ from hotcold.jobs.support.console import json_option, print_json
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
@@ -83,7 +84,7 @@ def decode(
         f"decode, batch {batch}, {system.mode}: {report['tokens_per_s']:.2f} tokens/s{spread}; "
         f"{report['density']:.1%} of the neurons computed, {report['ups_computed']:.1%} of the "
         f"ups, {report['gates_computed']:.1%} of the gates\n  ms a step: {parts}\n"
-        f"  {report['bytes_per_token'] / 1e9:.2f} GB a step: "
+        f"  {size_text(report['bytes_per_token'])} a step: "
         f"{report['gb_per_s']:.1f} GB/s of {read_gb_per_s:.1f} that a plain read gets"
         f"{_read_line(report['reads'])}"
     )

@@ -21,6 +21,7 @@ from hotcold.jobs.support.settings import (
     settings_path,
 )
 from hotcold.model.files.artifact_places import ARTIFACTS
+from hotcold.model.secret_variable import API_KEY
 
 _SECRET = {"api-key"}
 # Of options without a default, for the example.
@@ -30,7 +31,7 @@ _VALUES: dict[str, int | str] = {
 }  # fmt: skip
 # Variables that are not called after an option.
 OTHER_VARIABLES = {
-    "HOTCOLD_API_KEY", "HOTCOLD_ARTIFACTS", "HOTCOLD_CONFIG", "HOTCOLD_FORK_SERVER",
+    API_KEY, "HOTCOLD_ARTIFACTS", "HOTCOLD_CONFIG", "HOTCOLD_FORK_SERVER",
     "HOTCOLD_NUMA_ROOT",
 }  # fmt: skip
 _TOP = {"model"}.union(*SHARED_OPTIONS.values())

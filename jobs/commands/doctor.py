@@ -14,6 +14,7 @@ import hotcold
 from hotcold.jobs.support.console import json_option, print_json, status_line, transient_progress
 from hotcold.jobs.support.options import system_option
 from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -224,11 +225,11 @@ def _machine_table(machine: MachineSurvey) -> Table:
     table.add_row("processor", f"{machine.cpu_name}, {len(machine.cores)} logical cores usable")
     table.add_row("features", " ".join(machine.cpu_features) or "none that matter here")
     for node in machine.numa_nodes:
-        text = f"{len(node.cores)} cores, {_gb(node.total_bytes)} of memory"
+        text = f"{len(node.cores)} cores, {size_text(node.total_bytes)} of memory"
         table.add_row(f"NUMA node {node.node_id}", text)
-    table.add_row("memory", f"{_gb(machine.available_bytes)} available to new programs")
+    table.add_row("memory", f"{size_text(machine.available_bytes)} available to new programs")
     for gpu in machine.gpus:
-        text = f"{gpu.name}, {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} free"
+        text = f"{gpu.name}, {size_text(gpu.free_bytes)} of {size_text(gpu.total_bytes)} free"
         table.add_row(f"GPU {gpu.device_id}", text)
     if not machine.gpus:
         table.add_row("GPU", f"none: {machine.no_gpu_reason}")
@@ -265,8 +266,11 @@ def _disk_table(disk: dict[str, list[float]]) -> Table:
 def _need_table(machine: MachineSurvey, need: MemoryNeed) -> Table:
     table = _table("the model in memory")
     for name, num_bytes in asdict(need).items():
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(num_bytes))
-    table.add_row("all", f"{_gb(need.total_bytes)}, {_gb(machine.available_bytes)} available")
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), size_text(num_bytes))
+    table.add_row(
+        "all",
+        f"{size_text(need.total_bytes)}, {size_text(machine.available_bytes)} available",
+    )
     return table
 
 
@@ -277,7 +281,3 @@ def _table(title: str) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     return table
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

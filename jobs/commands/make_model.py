@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError
 from hotcold.model.synthetic.shape import (
     DTYPES,
@@ -88,9 +89,9 @@ def make_model(
         )
     seconds = time.monotonic() - started
     click.echo(
-        f"{out}: {report.num_parameters / 1e9:.3f} G parameters, {report.num_bytes / 1e9:.2f} GB, "
-        f"density {report.density:.3f} (asked {shape.density}){_routing(report, shape)}, "
-        f"{seconds:.1f} s"
+        f"{out}: {report.num_parameters / 1e6:,.2f} million parameters, "
+        f"{size_text(report.num_bytes)}, density {report.density:.3f} (asked {shape.density})"
+        f"{_routing(report, shape)}, {seconds:.1f} s"
     )
     if as_json:
         print_json(

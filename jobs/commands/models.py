@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError, shown
 
 
@@ -35,11 +36,10 @@ def pull(model: str, as_json: bool) -> None:
     found = hub.find(match["repo"], match["name"])
     download = hub.size_of(found)
     hub.require_space(download)
-    gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9
     count = download.num_files
-    what = f"{gb:.2f} GB in {count} file{'' if count == 1 else 's'}"
+    what = f"{size_text(download.num_bytes)} in {count} file{'' if count == 1 else 's'}"
     told = model if repository == model else f"{model} is {repository}"
-    click.echo(f"{told}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
+    click.echo(f"{told}: {what}, {size_text(download.missing_bytes)} to be fetched", err=True)
     path = hub.fetch(found)
     click.echo(f"{model}: {what}, in {path}")
     if as_json:
@@ -58,11 +58,11 @@ def list_models(as_json: bool) -> None:
     models = hub.cached_models()
     if models:
         table = Table(box=None, pad_edge=False)
-        for name in ("model", "form", "GB", "last used"):
-            table.add_column(name, justify="right" if name == "GB" else "left")
+        for name in ("model", "form", "size", "last used"):
+            table.add_column(name, justify="right" if name == "size" else "left")
         for model in models:
             used = time.strftime("%Y-%m-%d", time.localtime(model.used_s))
-            table.add_row(model.name, model.form, f"{model.num_bytes / 1e9:.2f}", used)
+            table.add_row(model.name, model.form, size_text(model.num_bytes), used)
         Console(highlight=False).print(table)
     else:
         click.echo("no models yet; `hotcold pull org/repo` fetches one, or `hotcold run qwen3:8b`")
@@ -107,9 +107,9 @@ def rm(model: str, yes: bool) -> None:
     from hotcold.model.files.known_models import repository_of
 
     removal = hub.removal_of(repository_of(model))
-    gb, number = removal.num_bytes / 1e9, removal.num_revisions
+    size, number = size_text(removal.num_bytes), removal.num_revisions
     revisions = f" in {number} revisions" if number > 1 else ""
     if not yes:
-        click.confirm(f"remove {removal.name}{revisions}, {gb:.2f} GB?", abort=True, err=True)
+        click.confirm(f"remove {removal.name}{revisions}, {size}?", abort=True, err=True)
     hub.remove(removal)
-    click.echo(f"{removal.name}: {gb:.2f} GB freed{revisions}")
+    click.echo(f"{removal.name}: {size} freed{revisions}")

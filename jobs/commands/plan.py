@@ -17,7 +17,8 @@ from hotcold.jobs.support.console import json_option, print_json, status_line
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.options import split_system_options, system_option
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
+from hotcold.model.files.artifact_places import ARTIFACTS, place_to_write
 from hotcold.model.files.locate import resolved_model
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _LOADS_WITHOUT = (
     "hold runs of neurons; with --out they are by neurons, for a system whose --plan names that "
     "file"
 )
+_LOADS_BY_IT = f"systems of these options load by it; another place: --out or {ARTIFACTS}"
 
 
 @click.command(cls=GroupedCommand)
@@ -82,12 +84,12 @@ def plan(
     """Decide where each neuron, attention layer and cache, and the head, of MODEL goes.
 
     Frequent neurons go to the GPU as far as bytes allow, rare ones to the CPU in equal work. The
-    plan is written beside the model; one for another machine (--machine) only with --out. --shape
-    and --config say what a model that is not here would need, and how fast it would be.
+    plan is written beside the model, where systems of these options find it; one for another
+    machine (--machine) only with --out. --shape and --config say what a model that is not here
+    would need, and how fast it would be.
     """
     from hotcold.jobs.support.plan_tables import plan_json, print_plan
     from hotcold.jobs.support.planned_model import planned_model, planned_profile
-    from hotcold.model.files.artifact_places import place_to_write
     from hotcold.placement.plan import plan_path, write_plan
 
     require_extra("plan", "plan")
@@ -118,14 +120,20 @@ def plan(
             "--plot draws what neurons on storage cost, and all of this model fits; give less "
             "--cpu-memory"
         )
-    why_not = "give --out" if found.path else "the model's weights are not here"
-    if system.down_transposed:
-        why_not = _LOADS_WITHOUT
-    elif out is None and machine_file is None and found.path is not None:
-        out = place_to_write(found.path, plan_path(found.path, made.request))
+    about = "give --out" if found.path else "the model's weights are not here"
     if out is not None:
         write_plan(out, found.identity, made)
-    print_plan(made, out, why_not)
+        about = "to load by it give --plan"
+    elif system.down_transposed:
+        about = _LOADS_WITHOUT
+    elif machine_file is None and found.path is not None:
+        own = place_to_write(found.path, plan_path(found.path, made.request))
+        try:
+            write_plan(own, found.identity, made)
+            out, about = own, _LOADS_BY_IT
+        except ArtifactError as problem:  # as in a folder of others
+            about = str(problem)
+    print_plan(made, out, about)
     if as_json:
         print_json(plan_json(made, out))
 

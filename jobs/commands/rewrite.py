@@ -12,6 +12,7 @@ import click
 from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
 from hotcold.jobs.support.options import system_option
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
         report = write_quantized(path, out, wanted, on_bytes)
     seconds = time.monotonic() - started
     click.echo(
-        f"{out}: {dtype}, {report.num_bytes / 1e9:.2f} GB instead of "
-        f"{report.stored_bytes / 1e9:.2f} GB, {report.num_quantized} tensors quantized, "
+        f"{out}: {dtype}, {size_text(report.num_bytes)} instead of "
+        f"{size_text(report.stored_bytes)}, {report.num_quantized} tensors quantized, "
         f"{report.num_copied} copied, {seconds:.1f} s"
     )
     if as_json:
@@ -85,7 +86,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     else:
         is_there = has_bundles(path, config)
         file, num_damaged = make_bundles(path, config, weight_dtype or ""), 0
-        click.echo(f"{file}: {geometry.file_bytes / 1e9:.2f} GB{', anew' if is_there else ''}")
+        click.echo(f"{file}: {size_text(geometry.file_bytes)}{', anew' if is_there else ''}")
     if as_json:
         seconds = round(time.monotonic() - started, 3)
         report = {"num_damaged": num_damaged, "seconds": seconds}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.signals import Signals, interrupts_after
 from hotcold.model.errors import ServiceError, UsageError
+from hotcold.model.secret_variable import API_KEY, forget_variable
 
 if TYPE_CHECKING:
     from hotcold.jobs.kept.served_systems import SystemStarter
@@ -36,7 +36,6 @@ _MODULES = (
     "hotcold.ui.server_thread",
 )
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
-_KEY_VARIABLE = "HOTCOLD_API_KEY"
 
 
 @click.command(cls=GroupedCommand)
@@ -53,7 +52,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
     "--api-key",
     "keys",
     multiple=True,
-    envvar=_KEY_VARIABLE,
+    envvar=API_KEY,
     help="What clients "
     "must send; may be given several times. Other users of this machine can read a "
     "command line, so better in HOTCOLD_API_KEY.",
@@ -111,7 +110,7 @@ def serve(
     The first is loaded at the start, others with their first request. Where memory is short, the
     least recently used one is unloaded.
     """
-    os.environ.pop(_KEY_VARIABLE, None)  # the processes that are started now do not need it
+    forget_variable(API_KEY)  # forks of this process, and what they start, do not need it
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()

@@ -110,13 +110,6 @@ class KeptSystem:
         if not is_cancelled:
             raise ServiceError(f"the system {self.record.name!r} has ended") from None
 
-    def complete(self, request: GenerateRequest) -> Generation:
-        """Run a request to its end. Errors: those of `generate`."""
-        for event in self.generate(request):
-            if event.result is not None:
-                return event.result
-        raise ServiceError("the answer ended without a result")
-
     def cancel(self, request_id: str) -> None:
         """End a request that another thread reads; its events end without a result."""
         with self._lock:

@@ -16,6 +16,7 @@ from hotcold.jobs.kept import registry
 from hotcold.jobs.kept.client import GoneError, KeptSystem
 from hotcold.jobs.kept.folder import found_folder, own_folder, systems_folder
 from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import ServiceError, UsageError
 
 _POLL_S = 0.05
@@ -109,7 +110,7 @@ def _row(state: dict[str, Any]) -> tuple[str, ...]:
     left_s = state["left_s"]
     until = "until stopped" if left_s is None else f"{_time(left_s)} more"
     busy = "busy" if state["num_active"] else _time(state["idle_s"])
-    memory = f"{state['memory_bytes'] / (1 << 30):.2f} GiB"
+    memory = binary_text(state["memory_bytes"])
     speed = f"{state['tokens_per_s']:.1f}" if state["tokens_per_s"] else "-"
     return (name, model, state["mode"], memory, speed, busy, until)
 

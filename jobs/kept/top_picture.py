@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.sparsity import ACTIVATION_SHARE, hot_share
 
 _HOT, _COLD = "dark_orange", "dodger_blue1"
@@ -162,7 +163,7 @@ def _services(found: dict[str, Any]) -> Table:
             actor["name"],
             Text(actor["state"], _STATES.get(actor["state"], "")),
             actor["device"] or "-",
-            _gib(actor["memory_bytes"]) if is_known else "-",
+            binary_text(actor["memory_bytes"]) if is_known else "-",
             _busy(found["per_step_ms"], actor["name"]) if is_known else "-",
             str(actor["pid"]) if is_known else "-",
         )
@@ -177,11 +178,7 @@ def _busy(times: dict[str, float], name: str) -> str:
 
 def _machine(found: dict[str, Any]) -> str:
     used, whole = found["host_memory_used_bytes"], found["host_memory_bytes"]
-    return f"this machine: {_gib(used)} of {_gib(whole)} in use"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"this machine: {binary_text(used)} of {binary_text(whole)} in use"
 
 
 def _time(seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.placement.machine.description import Machine
@@ -107,10 +108,10 @@ def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:
     """Say whether the model's parts fit in the memory that is available."""
     spare_bytes = machine.available_bytes - need.total_bytes
     if spare_bytes >= 0:
-        return Finding("ok", "model", f"fits, {spare_bytes / 1e9:.2f} GB to spare")
-    text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or give a smaller --context"
+        return Finding("ok", "model", f"fits, {size_text(spare_bytes)} to spare")
+    text = f"{size_text(-spare_bytes)} too large: free memory, or give a smaller --context"
     if need.total_bytes - need.kv_cache_bytes > machine.available_bytes:
-        text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or take a smaller model"
+        text = f"{size_text(-spare_bytes)} too large: free memory, or take a smaller model"
     return Finding("problem", "model", text)
 
 
@@ -200,8 +201,8 @@ def _limits(machine: MachineSurvey) -> Iterator[Finding]:
         text = f"{num_threads} on {allowed} logical cores: one a physical core, fast ones first"
         yield Finding("ok", "threads", text)
     if machine.memory_limit is not None:
-        free_gb, limit_gb = machine.available_bytes / 1e9, machine.memory_limit / 1e9
-        text = f"{limit_gb:.2f} GB by a control group: {free_gb:.2f} GB can be taken now"
+        limit, free = size_text(machine.memory_limit), size_text(machine.available_bytes)
+        text = f"{limit} by a control group: {free} can be taken now"
         yield Finding("ok", "memory limit", text)
 
 
@@ -265,7 +266,7 @@ def _huge_pages(machine: MachineSurvey) -> Finding:
 
 def _shared_memory(machine: MachineSurvey) -> Finding:
     free, needed = machine.shared_memory_free_bytes, _NEEDED_SHARED_BYTES
-    text = f"{free / 1e9:.1f} GB free in /dev/shm, {needed / 1e9:.2f} needed"
+    text = f"{size_text(free)} free in /dev/shm, {size_text(needed)} needed"
     if free < needed:
         return Finding("problem", "shared memory", f"{text}: in a container give --shm-size=1g")
     return Finding("ok", "shared memory", text)

@@ -16,6 +16,7 @@ from hotcold.actors.setup.storage_shares import bytes_in_memory
 from hotcold.jobs.support.console import loading_bar, progress_bar, stderr_console
 from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import place_to_write
@@ -62,7 +63,7 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
     geometry = BundleGeometry.of(config)
     place = place_to_write(path, bundle_path(path, geometry))
     stderr_console().print(
-        f"writing the model's neurons to {place}, {geometry.file_bytes / 1e9:.2f} GB",
+        f"writing the model's neurons to {place}, {size_text(geometry.file_bytes)}",
         markup=False,
         soft_wrap=True,
     )
@@ -92,9 +93,9 @@ def require_bundles(system: SystemConfig) -> None:
     kept = bytes_in_memory(config, system.storage)
     total = config.num_neurons * geometry.neuron_bytes
     num_hot = max(0, share.num_hot_neurons)
-    on_gpu = f", about {num_hot * geometry.neuron_bytes / 1e9:.2f} on the GPU" if num_hot else ""
+    on_gpu = f", about {size_text(num_hot * geometry.neuron_bytes)} on the GPU" if num_hot else ""
     stderr_console().print(
-        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory{on_gpu}, the others are "
+        f"{size_text(kept)} of {size_text(total)} of neurons in memory{on_gpu}, the others are "
         f"read from {system.storage.path}",
         markup=False,
         soft_wrap=True,

@@ -10,6 +10,7 @@ from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
 from hotcold.actors.setup.preflight import read_model
+from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import ArtifactError, HotcoldError
@@ -91,22 +92,20 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["experts"]:
         yield "experts", _expert_words(facts)
     stored = facts["stored_bytes"]
-    formats = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in stored.items())
+    formats = ", ".join(f"{size_text(size)} of {name}" for name, size in stored.items())
     yield "files", formats
-    quantized = (f"{size / 1e9:.2f} GB with --dtype {name}"
+    quantized = (f"{size_text(size)} with --dtype {name}"
                  for name, size in facts["quantized_bytes"].items())  # fmt: skip
     yield (
         "weights",
-        ", ".join(
-            (f"{facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB in memory", *quantized)
-        ),
+        ", ".join((f"{facts['dtype']}, {size_text(facts['weight_bytes'])} in memory", *quantized)),
     )
     context = (
-        f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory"
+        f"{facts['max_positions']} tokens of {binary_text(facts['kv_bytes_a_token'])} of memory"
     )
     if facts["window"]:
-        beyond = facts["kv_bytes_beyond_windows"] / 1024
-        context += f", {beyond:.0f} KiB beyond windows of {facts['window']}"
+        beyond = binary_text(facts["kv_bytes_beyond_windows"])
+        context += f", {beyond} beyond windows of {facts['window']}"
     yield "context", context
     yield (
         "embeddings",
@@ -140,10 +139,10 @@ def _experts(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _weights(facts: dict[str, Any]) -> str:
-    text = f"{facts['num_parameters'] / 1e6:,.0f} million weights"
+    text = f"{facts['num_parameters'] / 1e6:,.2f} million weights"
     if not facts["experts"]:
         return text
-    return f"{text}, of which a token takes {facts['num_active_parameters'] / 1e6:,.0f} million"
+    return f"{text}, of which a token takes {facts['num_active_parameters'] / 1e6:,.2f} million"
 
 
 def _expert_words(facts: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.storage_shares import routed_layers, token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.placement.machine.measure_disk import measure_bursts, measure_disk
 from hotcold.placement.profile import ActivationProfile
@@ -147,9 +148,10 @@ def offload_text(plans: list[OffloadPlan]) -> str:
         elif plan.num_gates >= num_cold:
             in_memory = f"all gates and {up_downs:.0%} of the other rows in memory"
         on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
+        memory = binary_text(plan.cpu_memory_bytes).replace(" ", "")
         lines.append(
-            f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {in_memory}, {on_gpu}"
-            f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: expect "
+            f"  --cpu-memory {memory}: {in_memory}, {on_gpu}"
+            f"{size_text(plan.read_bytes)} read in {plan.read_ms:.0f} ms: expect "
             f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )
     return "\n".join(lines)

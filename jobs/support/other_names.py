@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import click
 
 # The option, or the argument that stands without one -> its names there.
-_OTHER_NAMES = {
-    "--context": ("-c", "--ctx-size", "--num-ctx", "--max-model-len"),
+OTHER_NAMES = {
+    "--context": ("-c", "--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"),
     "--max-tokens": ("-n", "--n-predict", "--predict", "--num-predict"),
     "--prompt": ("-p",),
     "PROMPT": ("-p", "--prompt"),
     "MODEL": ("-m", "--model", "-hf", "--hf-repo"),
     "--system": ("-sys", "--system-prompt"),
-    "--threads": ("-t", "--num-thread"),
+    "--threads": ("-t", "--n-threads", "--num-thread"),
     "--parallel": ("-np", "--max-num-seqs"),
     "--gpu-memory": (
         "-ngl", "--gpu-layers", "--n-gpu-layers", "--num-gpu", "--gpu-memory-utilization",
@@ -37,7 +37,7 @@ def explained(
         for param in command.get_params(ctx):
             is_option = isinstance(param, click.Option)
             own = param.opts[0] if is_option else (param.name or "").rstrip("s").upper()
-            if name in _OTHER_NAMES.get(own, ()):
+            if name in OTHER_NAMES.get(own, ()):
                 told = f"Did you mean {own!r}?" if is_option else f"{own} stands without an option."
                 return click.NoSuchOption(name, f"No such option {name!r}. {told}", ctx=ctx)
     return error

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hotcold.model.byte_sizes import size_text
 from hotcold.placement.plan import PlacementPlan
 
 _CONTENTS = {
@@ -25,8 +26,11 @@ _SIZES = {
 }
 
 
-def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --out") -> None:
-    """Print the placement, the cost of each part, the expected speed and its assumptions."""
+def print_plan(plan: PlacementPlan, path: Path | None, about: str) -> None:
+    """Print the placement, the cost of each part, the expected speed and its assumptions.
+
+    `about`: what to know of the file, or why there is none.
+    """
     console = Console(highlight=False)
     report = plan.report
     console.print(_device_table(report["devices"]))
@@ -38,7 +42,7 @@ def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --ou
         print("memory is so short that some layers use a GPU for fewer neurons than pays off")
     for text in report["assumed"]:
         print(f"assumed: {text}")
-    print(f"plan: {path}" if path else f"plan: not written ({why_not})")
+    print(f"plan: {path or 'not written'} ({about})")
 
 
 def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
@@ -102,10 +106,4 @@ def _table(title: str) -> Table:
 
 
 def _size(num_bytes: float) -> str:
-    """A decimal size of three digits; a dash for nothing."""
-    if not num_bytes:
-        return "–"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
+    return size_text(num_bytes) if num_bytes else "–"

@@ -15,6 +15,7 @@ import numpy as np
 
 from hotcold.model.bundles.bundle_file import bundle_path, header_block, header_facts, tables_crc
 from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import ArtifactError
@@ -128,8 +129,8 @@ def _begin(
         with suppress(OSError):
             part.unlink()
         raise ArtifactError(
-            f"{part.parent}: the bundle file takes {geometry.file_bytes / 1e9:.2f} GB, and "
-            f"{free / 1e9:.2f} GB are free there; make room, or use a smaller --dtype"
+            f"{part.parent}: the bundle file takes {size_text(geometry.file_bytes)}, and "
+            f"{size_text(free)} are free there; make room, or use a smaller --dtype"
         )
     try:
         os.ftruncate(descriptor, 0)

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import HotcoldError, UsageError, shown
 from hotcold.model.gguf.file_names import SUFFIX, is_later_part
 
@@ -169,8 +170,8 @@ def require_space(download: Download) -> None:
     free = shutil.disk_usage(place).free
     if download.missing_bytes > free:
         raise UsageError(
-            f"the download takes {download.missing_bytes / 1e9:.2f} GB, and {place} has "
-            f"{free / 1e9:.2f} GB free; remove a model (hotcold rm), or set HF_HOME to another disk"
+            f"the download takes {size_text(download.missing_bytes)}, and {place} has "
+            f"{size_text(free)} free; remove a model (hotcold rm), or set HF_HOME to another disk"
         )
 
 

@@ -48,16 +48,21 @@ def repository_of(text: str) -> str:
 def did_you_mean(text: str) -> str:
     """The known name or fetched model that is most like `text`, for an error's end.
 
-    Where none is and `text` may be a name, those that are known, without tags; "" for a path.
+    Of a known name with another tag, its tags. Where none is like it and `text` may be a name,
+    those that are known, without tags.
     """
-    names = [*known_models(), *(model.name for model in cached_models())]
+    known = known_models()
+    base, has_tag, _ = text.lower().partition(":")
+    tags = [name for name in known if name.startswith(f"{base}:")]
+    if has_tag and tags and text.lower() not in known:
+        return f"; known of {base}: {', '.join(tags)}"
+    names = [*known, *(model.name for model in cached_models())]
     same = {name.lower(): name for name in names}
     nearest = get_close_matches(text.lower(), same, 1, 0.7)
     if nearest:
         return f"; did you mean {same[nearest[0]]}?"
     if not text or "/" in text:
         return ""
-    known = known_models()
     shortest = {name if (base := name.partition(":")[0]) not in known else base for name in known}
     return f"; known names: {', '.join(sorted(shortest))}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from hotcold.model.errors import UsageError, shown
@@ -11,6 +12,7 @@ from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
 from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
+_PATH = re.compile(r"[/.~]|[^:]+/[^:]*/")  # what can be no name of a repository
 _DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 
@@ -45,8 +47,8 @@ def locate_model(text: str | None) -> Path:
         return _model_of(path, text)
     named = hub.REPOSITORY.fullmatch(text)
     is_part = bool(named and named["name"])
-    if path.suffix.lower() == SUFFIX and not is_part:  # not the name of a repository
-        raise UsageError(f"{shown(text)}: there is no such file")
+    if _PATH.match(text) or (path.suffix.lower() == SUFFIX and not is_part):
+        raise UsageError(f"{shown(text)}: there is no such file or folder")
     if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
     if text == _DEMO:

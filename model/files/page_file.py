@@ -24,7 +24,6 @@ from typing import NamedTuple
 VERSION = 1
 BLOCK = 4096
 SLOTS_A_TABLE = 64
-KEY_BYTES = 16
 _MAGIC = b"hotcold pages\n"
 _HEAD = struct.Struct("<16sIQ32s")  # magic, version, bytes of a page, digest of the identity
 _ENTRY = struct.Struct("<16s16sQQ16s")  # key, checksum, use, length, checksum of those

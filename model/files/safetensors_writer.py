@@ -18,6 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import HotcoldError
 from hotcold.numba_kernels.formats import DTYPES, FLOAT_FORMATS, FORMATS, WeightDtype
 
@@ -190,8 +191,8 @@ def require_disk_space(folder: Path, num_bytes: int, remedy: str, freed_bytes: i
     free_bytes = shutil.disk_usage(place).free + freed_bytes
     if num_bytes + _SPARE_DISK_BYTES > free_bytes:
         raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB and leaves {_SPARE_DISK_BYTES / 1e9:.2f} GB "
-            f"spare, but {folder} has {free_bytes / 1e9:.2f} GB free; {remedy}"
+            f"the model takes {size_text(num_bytes)} and leaves {size_text(_SPARE_DISK_BYTES)} "
+            f"spare, but {folder} has {size_text(free_bytes)} free; {remedy}"
         )
 
 

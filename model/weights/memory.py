@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
+from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.limits import group_folders, memory_nodes
 
@@ -40,7 +41,7 @@ def aligned_empty(
         region = mmap.mmap(-1, num_bytes + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError):
         raise MemoryBudgetError(
-            f"cannot reserve {num_bytes / 1e9:.2f} GB, {available_bytes() / 1e9:.2f} GB are free; "
+            f"cannot reserve {size_text(num_bytes)}, {size_text(available_bytes())} are free; "
             "free memory or use a smaller model"
         ) from None
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -32,7 +32,6 @@ from hotcold.numba_kernels.ir.vec import (
 
 _TOKENS = 32  # whose sums wait on the stack
 _VECTOR_BYTES = 4 * LANES  # of a float32, or of four codes, for each group of a chunk
-_REGISTER_BYTES = 4 * REGISTER_LANES
 _STEPS = 8  # of a chunk's codes as bytes
 
 

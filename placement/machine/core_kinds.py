@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hotcold.model.limits import parse_core_list
+from hotcold.placement.machine.sysfs import read_text
 
 _FAST = 2 / 3  # of the fastest core's capacity: below it is an efficiency core
 _ENOUGH = 4  # cores that together read about as fast as two channels of memory give
@@ -66,7 +67,7 @@ def _hardware_threads(
     second: list[int] = []
     for core in sorted(cores):
         (second if core in seen else first).append(core)
-        seen.update(parse_core_list(_read(folder / f"cpu{core}/topology/thread_siblings_list")))
+        seen.update(parse_core_list(read_text(folder / f"cpu{core}/topology/thread_siblings_list")))
     return tuple(first), tuple(second)
 
 
@@ -83,14 +84,14 @@ def _islands(cores: Sequence[int], folder: Path) -> set[int]:
 
 def _cache_level(folder: Path) -> int:
     """The level of a core's last cache; 0 where nothing is said."""
-    texts = [_read(path / "level").strip() for path in folder.glob("index[0-9]*")]
+    texts = [read_text(path / "level").strip() for path in folder.glob("index[0-9]*")]
     return max([int(text) for text in texts if text.isdecimal()], default=0)
 
 
 def _listed(folder: Path, *patterns: str) -> set[int]:
     """Cores of all lists below `folder` that match a pattern."""
     paths = [path for pattern in patterns for path in folder.glob(pattern)]
-    return {core for path in paths for core in parse_core_list(_read(path))}
+    return {core for path in paths for core in parse_core_list(read_text(path))}
 
 
 def _core_speeds(cores: Sequence[int], folder: Path) -> dict[int, int]:
@@ -99,15 +100,8 @@ def _core_speeds(cores: Sequence[int], folder: Path) -> dict[int, int]:
     By their capacity, or else the highest clock: some kernels name no kinds of cores.
     """
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        texts = {core: _read(folder / f"cpu{core}" / name).strip() for core in cores}
+        texts = {core: read_text(folder / f"cpu{core}" / name).strip() for core in cores}
         known = {core: int(text) for core, text in texts.items() if text.isdecimal()}
         if known:
             return known
     return {}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -92,37 +92,38 @@ def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str
 
     "enabled" is always, madvise or never; "defrag" is when memory is compacted for them.
     """
-    text = _read(root / "sys/kernel/mm/transparent_hugepage" / name)
+    text = read_text(root / "sys/kernel/mm/transparent_hugepage" / name)
     _, bracket, rest = text.partition("[")
     return rest.partition("]")[0] if bracket else "unknown"
 
 
 def _read_node(folder: Path) -> NumaNode:
     memory = {}
-    for line in _read(folder / "meminfo").splitlines():  # "Node 0 MemFree:  123 kB"
+    for line in read_text(folder / "meminfo").splitlines():  # "Node 0 MemFree:  123 kB"
         words = line.split()
         if len(words) >= 4:
             memory[words[2].rstrip(":")] = int(words[3]) * 1024
     return NumaNode(
         node_id=int(folder.name.removeprefix("node")),
-        cores=parse_core_list(_read(folder / "cpulist")),
+        cores=parse_core_list(read_text(folder / "cpulist")),
         total_bytes=memory.get("MemTotal", 0),
         free_bytes=memory.get("MemFree", 0),
-        distances=tuple(map(int, _read(folder / "distance").split())),
+        distances=tuple(map(int, read_text(folder / "distance").split())),
         file_bytes=memory.get("Active(file)", 0) + memory.get("Inactive(file)", 0),
     )
 
 
 def _key_values(path: Path) -> dict[str, str]:
     entries: dict[str, str] = {}
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         key, colon, value = line.partition(":")
         if colon:
             entries.setdefault(key.strip(), value.strip())
     return entries
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text; "" where it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -238,7 +238,7 @@ def test_without_room_for_new_services_the_old_ones_go_on(
         with monkeypatch.context() as patch:
             patch.setattr("hotcold.actors.processes.scaling.free_bytes", lambda: 1 << 20)
             patch.setattr(system.actor.services, "spawn", fail)
-            with pytest.raises(MemoryBudgetError, match=r"2 new CPU .* GiB are missing") as caught:
+            with pytest.raises(MemoryBudgetError, match=r"2 new CPU .* MiB are missing") as caught:
                 system.actor.scale(2)
         assert "\n" not in str(caught.value)
         assert system.actor.services.connection.handles == before

@@ -104,7 +104,7 @@ def test_what_cannot_be_had_leaves_all_as_it_was(kept: KeptSystem) -> None:
 
     before = system.call("processes")
     ray.get(system._driver.__ray_call__.remote(without_memory))
-    with pytest.raises(MemoryBudgetError, match="GiB are missing"):
+    with pytest.raises(MemoryBudgetError, match="MiB are missing"):
         system.call("scale", 1)
     ray.get(system._driver.__ray_call__.remote(with_memory))
     assert system.call("processes") == before

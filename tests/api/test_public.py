@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,23 @@ def test_params_are_as_they_were_given() -> None:
         assert (found.stop, found.biases) == (("end",), ((5, -1.0),))
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("context_lenght", "did you mean context_length?"),
+        ("context", "did you mean context_length?"),
+        ("max_model_len", "did you mean context_length?"),
+        ("n_gpu_layers", "did you mean gpu_memory?"),
+        ("tensor_parallel_size", "known are model, mode, dtype, "),
+    ],
+)
+def test_an_unknown_option_is_told(option: str, told: str) -> None:
+    options: Any = {option: 3, "threads": 2}
+    with pytest.raises(TypeError) as error:
+        LLM("nowhere", **options)
+    assert str(error.value).startswith(f"LLM has no option {option!r}; {told}")
+
+
 def test_none_is_the_default_of_each_option() -> None:
     keywords = {one.keyword: None for one in OPTIONS.values()}
     assert SystemOptions.of_keywords(keywords) == SystemOptions()
@@ -101,6 +119,12 @@ def test_params_are_copied_and_shown() -> None:
         ({"regex": "a", "choice": ["b"]}, "regex and choice were both given"),
         ({"repetition_penalty": 1.0, "repeat_penalty": 1.0}, "were both given"),
         ({"stop": [""]}, "stop is"),
+        ({"cache": None}, "cache is None; give True or False"),
+        ({"regex": 5}, "regex is 5; give a text"),
+        ({"grammar": ["start"]}, r"grammar is \['start'\]; give a text"),
+        ({"choice": "abc"}, "choice is 'abc'; give a list of texts"),
+        ({"choice": ["a", 5]}, r"choice is \['a', 5\]; give a list of texts"),
+        ({"choice": []}, r"choice is \[\]; give a list of texts"),
     ],
 )
 def test_params_that_are_refused(options: dict[str, object], told: str) -> None:

@@ -256,7 +256,7 @@ CASES = [
     Case("cpu-memory", ("needs", "bytes", "--cpu-memory"), arguments=(*IDS, "--cpu-memory", "1MB")),
     # MODEL
     Case("model-a-file", ("is a file", "or its directory"), model="{model}/config.json"),
-    Case("model-missing", ("neither a directory",), model="{model}/no/such"),
+    Case("model-missing", ("there is no such file or folder",), model="{model}/no/such"),
     Case("model-empty", ("neither a directory",), model=""),
     Case("model-offline", ("org/no-such-model", "Hugging Face", "give a directory"),
          model="org/no-such-model", changes={"HF_HUB_OFFLINE": "1"}, own_process=True),

@@ -78,10 +78,12 @@ def test_its_memory_is_counted(path: Path) -> None:
     weights = config_bytes(q4_config)
     assert needs[1] == replace(needs[0], draft_bytes=weights)
     assert loaded_bytes(system, config) == config_bytes(config) + weights
-    assert draft_note(system, config).startswith("the draft, the model's weights in q4, takes 0.00")
+    assert draft_note(system, config).startswith(
+        "the draft, the model's weights in q4, takes 59.8 kB"
+    )
     assert quantized.draft_system is None
     spare = needs[0].total_bytes + weights // 2
-    with pytest.raises(MemoryBudgetError, match="GiB of the draft"):
+    with pytest.raises(MemoryBudgetError, match="KiB of the draft"):
         prepare_system(path, replace(Q4, cpu_memory_bytes=spare))
     assert prepare_system(path, replace(options, cpu_memory_bytes=spare))[0].storage is None
 
@@ -123,6 +125,6 @@ def test_a_system_travels_as_json(path: Path) -> None:
 
 def test_too_little_memory_is_said_with_a_draft(path: Path) -> None:
     """Another --dtype may be named, but for those that cannot have that draft."""
-    with pytest.raises(MemoryBudgetError, match=r"GiB of the draft.*are allowed") as found:
+    with pytest.raises(MemoryBudgetError, match=r"KiB of the draft.*are allowed") as found:
         prepare_system(path, replace(Q4, cpu_memory_bytes=100 << 20))
     assert "--dtype" not in str(found.value)

@@ -74,7 +74,7 @@ def test_a_file_that_is_not_there_is_no_repository(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hotcold.model.files.hub.find", find)
-    with pytest.raises(UsageError, match=f"^'{name}': there is no such file$"):
+    with pytest.raises(UsageError, match=f"^'{name}': there is no such file or folder$"):
         locate_model(name)
     with pytest.raises(UsageError, match="asked"):
         locate_model("org/repo:none.gguf")

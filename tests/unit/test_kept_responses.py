@@ -481,6 +481,7 @@ def test_a_request_that_runs_holds_nothing_of_what_it_continues() -> None:
         client_of_context.set(owner)
         body = {"model": "demo", "input": text, "previous_response_id": previous}
         made = await route.whole(parse(ResponsesRequest, json.dumps(body).encode()))
+        assert made["store"] == (text != "wait")  # what is not kept does not say so
         return str(made["id"])
 
     async def work() -> None:

@@ -28,7 +28,7 @@ def test_each_has_its_name_and_its_need(tmp_path: Path) -> None:
     ("models", "options", "told"),
     [
         ([DEMO, DEMO], NONE, "two models are called 'demo'"),
-        ([DEMO, "/none"], NONE, "'/none': '/none' is neither a directory nor"),
+        ([DEMO, "/none"], NONE, "'/none': '/none': there is no such file"),
         ([DEMO, "b"], SystemOptions(plan=Path("p")), "--plan is of one model, and these are 2"),
     ],
 )

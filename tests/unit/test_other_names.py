@@ -6,7 +6,7 @@ import click
 import pytest
 
 from hotcold.jobs.cli import cli, main
-from hotcold.jobs.support.other_names import _OTHER_NAMES
+from hotcold.jobs.support.other_names import OTHER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ def test_each_name_stands_for_what_a_command_has_and_none_is_taken() -> None:
             is_option = isinstance(param, click.Option)
             own |= {*param.opts} if is_option else {str(param.name).rstrip("s").upper()}
             taken |= {(name, option) for option in param.opts}
-    assert own >= _OTHER_NAMES.keys()
-    others = {name for names in _OTHER_NAMES.values() for name in names} - {"--prompt"}
+    assert own >= OTHER_NAMES.keys()
+    others = {name for names in OTHER_NAMES.values() for name in names} - {"--prompt"}
     assert others.isdisjoint(option for _, option in taken)

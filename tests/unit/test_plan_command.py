@@ -15,7 +15,7 @@ from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.artifact_places import ARTIFACTS, artifact_path
 from hotcold.placement.machine.description import Machine, write_machine
 from hotcold.placement.plan import PlanRequest, load_plan, read_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
@@ -168,6 +168,30 @@ def test_another_machine_is_written_only_where_told(
     assert (status, written(out)) == (0, str(target))
     assert target.exists()
     assert len(json.loads(out.splitlines()[-1])["devices"]) == 4
+
+
+def test_it_says_where_the_plan_is_and_how_to_choose(
+    plan: Plan, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that cannot be written is shown all the same, unless --out asked for the file."""
+    before = sorted(model.rglob("*"))
+    monkeypatch.setenv(ARTIFACTS, str(tmp_path / "elsewhere"))
+    arguments = ("--mode", "exact", "--context", "48", "--json")
+    status, out, err = plan(*arguments)
+    path = Path(written(out) or "")
+    assert (status, err, path.exists()) == (0, "", True)
+    assert tmp_path / "elsewhere" in path.parents
+    told = (
+        f"plan: {path} (systems of these options load by it; another place: --out or {ARTIFACTS})"
+    )
+    assert told in out.splitlines()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(ARTIFACTS, str(tmp_path / "file"))
+    status, out, err = plan(*arguments)
+    assert (status, err, written(out)) == (0, "", None)
+    assert "expect " in out and "cannot be written (Not a directory); give another place" in out
+    refused(plan(*arguments, "--out", str(tmp_path / "file" / "plan")), "cannot be written")
+    assert sorted(model.rglob("*")) == before
 
 
 def test_the_models_own_profile_is_used(plan: Plan, model: Path) -> None:

@@ -43,9 +43,7 @@ def test_the_dtype_that_fits(name: str, dtype: str, tmp_path: Path) -> None:
     first = "f16" if dtype == "float32" else "q8"
     limits = stored - 1, q8, q8 - 1, q4_1 - 1, q4 - 1
     for limit, found in zip(limits, (first, *names), strict=True):
-        assert re.match(
-            rf"--dtype {found}, with which it needs \d+\.\d\d GiB$", advice(path, limit)
-        )
+        assert re.match(rf"--dtype {found}, with which it needs \d+\.\d MiB$", advice(path, limit))
         prepare_system(path, SystemOptions(cpu_memory_bytes=limit, weight_dtype=found))
     assert advice(path, mxfp4 - 1) == "a smaller model or a smaller --context"
     if dtype == "float16":

@@ -181,7 +181,7 @@ async def test_who_is_asked_is_not_cut(house: House) -> None:
     status, code, text = await house.ask("b")
     assert (status, code) == (503, "no_room")
     assert text == (
-        "the model 'b' needs 0.00 GiB and has no room beside 'a', in use now; try again later"
+        "the model 'b' needs 10 B and has no room beside 'a', in use now; try again later"
     )
     house.may_answer.set()
     assert await asked == "a" and await house.ask("b") == "b"
@@ -224,7 +224,7 @@ async def test_memory_is_looked_at_where_nothing_is_loaded(house: House) -> None
     status, code, text = await house.ask("b")
     assert (status, code) == (503, "no_room") and house.starts == []
     assert text == (
-        "the model 'b' needs 0.00 GiB and has no room beside what other programs have taken of "
+        "the model 'b' needs 10 B and has no room beside what other programs have taken of "
         "the memory; try again later"
     )
     house.loader.add(house.of["b"], Need(10, reserved_bytes=1))  # is in shared memory already

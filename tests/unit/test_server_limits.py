@@ -96,6 +96,9 @@ def ask(
     return asyncio.run(send()), backend
 
 
+LONG = [{"role": "user", "content": "a " * (1 << 20)}]
+
+
 class Vectors(Client):
     """Answers each prompt with a long vector."""
 
@@ -503,8 +506,31 @@ def test_health_and_metrics() -> None:
         assert line in lines
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told", "param"),
+    [
+        ("/detokenize", {"tokens": [4096]}, "token id 4096 is not in the vocabulary", "tokens"),
+        ("/detokenize", {"tokens": "ab"}, "tokens must be a list", "tokens"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens.1 must be at least 0", "tokens.1"),
+        ("/detokenize", {"tokens": [1, 2.5]}, "tokens.1 must be a whole number", "tokens.1"),
+        ("/detokenize", {"prompt": "a"}, "tokens is missing", "tokens"),
+        ("/tokenize", {"prompt": "a" * (1 << 21)}, "characters", "prompt"),
+        ("/tokenize", {"messages": LONG}, "characters", "messages"),
+        ("/v1/completions", {"prompt": [4096]}, "not in the vocabulary", "prompt"),
+        ("/v1/chat/completions", {"messages": LONG}, "the context", "messages"),
+        ("/v1/responses", {"input": LONG}, "the context", "input"),
+        ("/v1/responses/input_tokens", {"input": LONG}, "the context", "input"),
+    ],
+)
+def test_a_wrong_prompt_is_told_by_its_field(
+    path: str, body: dict[str, Any], told: str, param: str
+) -> None:
+    answer, _ = ask(Client(), path, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert told in error["message"], error["message"]
+
+
 def test_tools_of_no_model_and_of_another() -> None:
-    answer, _ = ask(Client(), "/detokenize", tokens=[4096])
-    assert answer.status_code == 400 and "4095" in answer.json()["error"]["message"]
     answer, _ = ask(Client(), "/tokenize", prompt="a", model="gpt-4")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"

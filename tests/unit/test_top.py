@@ -72,11 +72,11 @@ computed of a cell: · few  ░ over 2%  ▒ 10%  ▓ 25%  █ 50%; ◆ hot, on 
 
 a step takes 2.00 ms: attention 25%  head 5%  ffn 50%  python 11%
 exchange 9%: 9 a step, 20 µs each beside the services' work
-service  state       device    memory  busy  process
-driver   alive       cpu     0.25 GiB   11%  7
-gpu      alive       cpu     0.50 GiB   30%  8
-cpu0     silent      cpu     1.00 GiB   50%  9
-cpu1     restarting  -              -     -  -
+service  state       device     memory  busy  process
+driver   alive       cpu     256.0 MiB   11%  7
+gpu      alive       cpu     512.0 MiB   30%  8
+cpu0     silent      cpu      1.00 GiB   50%  9
+cpu1     restarting  -               -     -  -
 this machine: 3.00 GiB of 4.00 GiB in use"""
 
 

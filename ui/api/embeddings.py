@@ -10,10 +10,9 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from hotcold.actors.protocol.messages import GenerateRequest
-from hotcold.model.errors import PromptError, ServiceError
+from hotcold.model.errors import ServiceError
 from hotcold.ui.api.answer import collect
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.fields import Request
 from hotcold.ui.api.schemas import Prompt, prompts_of
 
@@ -69,22 +68,15 @@ class EmbeddingsRoute:
         }
 
 
-async def prompts_to_embed(
-    backend: Backend, inputs: Sequence[str | list[int]], field: str = "input"
-) -> list[list[int]]:
-    """Token ids of each input, checked. Errors: ApiError 400 that names the `field`."""
+async def prompts_to_embed(backend: Backend, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+    """Token ids of each input, checked. Errors: PromptError."""
     asked = [
         replace(_request(backend), prompt=one)
         if isinstance(one, str)
         else replace(_request(backend), prompt_ids=one)
         for one in inputs
     ]
-    try:
-        return await backend.prompt_ids(asked)
-    except PromptError as error:
-        answer = as_api_error(error)
-        answer.param = field
-        raise answer from error
+    return await backend.prompt_ids(asked)
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:

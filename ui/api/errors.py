@@ -99,15 +99,18 @@ def timed_out(limit_s: float) -> ApiError:
     )
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """The answer to any error; a defect is logged, and not described."""
+def as_api_error(error: BaseException, prompt: str = "prompt") -> ApiError:
+    """The answer to any error; a defect is logged, and not described.
+
+    `prompt`: the request's field that holds it.
+    """
     match error:
         case ApiError():
             return error
         case PromptTooLongError():
-            return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+            return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case PromptError():
-            return ApiError(400, str(error), param="prompt")
+            return ApiError(400, str(error), param=prompt)
         case UsageError():
             return ApiError(400, str(error))
         case ServiceError():

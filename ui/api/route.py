@@ -21,14 +21,14 @@ from hotcold.ui.api.schemas import SamplingRequest
 _FEW = 256
 
 
-async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`; its errors as ApiError."""
+async def answered(request: Request, work: Coroutine[Any, Any, Any], prompt: str = "prompt") -> Any:
+    """The result of `work`; its errors as ApiError. `prompt`: the field that holds it."""
     try:
         return await sse.unless_gone(request.receive, work)
     except sse.ClientGoneError:
         raise
     except Exception as error:
-        raise as_api_error(error) from error
+        raise as_api_error(error, prompt) from error
 
 
 class JsonAnswer(Response):

@@ -9,7 +9,7 @@ from pydantic_core import from_json, to_json
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request, StrictModel
-from hotcold.ui.api.tools.grammar import choice_grammar, regex_grammar
+from hotcold.ui.api.tools.grammar import choice_grammar
 
 _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]
@@ -60,12 +60,12 @@ class ConstrainedRequest(Request):
         given: list[tuple[str, Any, Any]] = [
             ("grammar", self.grammar, _lark),
             ("guided_json", self.guided_json, json_grammar),
-            ("guided_regex", self.guided_regex, regex_grammar),
+            ("guided_regex", self.guided_regex, _regex),
             ("guided_choice", self.guided_choice, choice_grammar),
             ("guided_grammar", self.guided_grammar, _lark),
             ("json_schema", self.json_schema, json_grammar),
             ("structured_outputs.json", other.json_, json_grammar),
-            ("structured_outputs.regex", other.regex, regex_grammar),
+            ("structured_outputs.regex", other.regex, _regex),
             ("structured_outputs.choice", other.choice, choice_grammar),
             ("structured_outputs.grammar", other.grammar, _lark),
             ("structured_outputs.json_object", other.json_object or None, any_object),
@@ -91,3 +91,7 @@ def any_object(_: Any = None) -> Grammar:
 
 def _lark(text: str) -> Grammar:
     return Grammar("lark", text)
+
+
+def _regex(pattern: str) -> Grammar:
+    return Grammar("regex", pattern)

@@ -19,6 +19,7 @@ from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
 from hotcold.actors.setup.shards import arena_layout, service_specs, system_kv_bytes
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -157,7 +158,7 @@ def _within(
 def _too_small(device: Device, budget: int, sizes: _Sizes) -> str:
     least = device.used_bytes() + LATE_BYTES + sizes.work + sizes.layer
     return (
-        f"{budget / _GIB:.2f} GiB of GPU memory hold no layer of this model; give --gpu-memory "
+        f"{binary_text(budget)} of GPU memory hold no layer of this model; give --gpu-memory "
         f"{least / _GIB:.2f}GiB or more, or --device cpu"
     )
 

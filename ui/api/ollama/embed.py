@@ -42,7 +42,7 @@ async def embed_one(backend: Backend, body: OllamaEmbeddings) -> dict[str, Any]:
     if not body.prompt:
         await backend.ready()
         return {"embedding": []}
-    (vector,) = await embeddings(backend, await prompts_to_embed(backend, [body.prompt], "prompt"))
+    (vector,) = await embeddings(backend, await prompts_to_embed(backend, [body.prompt]))
     return {"embedding": vector}
 
 

@@ -214,7 +214,9 @@ class _Response:
             "total_tokens": asked + new,
         }
         previous = None if self._previous is None else self._previous()
-        if self._given is not None and (previous is not None) == (self._previous is not None):
+        if previous is None and self._previous is not None:
+            self.content["store"] = False  # what it continues has been forgotten meanwhile
+        elif self._given is not None:
             turn = Turn(previous, self._given, self.content)
             self._kept.add(self.content["id"], turn)
 

@@ -1,7 +1,6 @@
 """Grammars of answers: JSON of a schema, or text and tool calls with JSON arguments."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -58,13 +57,6 @@ def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None
         if strict or (strict is None and lost.keyword != "format"):
             raise _unable("the JSON schema", lost)
     return replace(given, text=_text_of(found, _SCHEMA_BLANKS))
-
-
-def regex_grammar(pattern: str) -> Grammar:
-    """The whole answer must match."""
-    written = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
-    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
-    return Grammar("lark", f"start: /{''.join(written.get(part, part) for part in parts)}/\n")
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:

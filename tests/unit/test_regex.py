@@ -1,0 +1,52 @@
+"""Answers held to a regex, and what is told of one that cannot be read."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.logits_processors import Grammars
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("frame", ["", 'start: "x" @answer'])
+def test_a_regex_matches_what_python_takes_for_it(frame: str) -> None:
+    """The whole answer, and the end there alone."""
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    end = 0
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
+    for pattern, text in (("a/b\\/\n[cd]+", "a/b/\ncdc"), (r'"\w{2}"', '"é_"'), ("[/\\\\]", "\\")):
+        assert re.fullmatch(pattern, text)
+        constraint = grammars.constraint(Grammar("regex", pattern, frame))
+        for token in [*tokenizer.encode("x" * bool(frame) + text, False), end]:
+            masked = constraint.masked(np.zeros(tokenizer.vocab_size, np.float32))
+            assert masked[token] == 0
+            constraint.accept(token)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("(ab)/(c", "the regex '(ab)/(c' cannot be used: unclosed group, at '(c'"),
+        ("a/\n[b-", r"the regex 'a/\n[b-' cannot be used: unclosed character class, at '[b-'"),
+        ("é/x{2,1}", r"the regex '\xe9/x{2,1}' cannot be used: invalid repetition count range, "),
+        (
+            r"(a)\1",
+            r"the regex '(a)\\1' cannot be used: backreferences are not supported, at '\\1'",
+        ),
+        (r"\bfoo", r"the regex '\\bfoo' cannot be used: lookarounds not supported"),
+        ("a\\", r"the regex 'a\\' cannot be used: a backslash ends it"),
+    ],
+)
+def test_a_wrong_regex_is_told_as_it_was_given(pattern: str, told: str) -> None:
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    with pytest.raises(UsageError) as error:
+        Grammars(tokenizer, tokenizer.vocab_size, [0]).constraint(Grammar("regex", pattern))
+    assert str(error.value).startswith(told)
