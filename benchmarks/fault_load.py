@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +14,6 @@ from hotcold.model.sampling import SamplingParams
 _TICK_S, _LONGEST_TICK_S = 0.02, 0.2
 _SETTLED_S = 6.0  # until what has ended has given everything back
 _PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
-
-
-class Era(NamedTuple):
-    """A time with one number of CPU services; 0 while it is changed."""
-
-    began_at: int  # the number of the fault that changed it
-    num_services: int
 
 
 class RunningClock:
@@ -61,19 +53,12 @@ def leaks(system: System) -> str:
 class Load:
     """Requests that start again as soon as they have ended, until told to stop."""
 
-    def __init__(
-        self, system: System, requests: list[GenerateRequest], *, is_scaled: bool = False
-    ) -> None:
+    def __init__(self, system: System, requests: list[GenerateRequest]) -> None:
         """Run each request alone first, for the tokens that it must give."""
         self._system = system
         self._requests = requests
         self.clock = RunningClock()
-        self._expected = {2: [system.complete(request).ids for request in requests]}
-        if is_scaled:  # another order of additions
-            system.call("scale", 1)
-            self._expected[1] = [system.complete(request).ids for request in requests]
-            system.call("scale", 2)
-        self.era = Era(-1, 2)
+        self._expected = [system.complete(request).ids for request in requests]
         self._stopping = threading.Event()
         self._moments: deque[float] = deque(maxlen=100_000)  # of tokens, of all requests
         self._lock = threading.Lock()
@@ -106,15 +91,9 @@ class Load:
 
     def _run(self, number: int) -> None:
         while not self._stopping.is_set():
-            before = self.era
             try:
                 found = self._complete(self._requests[number])
-                expected = self._expected[before.num_services or 2][number]
-                is_as_before = self.era == before and before.num_services > 0
-                is_right = found.ids == expected or (
-                    not is_as_before and len(found.ids) == len(expected)
-                )
-                problem = "" if is_right else f"other tokens, {before} to {self.era}"
+                problem = "" if found.ids == self._expected[number] else "other tokens"
             except HotcoldError as error:
                 problem = str(error)
             with self._lock:

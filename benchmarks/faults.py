@@ -9,9 +9,8 @@ another number of CPU services, a disk that hardly reads. Which, and what it doe
 `--seed` say; `--only` takes the kinds that are named. With `--model` and `--resident 0.5` half of a
 model's neurons or experts stay on storage, in a bundle file beside it.
 
-Every answer is compared with that of an undisturbed run of the same system, with as many CPU
-services. One that ran with two numbers of them may have added up its prompt in two orders: it must
-be as long.
+Every answer is compared with that of an undisturbed run of the same system, whatever the number of
+CPU services while it ran.
 
 The time to recover is from the end of what was done to the first token after that; where a service
 was lost, to the first one once all services run again. Time in which this process did not run is
@@ -35,7 +34,7 @@ import click
 import psutil
 
 from benchmarks.fault_kinds import KINDS, SCALED, SLOW_READS, STARVED, Kind, possible_kinds
-from benchmarks.fault_load import Era, Load, leaks, requests_of
+from benchmarks.fault_load import Load, leaks, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from benchmarks.stored_system import on_storage
 from hotcold.actors.protocol.messages import SystemConfig
@@ -69,11 +68,7 @@ def inject(
     processes: dict[str, int] = system.call("processes")
     time.sleep(chance.uniform(0.05, 0.5))
     began_s = load.clock.now_s
-    if kind.name == SCALED:
-        load.era = Era(number, 0)
     kind.do(system, processes, chance)
-    if kind.name == SCALED:
-        load.era = Era(number, len(system.call("processes")) - len(("driver", "gpu")))
     over_s = load.clock.now_s if kind.loses is not True else began_s
     harmed_s = over_s  # the last moment at which the system was not seen whole
     while not load.wrong:
@@ -257,7 +252,7 @@ def main(
     with System.start(config) as system:
         for name, count in (("one long generation", 1), ("batch of eight", 8)):
             requests = requests_of(count, config.context_length)
-            load = Load(system, requests, is_scaled=SCALED in names)
+            load = Load(system, requests)
             end_s = time.monotonic() + minutes * 30  # half of them
             parts[name] = _part(system, load, names, spans[count], seed, pace, end_s)
             if parts[name]["wrong"]:
