@@ -440,7 +440,7 @@ def _unknown_option(name: str) -> TypeError:
     for one in OPTIONS.values():
         for other in (one.flag, *OTHER_NAMES.get(one.flag, ())):
             known[other.lstrip("-").replace("-", "_")] = one.keyword
-    nearest = get_close_matches(name, known, 1)
+    nearest = get_close_matches(name, known, 1, cutoff=0.7)
     told = f"did you mean {known[nearest[0]]}?" if nearest else f"known are {', '.join(own)}"
     return TypeError(f"LLM has no option {name!r}; {told}")
 

@@ -36,7 +36,7 @@ from hotcold.jobs.support.signals import (
 )
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
-from hotcold.model.secret_variable import API_KEY, forget_variable
+from hotcold.model.secret_variable import forget_api_key
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -223,7 +223,7 @@ def _begin_workers(arguments: Sequence[str]) -> None:
     asks_for_help = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     if not command or not command.starts_system or asks_for_help:
         return
-    forget_variable(API_KEY)  # `serve` alone reads it
+    forget_api_key()  # `serve` alone reads it
     if command.uses_running and may_be_running():
         return  # if none of those suits, workers start with Ray
     begin_workers()

@@ -12,8 +12,8 @@ def binary_text(num_bytes: float) -> str:
 
 
 def _text(num_bytes: float, base: int, units: tuple[str, str, str]) -> str:
-    """In the largest unit of which there is one."""
+    """In the largest unit of which there is one, once it is rounded."""
     for power, unit in zip((3, 2, 1), units, strict=True):
-        if num_bytes >= base**power:
+        if num_bytes >= base**power - 0.05 * base ** (power - 1):
             return f"{num_bytes / base**power:.{2 if power == 3 else 1}f} {unit}"
     return f"{num_bytes:.0f} B"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 API_KEY = "HOTCOLD_API_KEY"
+NAMES = (API_KEY, "HOTCOLD_SERVE_API_KEY")  # the second as any option of a command
 
 
-def forget_variable(name: str) -> None:
-    """Remove an environment variable of this process, also where /proc shows it of its forks.
+def forget_api_key() -> None:
+    """Remove the key from this process's environment, also where /proc shows it of its forks.
 
     Python's own removal leaves the text where the kernel put it when the program began.
     """
@@ -16,6 +17,7 @@ def forget_variable(name: str) -> None:
 
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    if place := getenv(name.encode()):
-        ctypes.memset(place, 0, len(ctypes.string_at(place)))
-    os.environ.pop(name, None)
+    for name in NAMES:
+        if place := getenv(name.encode()):
+            ctypes.memset(place, 0, len(ctypes.string_at(place)))
+        os.environ.pop(name, None)

@@ -161,7 +161,7 @@ class Grammars:
             if grammar.kind == "json_schema":
                 source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
             elif grammar.kind == "regex":
-                if re.search(r"(?<!\\)(\\\\)*\\$", grammar.text):  # llguidance leaves it out
+                if re.search(r"(?<!\\)(\\\\)*\\\Z", grammar.text):  # llguidance leaves it out
                     raise ValueError("a backslash ends it")
                 source = LLMatcher.grammar_from_regex(grammar.text)
             else:

@@ -20,7 +20,7 @@ from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.signals import Signals, interrupts_after
 from hotcold.model.errors import ServiceError, UsageError
-from hotcold.model.secret_variable import API_KEY, forget_variable
+from hotcold.model.secret_variable import API_KEY, forget_api_key
 
 if TYPE_CHECKING:
     from hotcold.jobs.kept.served_systems import SystemStarter
@@ -110,7 +110,7 @@ def serve(
     The first is loaded at the start, others with their first request. Where memory is short, the
     least recently used one is unloaded.
     """
-    forget_variable(API_KEY)  # forks of this process, and what they start, do not need it
+    forget_api_key()  # forks of this process, and what they start, do not need it
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()

@@ -34,7 +34,7 @@ from hotcold.jobs.kept.registry import Record
 from hotcold.model.current_folder import environment_of_python
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.secret_variable import API_KEY
+from hotcold.model import secret_variable
 
 _POLL_S = 0.05
 _MAX_SILENT = 12  # times ten seconds: a daemon imports much before it answers
@@ -242,7 +242,7 @@ def _spawn(
         "lock": registration.lock,
         "listener": registration.listener.fileno(),
     }
-    shown = {name: text for name, text in os.environ.items() if name != API_KEY}
+    shown = {name: text for name, text in os.environ.items() if name not in secret_variable.NAMES}
     process = subprocess.Popen(
         [sys.executable, "-m", "hotcold.jobs.daemon"],
         stdin=subprocess.PIPE,

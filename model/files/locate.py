@@ -12,7 +12,7 @@ from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
 from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
-_PATH = re.compile(r"[/.~]|[^:]+/[^:]*/")  # what can be no name of a repository
+_PATH = re.compile(r"[/.~]|[^:\s]+/[^:\s]*/")  # what can be no name of a repository
 _DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 

@@ -97,6 +97,7 @@ def test_a_text_of_everything_is_shown_whole(open_page, book, view) -> None:
     assert (sum(map(int, text[4:-1].split(","))) > 380) == ("color_scheme" in view)
     assert (sum(map(int, ground[4:-1].split(","))) < 380) == ("color_scheme" in view)
     assert page.locator("#chat img").is_visible()  # by its description
+    assert page.locator("#chat img").evaluate("one => one.naturalWidth") == 0
     assert violations(page) == []
 
 

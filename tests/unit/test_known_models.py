@@ -81,8 +81,9 @@ def test_a_wrong_file_is_refused_in_one_line(content: str, told: str) -> None:
 def test_the_embedded_model_has_a_name_and_a_prompt_is_no_model(home: Path) -> None:
     assert locate_model("demo") == locate_model(None) == DEMO_DIRECTORY
     assert model_text("demo") == str(DEMO_DIRECTORY)
-    with pytest.raises(UsageError, match="is no model; a prompt stands behind MODEL"):
-        locate_model("Why is the sky blue?")
+    for prompt in ("Why is the sky blue?", "What does cat /etc/passwd do?"):
+        with pytest.raises(UsageError, match="is no model; a prompt stands behind MODEL"):
+            locate_model(prompt)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ const find = (selector) => element.querySelector(selector);
 const act = (what, more = {}) => trigger("act", { do: what, ...more });
 const file = find("input[type=file]");
 let searching = 0;
+let pressed = false; // a row that is drawn again then loses its click
 let given = 0; // the number of the last value with a file
 let shown = ""; // what the list is drawn of
 let newest = props.value; // of all values: an older one may come later
@@ -52,7 +53,7 @@ function show() {
     download(kept);
   }
   const state = JSON.stringify([rows, any, query, removed, newest.open]);
-  if (state === shown || find("li input")) return;
+  if (pressed || state === shown || find("li input")) return;
   shown = state;
   const place = [...element.querySelectorAll("li button")].indexOf(document.activeElement);
   find("ul").replaceChildren(...rows.map(row));
@@ -64,6 +65,13 @@ function show() {
   Object.assign(find("[data-do=undo]"), { disabled: !removed, title: removed && `Bring back “${removed}”` });
 }
 
+element.addEventListener("pointerdown", () => (pressed = true));
+for (const end of ["pointerup", "pointercancel"]) {
+  document.addEventListener(end, () => {
+    pressed = false;
+    setTimeout(show);
+  });
+}
 element.addEventListener("click", ({ target }) => {
   const what = target.closest("[data-do]")?.dataset.do;
   if (what === "import") file.click();
