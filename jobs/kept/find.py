@@ -31,10 +31,10 @@ from hotcold.jobs.kept.identity import (
     plain_options,
 )
 from hotcold.jobs.kept.registry import Record
+from hotcold.model import secret_variable
 from hotcold.model.current_folder import environment_of_python
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model import secret_variable
 
 _POLL_S = 0.05
 _MAX_SILENT = 12  # times ten seconds: a daemon imports much before it answers
