@@ -115,7 +115,7 @@ def test_the_table_of_small_models_as_avx2_is_its_reports() -> None:
         head = (ROOT / "benchmarks/results" / f"{name}.md").read_text().splitlines()[0]
         assert f"; {rounds} rounds," in head
         found = [row[4] for row in _report(name) if re.match("decode of|prefill of", row[1])]
-        assert [cell.strip() for cell in cells.split("|")] == (found + [""])[:3]
+        assert [cell.strip() for cell in cells.split("|")] == [*found, ""][:3]
 
 
 def test_the_table_of_small_shapes_is_its_reports() -> None:
