@@ -90,14 +90,32 @@ def test_the_table_as_avx2_is_its_reports() -> None:
     section = SPEED[SPEED.index("## As AVX2") : SPEED.index("## Several requests at once")]
     lines = re.findall(r"^\| (f16|q8|q4) \| (.*) \|$", section, re.M)
     assert len(lines) == 3
-    rows = _report("llama-7b-8-layers-as-avx2")
+    rows, sign = _report("llama-7b-8-layers-as-avx2"), _report("llama-7b-8-layers-as-avx2-sign")
     for kind, cells in lines:
-        decode = [row for row in rows if row[0] == kind and row[1].startswith("decode of")]
+        predicted = [row for row in sign if row[0] == kind and row[1].startswith("decode of")]
+        decode = predicted + [
+            row for row in rows if row[0] == kind and row[1].startswith("decode of")
+        ]
         prefill = [row for row in rows if row[0] == kind and row[1].startswith("prefill of")]
         assert cells.split(" | ") == [
             f"{float(row[3]):.{0 if 'at once' in row[1] else 1}f} ({row[4].split()[0]} ×)"
             for row in decode
         ] + [f"{row[4].split()[0]} ×" for row in prefill]
+
+
+def test_the_table_of_small_models_as_avx2_is_its_reports() -> None:
+    section = SPEED[SPEED.index("## As AVX2") : SPEED.index("## Several requests at once")]
+    lines = re.findall(
+        r"^\| \[.*?\]\(\S+/results/(\S+)\.md\).*?, (\d+) rounds \| (.*) \|$", section, re.M
+    )
+    assert [name for name, _, _ in lines] == [
+        f"{model}-as-avx2" for model in ("smollm2", "gemma3", "qwen3-8b")
+    ]
+    for name, rounds, cells in lines:
+        head = (ROOT / "benchmarks/results" / f"{name}.md").read_text().splitlines()[0]
+        assert f"; {rounds} rounds," in head
+        found = [row[4] for row in _report(name) if re.match("decode of|prefill of", row[1])]
+        assert [cell.strip() for cell in cells.split("|")] == [*found, ""][:3]
 
 
 def test_the_table_of_small_shapes_is_its_reports() -> None:
