@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.." || exit 1
 wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4 compiling=
 parts=qwen,smallthinker # of the stage experts; each is done only once
 stages=kernels,sanitizer,hybrid,systems,speed,falcon,llama,experts
-usage() { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || usage
     case $1 in
