@@ -7,15 +7,17 @@
 #                            [--workers N]
 #
 # Stages, in this order: kernels (the kernels' suite), sanitizer (compute-sanitizer over a part of it, where
-# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), speed (kernels beside a copy), falcon and llama (tokens
-# a second under several budgets). Tests run in N processes (4), which share the GPU. A stage that was finished
-# is not done again, so where one call may only take so long the same command is given again. OUT/report.json
-# says it all, and is written after each stage.
+# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), speed (kernels beside a
+# copy), falcon, llama and experts (tokens a second under several budgets; experts are two shapes, which the
+# report names). Tests run in N processes (4), which share the GPU. A stage that was finished is not done
+# again, so where one call may only take so long the same command is given again. OUT/report.json says it
+# all, and is written after each stage.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4
-stages=kernels,sanitizer,hybrid,systems,speed,falcon,llama
-usage() { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4 compiling=
+parts=qwen,smallthinker # of the stage experts; each is done only once
+stages=kernels,sanitizer,hybrid,systems,speed,falcon,llama,experts
+usage() { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || usage
     case $1 in
@@ -40,7 +42,7 @@ PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 [ -d "$site" ] && PYTHONPATH=$PYTHONPATH:$site
 export PYTHONPATH RAY_worker_niceness=0
 
-wanted() { case ,$stages, in *,$1,*) [ ! -e "$out/$1.done" ] ;; *) false ;; esac; }
+wanted() { case ,$stages,$parts, in *,$1,*) [ ! -e "$out/$1.done" ] ;; *) false ;; esac; }
 stage() { # NAME COMMAND...: run it within the time that is left; its output goes to OUT/NAME.log
     name=$1; shift
     wanted "$name" || return 0
@@ -70,16 +72,28 @@ run_tests() { # STAGE FILE PROCESSES
     stage "$1" "$python" -m pytest -n "$3" --dist load -q -p no:cacheprovider \
         --junitxml "$out/$1.xml" "$2"
 }
+# The stage of whole systems needs the CPU's kernels: they compile while other stages run.
+if wanted systems; then
+    timeout -k 10 "$(left_s)" "$python" -m hotcold compile >"$out/compile.log" 2>&1 &
+    compiling=$!
+fi
 run_tests kernels tests/gpu/test_kernels.py "$workers"
 if command -v compute-sanitizer >/dev/null; then
     stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
         "$python" -m pytest -n 0 -q -x -p no:cacheprovider tests/gpu/test_kernels.py -k "not 2_to_31"
 fi
 run_tests hybrid tests/gpu/test_hybrid.py "$workers"
+[ -z "$compiling" ] || wait "$compiling"
 run_tests systems tests/gpu/test_systems.py 0
 stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
-hybrid falcon --shape falcon-40b-like --layers 20 --density 0.05 \
+hybrid falcon --shape falcon-40b-like --layers 20 --density 0.05 --mode exact --mode sign \
     --budget 6GiB --budget 8GiB --budget 12GiB
-hybrid llama --shape llama-13b --density 0.10 --budget 10GiB --budget 16GiB
+hybrid llama --shape llama-13b --density 0.10 --mode exact --budget 10GiB --budget 16GiB
+if wanted experts; then
+    hybrid qwen --shape qwen3-30b-a3b --layers 8 --format q4_0 --mode dense --budget 2GiB --budget 8GiB
+    hybrid smallthinker --shape smallthinker-21b --layers 8 --format q4_0 --mode exact \
+        --budget 2GiB --budget 8GiB
+    [ -e "$out/qwen.done" ] && [ -e "$out/smallthinker.done" ] && touch "$out/experts.done"
+fi
 report
 echo "$out/report.json"

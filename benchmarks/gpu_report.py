@@ -13,7 +13,10 @@ import click
 
 from benchmarks.runs import Json
 
-_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "speed", "falcon", "llama")
+_STAGES = (
+    *("kernels", "sanitizer", "hybrid", "systems", "speed"),
+    *("falcon", "llama", "qwen", "smallthinker"),
+)
 _LAST_LINES = 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -149,9 +150,11 @@ class ServiceActor:
         from hotcold.actors.attention.cuda.load import CudaLoading
 
         loading, self._loading = self._loading, None
-        if loading is None or not loading.is_of(self.spec):
-            loading = CudaLoading(self._open_device(), config, self.spec)
-        return loading
+        if loading is not None and loading.is_of(self.spec):
+            return loading
+        loading = self._service = None  # a GPU has no room for both
+        gc.collect()
+        return CudaLoading(self._open_device(), config, self.spec)
 
     def _bind_thread(self, num_bytes: int) -> None:
         """Call before allocating: Ray runs calls in several threads, each with its own policy."""

@@ -166,6 +166,28 @@ def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
         host.fit(replace(system, requires_gpu=True))
 
 
+class FullGpuService(ServiceActor):
+    """A service's process with a GPU that has no room for a second model."""
+
+    device: NumpyDevice
+
+    def _open_device(self) -> NumpyDevice:
+        return self.device
+
+
+def test_another_spec_than_was_fitted_takes_the_place_of_the_first(system: SystemConfig) -> None:
+    config, whole = read_config(system.model_path), bytes_of_all(system)
+    host = FullGpuService(replace(service_specs(system, config)[0], share=None))
+    host.device = NumpyDevice(whole + whole // 4, CONTEXT_BYTES)
+    fitted = host.fit(system)
+    spec = replace(service_specs(fitted.system, config)[0], share=None)
+    assert spec.gpu_layout is not None and host._loading is not None
+    other = replace(spec, gpu_layout=replace(spec.gpu_layout, num_outputs=7))
+    assert host._loading.is_of(spec) and not host._loading.is_of(other)
+    host.load(other)
+    assert host.device.used_bytes() <= whole + whole // 4
+
+
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no NVIDIA driver on this machine")
     assert choose_device("auto", None) == choose_device("auto", 0) == "cpu"
