@@ -1,7 +1,7 @@
 """The layer loop of the driver: attention, choice of neurons, FFN and residual, layer by layer.
 
 Behind the last layer the head follows, where logits are wanted. Layers of which one service has
-everything are one request.
+everything can be one request.
 
 The loop is a state machine in one record, written once for all kinds of exchange. With doorbells it
 sends requests, waits and goes on, layer after layer, without Python. Otherwise, and wherever Python

@@ -71,6 +71,7 @@ def steps(engine: Engine, ids: Sequence[int], sizes: Sequence[int]) -> list[np.n
 def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] = SIZES) -> int:
     """Logits and counts; returns how many requests for whole layers a token made."""
     ids, requests = np.resize(tokens, sum(sizes)).tolist(), asked(system)
+    num_joined = list[int]()
     for mode in ("exact", "dense"):
         found, counts = [], []
         for joins in (False, True):
@@ -78,12 +79,16 @@ def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] 
             engine.joins_layers = joins
             requests.clear()
             found.append(steps(engine, ids, sizes))
+            num = [operation for operation, _ in requests].count(LAYERS)
+            assert joins or not num
+            num_joined += [num] * joins
             times = engine.times
             counts.append((times.num_neurons, times.num_ups, times.num_gates))
         for one_by_one, joined in zip(*found, strict=True):
             np.testing.assert_array_equal(joined, one_by_one)
         assert counts[0] == counts[1]
-    return [operation for operation, _ in requests].count(LAYERS) // len(sizes)
+    assert num_joined == [num_joined[0] // len(sizes) * len(sizes)] * 2
+    return num_joined[0] // len(sizes)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -123,30 +123,34 @@ class GraphCache:
     """
 
     def __init__(self, device: Device, most_graphs: int = MAX_GRAPHS) -> None:
-        """Keep at most `most_graphs` of ten kernels each."""
+        """Keep at most `most_graphs` of about ten kernels each."""
         self._device = device
         self._left = most_graphs
-        self._graphs: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # None: run once
 
     def run(self, key: Hashable, work: Callable[[], None], size: int = 1) -> None:
-        """Put `work` on the stream, ten kernels times `size`; equal keys must mean equal launches.
+        """Put `work` on the stream, some ten kernels times `size`; equal keys must mean equal
+        launches.
 
         Graphs that were unused longest go first; the last one stays however large it is.
         """
         if key not in self._graphs:
             with self._device.stream():
                 work()
-            self._graphs[key] = None, size  # run once
-            self._left -= size
-            while self._left < 0 and len(self._graphs) > 1:
-                self._left += self._graphs.popitem(last=False)[1][1]
+            self._keep(key, None, 1)
             return
-        graph, size = self._graphs[key]
+        graph = self._graphs[key][0]
         if graph is None:
             graph = self._device.capture(work)
-            self._graphs[key] = graph, size
+            self._keep(key, graph, size)
         self._graphs.move_to_end(key)
         self._device.launch(graph)
+
+    def _keep(self, key: Hashable, graph: Any, size: int) -> None:
+        self._left += self._graphs.pop(key, (None, 0))[1] - size
+        self._graphs[key] = graph, size
+        while self._left < 0 and len(self._graphs) > 1:
+            self._left += self._graphs.popitem(last=False)[1][1]
 
 
 class DeviceTimes:
