@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 API_KEY = "HOTCOLD_API_KEY"
-NAMES = (API_KEY, "HOTCOLD_SERVE_API_KEY")  # the second as any option of a command
+NAMES = (API_KEY, API_KEY.replace("_", "_SERVE_", 1))  # the second as any option of a command
 
 
 def forget_api_key() -> None:

@@ -239,8 +239,7 @@ class ChatHistory:
 
     def _has_room(self, added: Conversation) -> bool:
         chars = sum(item.num_chars for item in [*self.conversations, added])
-        num_kept = sum(bool(item.messages) for item in self.conversations)
-        return num_kept < _MAX_KEPT and chars <= _MAX_CHARS
+        return len(self.conversations) < _MAX_KEPT and chars <= _MAX_CHARS
 
     def rename(self, conversation_id: str, name: str) -> None:
         """Give a conversation a name; an empty one: its first question again."""
