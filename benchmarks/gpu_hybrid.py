@@ -43,6 +43,8 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
 
@@ -213,8 +215,9 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
     if not gguf.exists():
         write_gguf(path, gguf)
     num_layers, room = config.num_layers, budget - _LLAMA_RESERVE_BYTES
-    attention, head = attention_bytes(config), head_bytes(config)
-    ffn = ffn_bytes(config, config.num_neurons) / num_layers
+    stored = stored_config(Checkpoint(path), config, "", by_layer=False)
+    attention, head = attention_bytes(stored), head_bytes(stored)
+    ffn = ffn_bytes(stored, config.num_neurons) / num_layers
     on_gpu = _clipped(room / (ffn + attention / num_layers), num_layers)
     on_cpu = num_layers - _clipped((room - attention - head) / ffn, num_layers)
     ways = {"layers": ["-ngl", str(99 if on_gpu == num_layers else on_gpu)]}
@@ -257,7 +260,6 @@ def _clipped(count: float, most: int) -> int:
 @click.option("--minutes", default=9.0, show_default=True, help="Begin nothing after so many.")
 @click.option("--llama-bench", help="A llama.cpp build with CUDA.")
 @click.option("--cpu/--no-cpu", default=True, show_default=True, help="Without a GPU, too.")
-@click.option("--only-make", is_flag=True, help="Make and profile the model, and no more.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
     shape: str,
@@ -274,7 +276,6 @@ def main(
     minutes: float,
     llama_bench: str | None,
     cpu: bool,
-    only_make: bool,
     out: Path,
 ) -> None:
     """Measure one shape; the report goes to OUT."""
@@ -297,10 +298,9 @@ def main(
     report.measure("profile", lambda: _profile(path, "sign" in modes))
     sizes = prompt_tokens, tokens, repeat
     for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):
-        if not only_make:
-            run = partial(_decode, path, mode, budget, *sizes)
-            report.measure(f"hotcold {mode} {_place(budget)}", run)
-    for budget in budgets if llama_bench and not only_make else ():
+        run = partial(_decode, path, mode, budget, *sizes)
+        report.measure(f"hotcold {mode} {_place(budget)}", run)
+    for budget in budgets if llama_bench else ():
         file = path if gguf else path.with_name(path.name + ".gguf")
         arguments = (str(llama_bench), path, file, budget, system.num_threads, tokens)
         report.measure(f"llama.cpp {_place(budget)}", partial(_llama_cpp, *arguments))
