@@ -9,7 +9,7 @@ from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
-_PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
+_PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
 
 
 @dataclass(frozen=True)

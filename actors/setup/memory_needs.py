@@ -14,10 +14,12 @@ from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_b
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
+from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
+_TORCH_BYTES = 130 << 20  # of a process that imports it, as all do where products use AMX
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 
@@ -101,8 +103,10 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         draft_bytes(system, config),
         system.num_cpu_actors,
     )
-    parts = attention_parts_bytes(system, config)
-    return replace(need, process_bytes=need.process_bytes + parts)
+    more_bytes = attention_parts_bytes(system, config)
+    if has_feature("amx-bf16"):
+        more_bytes += num_processes * _TORCH_BYTES
+    return replace(need, process_bytes=need.process_bytes + more_bytes)
 
 
 def attention_parts_bytes(system: SystemConfig, config: ModelConfig) -> int:

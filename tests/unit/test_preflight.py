@@ -11,6 +11,7 @@ import pytest
 
 from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup import memory_needs
 from hotcold.actors.setup.choose import choose_system, require_one_mode
 from hotcold.actors.setup.memory_needs import attention_parts_bytes, system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -81,6 +82,18 @@ def test_segments_of_long_contexts_are_counted(tmp_path: Path) -> None:
         assert parts == num_tokens * (pages // 4) * heads * (dim + 2) * 4
         needs.append(system_need(system, config).process_bytes - parts)
     assert needs[0] == needs[1]
+
+
+def test_torch_is_counted_where_products_use_amx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process but the command's imports it there: 130 MiB each."""
+    config = read_model(make_tiny("llama-relu", tmp_path))
+    system, needs = SystemConfig(str(tmp_path), num_cpu_actors=2), []
+    for features in ((), ("amx-bf16",)):
+        monkeypatch.setattr(memory_needs, "has_feature", lambda name, has=features: name in has)
+        needs.append(system_need(system, config).process_bytes)
+    assert needs[1] - needs[0] == (2 + 2) * (130 << 20)
 
 
 def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
