@@ -193,12 +193,19 @@ def test_whoever_watches_sees_counts_of_the_other_layers(
     tiny: Tiny, hot: Callable[[int, int], list[np.ndarray]]
 ) -> None:
     with CudaInProcess(tiny("llama-relu").path, hot=hot) as system:
-        watch = NeuronWatch(system.config, system.exchange.buffers, system.topology)
-        watch.watch()
-        system.engine("dense").step([5], [0], [0])
+        engine, buffers = system.engine("dense"), system.exchange.buffers
+        engine.step([5], [0], [0])
+        watch = NeuronWatch(
+            system.config, buffers, system.topology, driver_steps=lambda: engine.num_steps
+        )
+        assert watch.read().num_steps == 0
+        watch.watch(600)
+        assert watch.read().num_steps == 0
+        for position in (1, 2, 3):
+            engine.step([5], [position], [0])
         found = watch.read()
         watch.watch(0)
-    assert found.num_steps == 1
+    assert found.num_steps == 3
     assert (found.num_hot + found.last_computed == found.num_neurons).all()
 
 
