@@ -82,7 +82,14 @@ def expected_misses(profile: ActivationProfile) -> dict[str, float]:
 
 
 def print_misses(misses: dict[str, float]) -> None:
-    """Print `expected_misses` in a line."""
+    """Print `expected_misses` of a mixture in a line."""
+    if not misses:
+        click.echo(
+            "how soon experts are chosen again is not known: the answers were too few tokens; "
+            "give a longer text or --window",
+            err=True,
+        )
+        return
     found = ", ".join(f"{missed:.1%} with {share} there" for share, missed in misses.items())
     click.echo(f"of the experts that a token chooses are missing in memory: {found}")
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.jobs.profile.answers import Answers
+from hotcold.jobs.profile.report import expected_misses, print_misses
 from hotcold.jobs.profile.state import ProfileTask
+from hotcold.placement.expert_reuse import StackDistances
+from hotcold.placement.profile import ActivationProfile
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 60))
@@ -37,6 +42,23 @@ def test_answers_fit_in_windows_and_prompts_in_the_text(num_ids: int, window: in
     task = ProfileTask("", num_ids, window, num_ids, answers)
     assert task.num_counted == num_ids + answers.count * answers.window_ids
     assert task.recorded(num_ids, task.num_counted) == []  # inputs are the text's alone
+
+
+@pytest.mark.parametrize(("window", "is_known"), [(9, False), (128, True)])
+def test_answers_too_short_to_tell_how_soon_experts_come_again(
+    window: int, is_known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line says so, and a plan then knows no more than chance."""
+    answers, distances = Answers.of(10, window - 1), StackDistances(8)
+    for _ in range(answers.count):
+        distances.add(np.eye(8, dtype=bool)[np.arange(answers.num_tokens) % 8])
+    counts = np.zeros((1, 8), np.int64)
+    profile = ActivationProfile(counts, 10, "t", "d", counts, distances.counts)
+    misses = expected_misses(profile)
+    print_misses(misses)
+    said = capsys.readouterr()
+    assert bool(misses) == is_known == ("are missing in memory" in said.out)
+    assert ("give a longer text or --window" in said.err) != is_known
 
 
 def test_usual_texts_have_eight_answers_of_128_tokens() -> None:
