@@ -73,12 +73,10 @@ def _of_router(config: ModelConfig, profile: ActivationProfile, layer: int) -> n
 
 def expected_misses(profile: ActivationProfile) -> dict[str, float]:
     """Of a token's experts, what is not in memory with shares of all there; {} if not known."""
-    if profile.distances is None or not profile.distances.any():
+    distances = profile.known_distances
+    if distances is None:
         return {}
-    num_experts = profile.distances.size
-    return {
-        f"{share:.0%}": missed_share(profile.distances, share * num_experts) for share in _SHARES
-    }
+    return {f"{share:.0%}": missed_share(distances, share * distances.size) for share in _SHARES}
 
 
 def print_misses(misses: dict[str, float]) -> None:
