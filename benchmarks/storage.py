@@ -33,14 +33,18 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
+import psutil
 
 from benchmarks.limited_run import Limits, Peak, run_limited
+from benchmarks.runs import where_and_when
 from hotcold.jobs.support.options import Bytes
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.build import read_config
 
 ROOM = 1.25  # of the cgroup beside what was promised
@@ -61,6 +65,7 @@ class Run:
     plan: dict[str, float] = field(default_factory=dict)  # with memory's speed as measured
     head_ms: float = 0.0
     planned: float = 0.0  # by `hotcold plan`
+    services: int = 0  # of the CPU
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ def hotcold_run(model: Path, case: Case, limits: Limits, options: Sequence[str])
         report["prompt_tokens_per_s"],
         report["plan"],
         report["per_token_ms"]["head"],
+        services=report["services"],
     )
 
 
@@ -251,10 +257,21 @@ class Report:
     def add(self, program: Program, run: Run) -> None:
         """Keep a run."""
         key = [program.name, str(program.case), program.limit]
-        self._runs.append({"key": key, "run": asdict(run)})
+        today = date.today().isoformat()
+        self._runs.append({"key": key, "date": today, "run": asdict(run)})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {"settings": self._settings, "runs": self._runs}
         self._path.write_text(json.dumps(content, indent=1) + "\n")
+
+    @property
+    def heading(self) -> str:
+        """Whatever decides the figures and is in no row: model, machine, days, settings."""
+        said = self._settings | {"room": f"{ROOM:g} of a size is hotcold's cgroup"}
+        days = sorted({each.get("date", "") for each in self._runs})
+        numbers = sorted({each["run"].get("services", 0) for each in self._runs} - {0})
+        said |= {"services": " and ".join(map(str, numbers)), "days": " and ".join(days)}
+        known = [f"{name} {value}" for name, value in said.items() if value not in (None, "")]
+        return f"{'; '.join(known)}.\n\n"
 
 
 def table(report: Report, programs: Sequence[Program]) -> list[str]:
@@ -387,9 +404,16 @@ def main(
             run = replace(run, planned=planned_speed(model, case.cpu_memory, limit, with_mode))
         return run
 
-    said = [text.name if text and word == str(text) else word for word in common]
-    settings = {"model": model.name, "common": said, "answers": answers, "prompt": prompt}
-    report = Report(out.with_suffix(".json"), settings | {"load": load_s})
+    where = where_and_when(model, threads)
+    settings = {
+        "model": model.name, "shape": where["shape"], "machine": where["machine"],
+        "memory": binary_text(psutil.virtual_memory().total), "dtype": dtype,
+        "context": context, "answers": answers, "tokens": tokens, "prompts of": text and text.name,
+        "a prompt of": prompt, "mixed load, s": load_s, "reads of": binary_text(read_bytes),
+        "llama.cpp": Path(llama or "its Python library").name if gguf else None,
+        "of": gguf and gguf.name, "its tokens": gguf and (llama_tokens or tokens),
+    }  # fmt: skip
+    report = Report(out.with_suffix(".json"), settings)
     turns = [(program, turn) for turn in range(repeat) for program in rows()]
     turns += [(program, -1) for program in ablated()] * ablation
     for program, turn in turns:
@@ -402,7 +426,7 @@ def main(
     lines = table(report, [program for program, _ in turns])
     click.echo("\n".join(lines))
     heading = f"# {model.name}: neurons on storage\n\n"
-    out.with_suffix(".md").write_text(heading + "\n".join(lines) + "\n")
+    out.with_suffix(".md").write_text(heading + report.heading + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def main(
     prompts = prompts_of(text, model, config, 1 + answers)
     with running_system(system) as running:
         report = measure(running, config, prompts, tokens, prompt, load_s)
-    report |= {"disk_bytes_per_s": 0.0, "plan": {}}
+    report |= {"disk_bytes_per_s": 0.0, "plan": {}, "services": system.num_cpu_actors}
     if system.storage is not None:
         report["disk_bytes_per_s"] = measure_disk(Path(system.storage.path), [read_bytes])[0]
         if memory_ms:

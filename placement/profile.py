@@ -63,6 +63,11 @@ class ActivationProfile:
         return [row[:size] for row, size in zip(self.counts, config.ffn_sizes, strict=True)]
 
     @property
+    def known_distances(self) -> np.ndarray | None:
+        """`distances`; None where they are not known."""
+        return self.distances if self.distances is not None and self.distances.any() else None
+
+    @property
     def is_stated(self) -> bool:
         """Whether the counts were not measured; `text_name` then says who stated them."""
         return bool(self.text_name) and not self.text_digest

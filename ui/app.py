@@ -93,37 +93,35 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
     kept = KeptResponses()
 
     async def answer(
-        request: Request, schema: type[Any], route_of: Callable[[Backend], Any], prompt: str
+        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
     ) -> Any:
         body = parse(schema, await request.body())
         route = route_of(models.choose(request, body.model))
         if body.stream:
-            return await answered(request, route.stream(body), prompt)
-        return JsonAnswer(await answered(request, route.whole(body), prompt))
+            return await answered(request, route.stream(body), route.prompt)
+        return JsonAnswer(await answered(request, route.whole(body), route.prompt))
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
         """Answer a conversation, as OpenAI's chat completions do."""
-        return await answer(request, ChatRequest, ChatRoute, "messages")
+        return await answer(request, ChatRequest, ChatRoute)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
         """Continue a text, as OpenAI's completions do."""
-        return await answer(request, CompletionRequest, CompletionRoute, "prompt")
+        return await answer(request, CompletionRequest, CompletionRoute)
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
         """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
-        return await answer(
-            request, ResponsesRequest, lambda found: ResponsesRoute(found, kept), "input"
-        )
+        return await answer(request, ResponsesRequest, lambda found: ResponsesRoute(found, kept))
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
     async def count(request: Request) -> Response:
         """How many tokens the input of such a request has; nothing is answered."""
         body = parse(ResponsesRequest, await request.body())
         route = ResponsesRoute(models.choose(request, body.model), kept)
-        return JsonAnswer(await answered(request, route.count(body), "input"))
+        return JsonAnswer(await answered(request, route.count(body), route.prompt))
 
     add_kept(app, kept)
 
@@ -132,7 +130,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         """A vector for each text: the mean of the model's last hidden states."""
         body = parse(EmbeddingsRequest, await request.body())
         route = EmbeddingsRoute(models.choose(request, body.model))
-        return JsonAnswer(await answered(request, route.whole(body), "input"))
+        return JsonAnswer(await answered(request, route.whole(body), route.prompt))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -166,7 +166,7 @@ class Driver:
         drafts = speculation(system.speculate, self.drafter)
         self._scheduler = Scheduler(engine, self._prefixes, speculation=drafts)
         self._queue = RequestQueue(self._scheduler)
-        self.neuron_watch = NeuronWatch(config, exchange.buffers, topology, self._expert_counts)
+        self.neuron_watch = self._watch_of(exchange, topology)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -229,6 +229,11 @@ class Driver:
         if self._system.storage is not None and self._system.shares_arena:
             misses = engine.exchange.buffers.block_misses[engine.topology.cpu_services]
         return expert_counts(self.generator.config, engine.block_counts, misses)
+
+    def _watch_of(self, exchange: Exchange, topology: Topology) -> NeuronWatch:
+        config, buffers = self.generator.config, exchange.buffers
+        steps = lambda: self.engine.num_steps  # noqa: E731
+        return NeuronWatch(config, buffers, topology, self._expert_counts, steps)
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""
@@ -372,11 +377,10 @@ class Driver:
                  failed before: nothing has changed then
         """
         topology = change.topology
-        buffers = change.exchange.buffers
-        watch = NeuronWatch(self.generator.config, buffers, topology, self._expert_counts)
+        watch = self._watch_of(change.exchange, topology)
         old = new = self._predictor
         if old is not None:
-            bits = buffers.predictor_bits
+            bits = change.exchange.buffers.predictor_bits
             new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
         self._start_helpers(new, change.exchange, topology)
         try:

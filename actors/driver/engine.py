@@ -45,6 +45,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     ROUND,
     SEND,
     STREAM,
+    TARGET,
     SharedBuffers,
 )
 from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
@@ -81,7 +82,7 @@ class Engine:
         self.use_services(topology)
         self._is_routed = np.array([layer.ffn.router is not None for layer in config.layers])
         self.times = StepTimes()
-        self.num_steps = 0
+        self.num_steps = 0  # with the model's own weights: a draft's are not counted
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
         self._layer_state = new_layer_state()
 
@@ -136,7 +137,7 @@ class Engine:
             layers = range(self.config.num_layers)
             joins = self.joins_layers and num_tokens <= self.kernel_tokens
             self._run_layers(layers, num_tokens, mode, num_logits=num_logits, joins=joins)
-            self.num_steps += 1
+            self.num_steps += mode.weights == TARGET
             self._count_reads()
             return self.exchange.buffers.logits[:num_logits]
 

@@ -23,6 +23,7 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
 _MARKED = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
 
 _FEW_TOKENS = 512  # are counted anew for each token
+_MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
 
 
 class _Window:
@@ -241,6 +242,6 @@ def _of_regex(problem: str) -> str:
     return f"{why}, at {shown(rest, 40)}"
 
 
-def _one_line(problem: str, limit: int = 200) -> str:
+def _one_line(problem: str) -> str:
     text = "".join(c if c.isprintable() else " " for c in problem)
-    return " ".join(text.split())[:limit]
+    return " ".join(text.split())[:_MAX_PROBLEM_CHARS]

@@ -30,6 +30,8 @@ NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
 _MAX_BYTES = 300
+_CONNECTED_S = 10.0
+_ANSWERED_S = 30.0
 # RayLog::InstallFailureSignalHandler(char const*, bool)
 _TAKE_SIGNALS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has
@@ -91,7 +93,7 @@ def connect(address: str | None = None) -> None:
         if address == "auto":
             address = own_cluster()
             _use_own_token()
-        _require_listener(address)
+        _require_head(address)
         with own_sigterm():
             ray.init(
                 address=address,
@@ -220,15 +222,22 @@ def keep_stdout_clean() -> None:
         worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
-def _require_listener(address: str) -> None:
-    """Fail at once where nothing listens: Ray would try for minutes."""
+def _require_head(address: str) -> None:
+    """Fail where nothing listens or nothing answers: Ray would try for minutes, deaf to signals.
+
+    A GCS server says its HTTP/2 settings as soon as it is connected to; with TLS the client begins.
+    """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         raise UsageError(
             f"{_ADDRESS} is {address!r}, no address of a Ray head such as 127.0.0.1:6379; unset "
             "it, or use `ray job submit`, which sets it for the job"
         )
-    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECTED_S) as head:
+        head.settimeout(_ANSWERED_S)
+        has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        if not has_tls and not head.recv(1):
+            raise ConnectionError("it ends the connection")
 
 
 def num_cpus() -> int:

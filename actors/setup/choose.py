@@ -139,9 +139,9 @@ def _check_hosts(system: SystemConfig) -> None:
         )
 
 
-def _require_kernels(root: Path = Path("/")) -> None:
+def _require_kernels() -> None:
     """Raise UsageError for a CPU that kernels cannot be compiled for; LLVM would abort."""
-    if missing := missing_features(read_cpu(root), platform.machine()):
+    if missing := missing_features(read_cpu(), platform.machine()):
         raise UsageError(
             f"this CPU has no {', '.join(missing)}, which hotcold's kernels need; use one with "
             "AVX2, FMA and F16C (Intel from 2013, AMD from 2015 on)"

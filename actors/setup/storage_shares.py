@@ -149,8 +149,9 @@ def _expert_reads(
     more = more_slot_neurons(system, config, len(layers))
     outside = num_cold_neurons(system, config) + more - kept.num_up_downs
     num_slots = config.num_experts - outside / (size + more / config.num_experts)
-    if profile is not None and profile.distances is not None and profile.distances.any():
-        share = missed_share(profile.distances, num_slots)
+    distances = None if profile is None else profile.known_distances
+    if distances is not None:
+        share = missed_share(distances, num_slots)
     else:
         missed = missed_experts(num_slots / len(layers), router.num_experts, router.num_chosen)
         share = missed / router.num_chosen

@@ -140,8 +140,9 @@ class NeuronWatch:
         buffers: SharedBuffers,
         topology: Topology,
         experts: Callable[[], ExpertCounts | None] = lambda: None,
+        driver_steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`buffers` are those of the services of `topology`; `experts`: the counts so far."""
+        """`buffers` are those of the services of `topology`; the callables: the counts so far."""
         every = [np.arange(size) for size in config.ffn_sizes]
         self._num_neurons = bucket_sizes(config, every)
         self._num_hot = self._num_neurons.copy()
@@ -155,6 +156,7 @@ class NeuronWatch:
         self._first_counts = buffers.neuron_counts.copy()
         self._first_steps = buffers.counted_steps.copy()
         self._experts, self._first_experts = experts, experts()
+        self._driver_steps, self._first_driver_steps = driver_steps, 0
 
     @property
     def is_watching(self) -> bool:
@@ -170,6 +172,7 @@ class NeuronWatch:
                 self._first_counts = self._buffers.neuron_counts.copy()
                 self._first_steps = self._buffers.counted_steps.copy()
                 self._first_experts = self._experts()
+                self._first_driver_steps = self._driver_steps()
                 self._buffers.requests[self._cpus, WATCHED] = 1
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
@@ -203,9 +206,13 @@ class NeuronWatch:
             last[:, :, LAST_GATES],
             means[:, :, ALL_FIRED],
             means[:, :, ALL_GATES],
-            int(of_cold.min()) if of_cold.size else 1,
+            int(of_cold.min()) if of_cold.size else self._steps_of_driver(),
             experts,
         )
+
+    def _steps_of_driver(self) -> int:
+        """Steps since the watch began, of which no service counts any."""
+        return self._driver_steps() - self._first_driver_steps if self.is_watching else 0
 
     def write(self, service: int, counts: np.ndarray, steps: np.ndarray) -> None:
         """Add the counts of a service that shares no memory.

@@ -154,7 +154,8 @@ def profile(
     of_answers = f" and {task.answers.count} answers of its own" if task.answers.count else ""
     click.echo(f"{task.num_tokens} tokens of {text.name}{of_answers}, {tokens_per_s:.1f} tokens/s")
     print_summary(layers, whole)
-    if misses := expected_misses(found):
+    misses = expected_misses(found)
+    if config.experts is not None:
         print_misses(misses)
     for file in files.all:
         click.echo(f"wrote {file}")

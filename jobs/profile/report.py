@@ -73,16 +73,21 @@ def _of_router(config: ModelConfig, profile: ActivationProfile, layer: int) -> n
 
 def expected_misses(profile: ActivationProfile) -> dict[str, float]:
     """Of a token's experts, what is not in memory with shares of all there; {} if not known."""
-    if profile.distances is None or not profile.distances.any():
+    distances = profile.known_distances
+    if distances is None:
         return {}
-    num_experts = profile.distances.size
-    return {
-        f"{share:.0%}": missed_share(profile.distances, share * num_experts) for share in _SHARES
-    }
+    return {f"{share:.0%}": missed_share(distances, share * distances.size) for share in _SHARES}
 
 
 def print_misses(misses: dict[str, float]) -> None:
-    """Print `expected_misses` in a line."""
+    """Print `expected_misses` of a mixture in a line."""
+    if not misses:
+        click.echo(
+            "how soon experts are chosen again is not known: the answers were too few tokens; "
+            "give a longer text or --window",
+            err=True,
+        )
+        return
     found = ", ".join(f"{missed:.1%} with {share} there" for share, missed in misses.items())
     click.echo(f"of the experts that a token chooses are missing in memory: {found}")
 

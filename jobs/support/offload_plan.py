@@ -34,6 +34,7 @@ class OffloadPlan:
     cpu_memory_bytes: int
     reads_ahead: bool
     of_experts: bool  # which are read whole
+    by_profile: bool  # what is read; else by other models
     num_gates: int
     num_up_downs: int
     num_neurons: int
@@ -125,6 +126,7 @@ def offload_plan(
         0,
         bool(storage.predictors),
         config.experts is not None,
+        profile is not None and (config.experts is None or profile.known_distances is not None),
         min(num_cold, storage.num_gates),
         min(num_cold, storage.num_up_downs),
         num_neurons,
@@ -138,7 +140,14 @@ def offload_plan(
 
 def offload_text(plans: list[OffloadPlan]) -> str:
     """A line for each size."""
-    lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
+    source = "by the profile and the disk"
+    if not all(plan.by_profile for plan in plans):
+        of_experts = "how soon this one's experts are chosen again"
+        missing = of_experts if plans[0].of_experts else "how often this one's neurons fire"
+        source = (
+            f"by the disk and other models, as no profile says {missing} (`hotcold profile` counts)"
+        )
+    lines = [f"neurons stay on storage; of a token, {source}:"]
     for plan in plans:
         num_cold = plan.num_neurons - plan.num_on_gpu
         gates, up_downs = plan.num_gates / plan.num_neurons, plan.num_up_downs / plan.num_neurons

@@ -14,8 +14,6 @@ from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import norm_weight
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from hotcold.numba_kernels.formats import is_blocks
-from hotcold.numba_kernels.load.blocks import dequantize_rows
 from hotcold.numba_kernels.load.convert import to_float32
 
 
@@ -47,10 +45,7 @@ class EmbeddingWeights:
         Errors:  ValueError for an id outside the vocabulary or a position without a learned row
         """
         _check_range("token id", token_ids, self.tokens.shape[0])
-        if is_blocks(self.tokens.dtype):
-            hidden_states = dequantize_rows(self.tokens, np.asarray(token_ids, np.int64))
-        else:
-            hidden_states = to_float32(self.tokens[token_ids])
+        hidden_states = to_float32(self.tokens[token_ids])
         if self.release is not None:
             self.release()
         if self.project_in.size:

@@ -143,10 +143,13 @@ def block_size(weights, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _list_active(masks, tokens, first, last, lists):
-    """Append i to the list of each of `tokens` whose bit is set in masks[i], i in first..last-1."""
+def _list_active(masks, tokens, order, lists):
+    """Append each i of `order` to the list of each of `tokens` whose bit is set in masks[i].
+
+    `order`: a range or an array; no masks: every bit is set.
+    """
     some = tokens & (_ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0]))
-    for i in range(first, last):
+    for i in order:
         bits = (masks[i] if masks.shape[0] else _ALL_TOKENS) & some
         while bits:
             t = lowest_bit(bits)
@@ -160,7 +163,7 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
     """products[i - first, t] = weights[ids[i]] . x[t] for the tokens that ids[i] is active for."""
     distance = rows_ahead(weights)
     lists.counts[:] = 0
-    _list_active(token_masks, tokens, first, last, lists)
+    _list_active(token_masks, tokens, range(first, last), lists)
     for t in range(products.shape[1]):
         count, places = lists.counts[t], lists.places[t]
         for k in range(count):
@@ -296,7 +299,7 @@ def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, ga
     are multiplied with all of these at once.
     """
     lists.counts[:] = 0
-    _list_active(masks, _ALL_TOKENS, first, last, lists)
+    _list_active(masks, _ALL_TOKENS, range(first, last), lists)
     num_active, tokens, count = np.int64(0), np.int64(0), 0
     for t in range(gates.shape[1]):
         if lists.counts[t]:
@@ -343,19 +346,6 @@ def scale_some_kernel(up, bias, ids, rows, masks, spans, gates, x, width, functi
 
 
 @njit(nogil=True, cache=True)
-def _list_ordered(masks, order, lists):
-    """Append each i of `order` to the list of each token whose bit is set in masks[i]."""
-    some = _ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0])
-    for i in order:
-        bits = masks[i] & some
-        while bits:
-            t = lowest_bit(bits)
-            lists.places[t, lists.counts[t]] = i
-            lists.counts[t] += 1
-            bits &= bits - np.uint32(1)
-
-
-@njit(nogil=True, cache=True)
 def _add_fours(down, rows, t, places, count, gates, out, is_last):
     """out += gates[i, t] * down[rows[i]] for i in places[:count], in whole groups of four.
 
@@ -392,7 +382,7 @@ def add_some_kernel(down, rows, masks, order, gates, out, lists):
     lists.counts[:] = 0
     for first in range(0, order.shape[0], size):
         last = min(first + size, order.shape[0])
-        _list_ordered(masks, order[first:last], lists)
+        _list_active(masks, _ALL_TOKENS, order[first:last], lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
                 down, rows, t, lists.places[t], lists.counts[t], gates, out[t],

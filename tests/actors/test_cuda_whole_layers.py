@@ -12,9 +12,19 @@ import pytest
 from hotcold.actors.attention.cuda.device import GraphCache
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.snapshot import NeuronWatch
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.mailbox import ATTENTION, FFN, HEAD, LAYER, LAYERS, OPERATION
+from hotcold.numba_kernels.serve.mailbox import (
+    ATTENTION,
+    FFN,
+    HEAD,
+    LAYER,
+    LAYERS,
+    OPERATION,
+    SharedBuffers,
+)
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess
 from tests.actors.numpy_device import NumpyDevice
@@ -66,6 +76,11 @@ def steps(engine: Engine, ids: Sequence[int], sizes: Sequence[int]) -> list[np.n
         found.append(engine.step([ids[at] for at in step], step, [0] * size, size).copy())
         first += size
     return found
+
+
+def watched(system: CudaInProcess) -> tuple[ModelConfig, SharedBuffers, Topology]:
+    """What `NeuronWatch` needs of it."""
+    return system.config, system.exchange.buffers, system.topology
 
 
 def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] = SIZES) -> int:
@@ -157,15 +172,31 @@ def test_graphs_count_by_their_layers() -> None:
 
 
 def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
-    """It chooses among the CPU's neurons: whole layers have none."""
-    checkpoint, found = tiny("llama-relu"), []
+    """It chooses among the CPU's neurons: whole layers have none, and are one request."""
+    checkpoint, sizes, found = tiny("llama-relu"), [1, 1, 3, 2], []
+    apart = [(ATTENTION, 0), (FFN, 0), (ATTENTION, 1), (FFN, 1), (ATTENTION, 2), (FFN, 2)]
+    together = [(LAYERS, 0), (ATTENTION, 1), (FFN, 1), (LAYERS, 2)]
     with CudaInProcess(checkpoint.path, hot=all_but(1)) as system:
-        for joins in (False, True):
-            engine = system.engine("exact", random_predictor(system, "sign"))
+        requests, watch = asked(system), NeuronWatch(*watched(system))
+        watch.watch(600)
+        predictor = random_predictor(system, "sign")
+        for joins, wanted in ((False, [*apart, (HEAD, 2)]), (True, together)):
+            engine = system.engine("dense", predictor)
             engine.joins_layers = joins
-            found.append(steps(engine, checkpoint.ids.tolist(), [1, 1, 3, 2]))
-    for one_by_one, joined in zip(*found, strict=True):
+            requests.clear()
+            found.append((steps(engine, checkpoint.ids.tolist(), sizes), engine.times.num_gates))
+            assert requests == wanted * len(sizes)
+        counts, num_gates = watch.read(), found[0][1]
+        watch.watch(0)
+        all_cold = steps(system.engine("dense"), checkpoint.ids.tolist(), sizes)
+    assert found[0][1] == found[1][1]
+    for one_by_one, joined, unchosen in zip(found[0][0], found[1][0], all_cold, strict=True):
         np.testing.assert_array_equal(joined, one_by_one)
+        assert (joined != unchosen).any()  # some cold neurons were left out
+    # Of each step all hot neurons, and of the cold ones those that were listed.
+    assert not counts.mean_gates[[0, 2]].any() and counts.mean_gates[1].sum() > 0
+    cold_gates = counts.mean_gates.sum() * len(sizes)
+    assert num_gates == pytest.approx(counts.num_hot.sum() * len(sizes) + cold_gates)
 
 
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
@@ -193,12 +224,17 @@ def test_whoever_watches_sees_counts_of_the_other_layers(
     tiny: Tiny, hot: Callable[[int, int], list[np.ndarray]]
 ) -> None:
     with CudaInProcess(tiny("llama-relu").path, hot=hot) as system:
-        watch = NeuronWatch(system.config, system.exchange.buffers, system.topology)
-        watch.watch()
-        system.engine("dense").step([5], [0], [0])
+        engine = system.engine("dense")
+        engine.step([5], [0], [0])
+        watch = NeuronWatch(*watched(system), driver_steps=lambda: engine.num_steps)
+        assert watch.read().num_steps == 0
+        watch.watch(600)
+        assert watch.read().num_steps == 0
+        for position in (1, 2, 3):
+            engine.step([5], [position], [0])
         found = watch.read()
         watch.watch(0)
-    assert found.num_steps == 1
+    assert found.num_steps == 3
     assert (found.num_hot + found.last_computed == found.num_neurons).all()
 
 

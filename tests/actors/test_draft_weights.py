@@ -179,7 +179,7 @@ def test_a_draft_of_the_same_weights_is_what_the_model_says(model: Callable[[str
             engine.step(request.tokens[:-1], places, slots, 0)
         num_steps = engine.times.num_steps
         drafts = drafter.propose(requests, counts)
-        assert engine.times.num_steps == num_steps
+        assert engine.times.num_steps == engine.num_steps == num_steps
         assert drafter.times.num_steps == max(counts)
         assert drafter.times.num_tokens == sum(counts)
         for request, draft, count in zip(requests, drafts, counts, strict=True):

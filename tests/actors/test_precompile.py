@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hotcold.actors.processes import precompile
 from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
@@ -89,6 +91,26 @@ def test_kernels_are_precompiled_once(
     for asked in (stored, stored, stored, replace(stored, mode="dense"), drafting):
         precompile_once(asked)
     assert len(begun) == 4  # one failed, one did not, one was of another mode, and one drafts
+
+
+def test_a_full_disk_ends_no_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the marker a later start compiles again; what is under way here goes on."""
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def part(system: SystemConfig) -> Callable[[], object]:
+        def rest() -> None:
+            time.sleep(0.2)
+            (tmp_path / str(os.getpid())).touch()
+
+        return rest
+
+    monkeypatch.setattr(precompile, "write_atomic", full)
+    for name in ("_compile_cpu_service", "_compile_attention", "_compile_driver"):
+        monkeypatch.setattr(precompile, name, part)
+    precompile._compile_parts(SystemConfig("m"), tmp_path / "marker")
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 _TOKEN = """

@@ -15,6 +15,7 @@ import pytest
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.processes.precompile import _unattached
+from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.preflight import prepare_system
@@ -127,6 +128,34 @@ def test_the_last_layer_of_the_last_tokens(
         found = engine.logits(num_tokens, num_wanted)
         assert found.shape == wanted.shape
         assert are_equal([found, *attention.cache_arrays], [wanted, *cache])
+
+
+@pytest.mark.parametrize("next_tokens", [1, 3, 40])
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_a_nan_of_a_token_without_an_output_is_noticed(
+    kind: str, next_tokens: int, tmp_path: Path
+) -> None:
+    """Of the last layer, whose attention then does not see the token: by the next that does."""
+    path = make_model("q-llama", tmp_path)
+    with InProcessSystem(path, 1, 2, num_slots=2, max_tokens=128) as system:
+        engine, attention = system.engine("exact"), system.services[0]
+        assert isinstance(attention, AttentionService)
+        last, config = system.config.num_layers - 1, system.config.layers[-1].attention
+        row = config.num_heads * config.head_dim
+        row += 0 if kind == "keys" else config.num_kv_heads * config.head_dim
+        (weights,) = attention.arrays.qkv.parts(last)
+        kept = weights[row].copy()
+        weights[row] = np.float16(np.nan).view(np.uint16)
+        ids = IDS[:70].tolist()
+        engine.place(ids, range(70), [0] * 70)
+        for layer in range(last + 1):
+            engine.run_layer(layer, 70, layer + 1, 0)
+        weights[row] = kept
+        with pytest.raises(NotFiniteError, match=f"in layer {last}") as caught:
+            engine.step(
+                IDS[70 : 70 + next_tokens].tolist(), range(70, 70 + next_tokens), [0] * next_tokens
+            )
+        assert caught.value.service == 0 and caught.value.slots == {0}
 
 
 def test_prompts_are_prepared_before_any_request(tmp_path: Path) -> None:

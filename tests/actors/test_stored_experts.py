@@ -306,10 +306,11 @@ class Outputs:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.sweep(keep=5)
+@pytest.mark.sweep(keep=6)
 @pytest.mark.parametrize(
     ("kind", "num_services"),
     [
+        ("relu", 1),
         ("relu", 2),
         ("Q4_K_M", 2),
         ("mxfp4", 1),

@@ -132,6 +132,7 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     read = [plan.read_bytes for plan in plans]
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
     assert offload_text(plans).count("tokens/s") == len(plans) == 5
+    assert "as no profile says how often this one's neurons fire" in offload_text(plans)
     assert all(plan.tokens_per_s <= min(2.0, plan.most_tokens_per_s) for plan in plans)
     assert offload_plans(wide, SystemOptions(cpu_memory_bytes=total), None, 0.5) == []
     more = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), None, 0.5, 9)

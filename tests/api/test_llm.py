@@ -54,18 +54,21 @@ def when_running(llm: LLM, act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_ids_are_those_of_the_command(llm: LLM) -> None:
-    command = ["generate", "--own", "--prompt", PROMPTS[0], "--json", "--parallel", "4"]
+def test_a_result_is_that_of_the_command() -> None:
+    """Without drafts, whose neurons count: how many there are depends on their time."""
     done = run(
-        *command, "--seed", "7", "--max-tokens", "12", "--temperature", "1", "--parallel", "4"
-    )
+        "generate", "--own", "--prompt", PROMPTS[0], "--json", "--seed", "7", "--max-tokens", "12",
+        "--temperature", "1", "--speculate", "off",
+    )  # fmt: skip
     assert done.status == 0, done.err
-    told, result = json.loads(done.out.splitlines()[-1]), llm.generate(PROMPTS[0], DRAWN)
+    with LLM(own=True, speculate="off", progress=False) as made:
+        result = made.generate(PROMPTS[0], DRAWN)
+    told, own = json.loads(done.out.splitlines()[-1]), result.as_json()
     assert told["ids"] == list(result.token_ids)
-    own = result.as_json()
-    # Not neurons_computed: those of drafts count, and how many there are depends on their time.
-    for name in ("text", "finish_reason", "prompt_tokens", "gates_computed"):
+    names = ("text", "finish_reason", "prompt_tokens")
+    for name in (*names, "neurons_computed", "ups_computed", "gates_computed"):
         assert told[name] == own[name], name
+    assert 0 < own["neurons_computed"] < own["gates_computed"] == 1
     assert told.keys() - {"system"} == own.keys()
 
 

@@ -81,6 +81,7 @@ class StandIn:
     device: str = "cpu"
     has_experts: bool = False  # as a mixture shows itself
     mode: str = "exact"
+    reads: dict[str, float] = field(default_factory=dict)  # of storage
     requests: list[GenerateRequest] = field(default_factory=list)
     _stopped: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -120,7 +121,7 @@ class StandIn:
             hot = np.zeros_like(num)
             neurons = NeuronMap(num, hot, computed, gates, computed * 1.0, gates * 1.0, 1)
         times = {"attention": 0.6, "ffn": 1.1, "head": 0.4, "exchange": 0.2, "python": 0.1}
-        speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0)
+        speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0, reads=self.reads)
         actors = tuple(
             ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu")
             for i, name in enumerate(("driver", "gpu", "cpu0", "cpu1"))

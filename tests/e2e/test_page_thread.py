@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from hotcold.model.byte_sizes import size_text
+from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from tests.e2e.page_visit import OTHER, QUESTION, ask, until, wait_for_answer, wait_until_kept
 from tests.e2e.test_page_looks import PHONE, violations
 from tests.e2e.test_page_use import ids_of
@@ -276,6 +279,28 @@ def test_the_way_back_to_the_end_covers_no_text(open_page, book, view) -> None:
     )
 
 
+def test_sizes_are_told_as_the_program_tells_them(open_page, book) -> None:
+    book.reads = {"bytes_read": 4_560_000, "hit_rate": 0.5, "wait_share": 0.25}
+    page = open_page()
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.wait_for_selector("#live [data-actor=driver]")
+    assert page.inner_text("#live [data-actor=cpu0]").split("\t")[-1] == "300.0 MiB"
+    assert page.inner_text("#live [data-show=memory]").startswith(
+        "This machine: 9.00 GiB of 24.00 GiB in use"
+    )
+    assert "read from storage\t4.6 MB a step" in page.inner_text("#live [data-show=caches]")
+    read = [line.split("\t")[2] for line in page.inner_text("#live [data-show=parts]").splitlines()]
+    config = read_config(DEMO_DIRECTORY)
+    assert read[0] == size_text(attention_bytes(config))
+    assert read[2] == size_text(head_bytes(config))
+
+
+def in_megabytes(text: str) -> float:
+    size, unit = text.split()
+    return float(size) * {"GB": 1000, "MB": 1, "kB": 0.001}[unit]
+
+
 def test_the_panel_of_a_dense_model_tells_bytes_and_times(open_page, book) -> None:
     book.mode = "dense"
     page = open_page()
@@ -286,10 +311,10 @@ def test_the_panel_of_a_dense_model_tells_bytes_and_times(open_page, book) -> No
     lines = [line.split("\t") for line in page.inner_text("#live [data-show=parts]").splitlines()]
     assert [line[0] for line in lines] == ["attention", "FFN", "head", "exchange", "Python"]
     for name, time, read, rate in lines[:3]:
-        megabytes, seconds = float(read.split()[0]), float(time.split()[0]) / 1000
-        assert float(rate.split()[0]) == pytest.approx(megabytes / 1000 / seconds, abs=0.06), name
+        megabytes, seconds = in_megabytes(read), float(time.split()[0]) / 1000
+        assert float(rate.split()[0]) == pytest.approx(megabytes / 1000 / seconds, rel=0.03), name
     checkpoint = Checkpoint(DEMO_DIRECTORY)
     stored = sum(checkpoint.num_bytes(name) for name in checkpoint.names() if "self_attn" in name)
-    assert float(lines[0][2].split()[0]) == pytest.approx(stored / 1e6, rel=0.02)  # norms, too
+    assert in_megabytes(lines[0][2]) == pytest.approx(stored / 1e6, rel=0.02)  # norms, too
     assert "prompts, found again" in page.inner_text("#live [data-show=caches]")
     assert violations(page) == []

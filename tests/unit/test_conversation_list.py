@@ -81,6 +81,24 @@ def test_what_is_deleted_comes_back_only_where_there_is_room(history: ChatHistor
         assert history.open is gone
 
 
+def test_an_empty_conversation_takes_no_room(history: ChatHistory) -> None:
+    """Neither for Undo, nor where a browser gives its 50 back to a page that was just opened."""
+    history.conversations += [talk("three?") for _ in range(48)]
+    history.start_new()
+    gone = history.conversations[-1]
+    act(history, {"do": "remove", "id": gone.id})
+    assert "note" not in act(history, {"do": "undo"}) and history.open is gone
+    opened = ChatHistory()
+    opened.take_over(json.loads(json.dumps(history.saved())))
+    assert len(opened.saved()) == 50 and opened.open.messages == []
+    opened.open.start = talk("four?").start
+    opened.forget_oldest()
+    assert [item["messages"][0]["content"] for item in opened.saved()] == [
+        "four?", "one?", "two?", *["three?"] * 47,
+    ]  # fmt: skip
+    assert len(opened.conversations) == 50
+
+
 def test_a_file_is_given_and_taken_over(history: ChatHistory) -> None:
     kept = act(history, {"do": "export"})["file"]
     other = ChatHistory()

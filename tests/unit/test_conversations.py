@@ -348,12 +348,13 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
     for prefix in "abc":
         history.restore(kept(prefix, 40, 1))
     history.restore(kept("d", 1, 1))
-    assert len(history.conversations) == 50
+    assert len(history.conversations) == 51 and len(history.saved()) == 50  # one is empty
     for conversation in list(history.conversations):
         history.open_id = conversation.id
         conversation.start = Message(replies=[Message("user", "x")])
+        history.forget_oldest()
         history.start_new()
-    assert len(history.conversations) == 50
+    assert len(history.conversations) == 51 and len(history.saved()) == 50
     large = ChatHistory()
     for prefix in "abcd":
         large.restore(kept(prefix, 3, 300_000))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,27 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
+    """Of a head that says something to whoever connects."""
+
+    def answer() -> None:
+        with suppress(OSError):  # it is shut down
+            while True:
+                listener.accept()[0].sendall(b"settings")
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=answer)
+        answering.start()
         yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        answering.join()
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A head that is stopped: its kernel takes connections, and nothing answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        yield listener
 
 
 @pytest.fixture
@@ -48,6 +71,28 @@ def test_ones_own_is_taken(named: Path, port: int, connected: list[str]) -> None
     named.write_text(f"127.0.0.1:{port}\n")
     cluster.connect("auto")
     assert connected == [f"127.0.0.1:{port}"]
+
+
+def test_a_head_that_does_not_answer_is_not_waited_for(
+    frozen: socket.socket, connected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_ANSWERED_S", 0.05)
+    with pytest.raises(ServiceError, match=r"no Ray cluster answers at 127.*: timed out"):
+        cluster.connect()
+    assert connected == []
+    monkeypatch.setenv("RAY_USE_TLS", "1")  # where a client has to begin
+    cluster.connect()
+    assert connected == [os.environ["RAY_ADDRESS"]]
+
+
+def test_sigterm_ends_a_command_that_waits_for_a_head(frozen: socket.socket) -> None:
+    """Within Ray it would take effect more than a minute later, after lines of Ray's own."""
+    command = [sys.executable, "-m", "hotcold.jobs.stop", "--system", "x"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with process, frozen.accept()[0]:
+        process.terminate()
+        out, _ = process.communicate(timeout=40)
+    assert (process.returncode, out) == (143, b"")
 
 
 def test_where_there_is_none_no_other_is_looked_for(named: Path, connected: list[str]) -> None:
@@ -88,7 +133,7 @@ def test_a_cluster_of_another_host_has_no_port_here(
 ) -> None:
     named.write_text("192.0.2.77:6379")
     monkeypatch.setattr(cluster, "listeners", lambda asked: {ANOTHER})
-    monkeypatch.setattr(cluster, "_require_listener", lambda address: None)
+    monkeypatch.setattr(cluster, "_require_head", lambda address: None)
     cluster.connect("auto")
     assert connected == ["192.0.2.77:6379"]
 

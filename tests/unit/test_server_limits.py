@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.model.errors import ServiceError
+from hotcold.model.errors import PromptTooLongError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
@@ -219,6 +220,32 @@ def test_failures_of_the_system_are_told(error: Exception, status: int) -> None:
     answer, backend = ask(Client(error), prompt=[1, 2])
     assert answer.status_code == status and str(error) in answer.json()["error"]["message"]
     assert backend.num_active == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "prompt"),
+    [
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a"}]),
+        ("/v1/completions", "prompt", [1]),
+        ("/v1/responses", "input", "a"),
+        ("/v1/embeddings", "input", [1]),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_error_of_the_prompt_names_its_field(
+    path: str, field: str, prompt: Any, begun: bool
+) -> None:
+    """Also of a request that the driver refuses after others of the same answer have begun."""
+    events = [TokenEvent("a", None, 1)] * begun
+    body = {field: prompt} | ({} if path == "/v1/embeddings" else {"stream": True})
+    answer, _ = ask(Client(*events, PromptTooLongError("it is long")), path=path, **body)
+    assert answer.status_code == (200 if begun and "stream" in body else 400)
+    said = [json.loads(line) for line in re.findall(r"\{.*\}", answer.text)][-1]
+    if answer.status_code == 200 and path == "/v1/responses":  # which names no field
+        assert said["response"]["error"]["message"] == "it is long"
+    else:
+        assert said["error"]["param"] == field
+        assert said["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

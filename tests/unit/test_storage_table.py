@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from benchmarks.storage import _COLUMNS, Case, Program, Report, Run, _line, tabl
 from benchmarks.storage_plot import points_of
 
 _READS = {"bytes_read": 40e6, "wait_share": 0.5, "hit_rate": 0.9, "recall": 0.8}
-_STORED = Run(20.0, Peak(3 << 30), _READS, 2e9, 50.0, 80.0, plan={"tokens_per_s": 22.0})
+_STORED = Run(20.0, Peak(3 << 30), _READS, 2e9, 50.0, 80.0, plan={"tokens_per_s": 22.0}, services=2)
 
 
 def _row(run: Run, case: Case, limit: int = 0, planned: float = 0.0) -> dict[str, str]:
@@ -68,5 +69,8 @@ def test_a_report_goes_on_from_what_it_has(tmp_path: Path) -> None:
     rows = [line.split("|")[2:7] for line in table(again, [whole, half, llama, half])[2:]]
     assert [row[4].strip() for row in rows] == ["", "10.0", ""]
     assert [row[3].strip() for row in rows] == ["1.00", "0.50", ""]
+    assert again.heading == (
+        f"model m; room 1.25 of a size is hotcold's cgroup; services 2; days {date.today()}.\n\n"
+    )
     with pytest.raises(click.UsageError, match="other options"):
         Report(path, {"model": "other"})

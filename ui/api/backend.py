@@ -20,7 +20,7 @@ from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.cached import of_client
-from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from hotcold.ui.api.errors import ApiError, timed_out, unavailable
 from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
 
@@ -308,14 +308,14 @@ class Answers:
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Each event with the index of its request, until all have a result.
 
-        Errors:  ApiError
+        Errors:  ApiError, HotcoldError
         """
         try:
             while self._num_unread:
                 async with asyncio.timeout_at(self.deadline):
                     index, event = await self._events.get()
                 if isinstance(event, BaseException):
-                    raise as_api_error(event)
+                    raise event
                 if event.result is not None:
                     self._num_unread -= 1
                     if event.result.finish_reason == "cancelled" and not self._is_stopped:

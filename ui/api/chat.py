@@ -86,6 +86,8 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
 class ChatRoute(Route):
     """The answers of /v1/chat/completions."""
 
+    prompt = "messages"
+
     async def whole(self, body: ChatRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)

@@ -17,6 +17,8 @@ from hotcold.ui.api.schemas import CompletionRequest
 class CompletionRoute(Route):
     """The answers of /v1/completions."""
 
+    prompt = "prompt"
+
     async def whole(self, body: CompletionRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)

@@ -44,6 +44,8 @@ class EmbeddingsRequest(Request):
 class EmbeddingsRoute:
     """The answers of /v1/embeddings."""
 
+    prompt = "input"
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 

@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -71,6 +71,8 @@ def _dumped(content: Any) -> str:
 class Route:
     """A completion route for one model."""
 
+    prompt: ClassVar[str]  # the request's field that holds it
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._texts = backend.texts
@@ -120,6 +122,6 @@ class Route:
                     yield sse.event({**head, "choices": [], "usage": counts})
                 yield sse.DONE
             except Exception as error:
-                yield sse.event(as_api_error(error).body)
+                yield sse.event(as_api_error(error, self.prompt).body)
 
         return sse.EventStream(pieces(), answers.deadline, answers.close)

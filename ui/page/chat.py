@@ -154,6 +154,7 @@ class Chat:
             yield *self._view(history), question if is_below else gr.skip()
             return
         conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat, at)
+        history.forget_oldest()
         yield *self._view(history), "" if at is None else gr.skip()
         async for view in self._follow(history, conversation):
             yield *view, gr.skip()

@@ -200,10 +200,18 @@ class ChatHistory:
         if empty is None:
             empty = Conversation()
             self.conversations.insert(0, empty)
-            for oldest in self.conversations[_MAX_KEPT:]:
-                oldest.stop()
-            del self.conversations[_MAX_KEPT:]
         self.open_id = empty.id
+
+    def forget_oldest(self) -> None:
+        """Drop the conversations beyond those that a browser keeps."""
+        for oldest in self._kept[_MAX_KEPT:]:
+            oldest.stop()
+            self.conversations.remove(oldest)
+
+    @property
+    def _kept(self) -> list[Conversation]:
+        """Those that hold something: an empty one takes no room."""
+        return [item for item in self.conversations if item.messages]
 
     def require_space(self, question: str) -> None:
         """Raise UsageError where a question would make the conversations too long to keep."""
@@ -239,7 +247,7 @@ class ChatHistory:
 
     def _has_room(self, added: Conversation) -> bool:
         chars = sum(item.num_chars for item in [*self.conversations, added])
-        return len(self.conversations) < _MAX_KEPT and chars <= _MAX_CHARS
+        return len(self._kept) < _MAX_KEPT and chars <= _MAX_CHARS
 
     def rename(self, conversation_id: str, name: str) -> None:
         """Give a conversation a name; an empty one: its first question again."""
@@ -259,8 +267,7 @@ class ChatHistory:
 
     def saved(self) -> list[dict[str, Any]]:
         """What a browser keeps: conversations that hold something, without what is under way."""
-        kept = [item for item in self.conversations if item.messages][:_MAX_KEPT]
-        return [item.as_json() for item in kept]
+        return [item.as_json() for item in self._kept[:_MAX_KEPT]]
 
     def take_over(self, saved: Any) -> None:
         """Restore the browser's conversations, once; later the browser stores the server's."""

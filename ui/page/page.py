@@ -9,6 +9,7 @@ from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.preflight import read_model
+from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError
@@ -109,9 +110,23 @@ def live_panel(backend: Backend, config: ModelConfig) -> gr.HTML:
         ffn = int(config.num_neurons * rows.read(gates, computed, computed))
         queried, cached = backend.metrics.prefix_cache
         more = {"bytes": {**weights, "ffn": ffn}, "prompt_tokens": queried, "cached_tokens": cached}
-        return telemetry_json(found) | more
+        return _with_sizes(telemetry_json(found) | more)
 
     return gr.HTML(
         "", html_template=asset("live.html"), js_on_load=script("live.js"), elem_id="live",
         server_functions=[telemetry], apply_default_css=False,
     )  # fmt: skip
+
+
+def _with_sizes(told: dict[str, Any]) -> dict[str, Any]:
+    """What the panel is told, with its numbers of bytes as people read them."""
+    used, whole = told["host_memory_used_bytes"], told["host_memory_bytes"]
+    reads = told["reads"]
+    return told | {
+        "sizes": {part: size_text(num_bytes) for part, num_bytes in told["bytes"].items()},
+        "reads": reads and {**reads, "size": size_text(reads["bytes_read"])},
+        "actors": [
+            {**actor, "memory": binary_text(actor["memory_bytes"])} for actor in told["actors"]
+        ],
+        "memory": f"{binary_text(used)} of {binary_text(whole)}",
+    }

@@ -31,6 +31,8 @@ from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 class ResponsesRoute:
     """The answers of /v1/responses."""
 
+    prompt = "input"
+
     def __init__(self, backend: Backend, kept: KeptResponses) -> None:
         self._backend = backend
         self._kept = kept

@@ -16,14 +16,12 @@ const PARTS = {
 }; // prettier-ignore
 const MARKS = { alive: "●", silent: "◐", restarting: "↻", dead: "✕" };
 // What stays of a finished answer.
-const LAST = ["tokens_per_s", "neurons_computed", "per_step_ms", "bytes", "reads", "num_drafted", "num_accepted"];
+const LAST = ["tokens_per_s", "neurons_computed", "per_step_ms", "bytes", "sizes", "reads", "num_drafted", "num_accepted"];
 const find = (name) => element.querySelector(`[data-show="${name}"]`);
 const canvas = element.querySelector("canvas");
 const number = (value, options) => value.toLocaleString("en", options);
 const fixed = (value, digits) => number(value, { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const percent = (share, digits = 1) => `${fixed(100 * share, digits)}%`;
-const megabytes = (bytes) => `${number(bytes / 1e6, { maximumSignificantDigits: 3 })} MB`;
-const gigabytes = (bytes) => `${fixed(bytes / 2 ** 30, 2)} GiB`;
 const coloured = (tag, kind) => {
   const made = make(tag);
   made.style.background = `var(--${kind})`;
@@ -155,7 +153,7 @@ function showExperts() {
 }
 
 // How long each part of a step takes, what it reads of the weights, and how fast.
-function showStep({ per_step_ms: times, bytes }) {
+function showStep({ per_step_ms: times, bytes, sizes }) {
   const total = times.total || 0;
   const parts = Object.keys(PARTS).filter((part) => times[part] > 0);
   find("idle").hidden = total > 0;
@@ -168,7 +166,7 @@ function showStep({ per_step_ms: times, bytes }) {
   };
   const line = (part) => {
     const read = bytes[part] || 0;
-    const reads = read ? [megabytes(read), `${fixed(read / times[part] / 1e6, 1)} GB/s`] : ["", ""];
+    const reads = read ? [sizes[part], `${fixed(read / times[part] / 1e6, 1)} GB/s`] : ["", ""];
     return row(make("td", {}, coloured("i", part), PARTS[part]), `${fixed(times[part], 2)} ms`, ...reads);
   };
   find("bar").replaceChildren(...parts.map(piece));
@@ -183,27 +181,26 @@ function showCaches({ reads, ...found }) {
     ["KV cache, in use", share(found.kv_pages_used, found.kv_pages, "pages")],
   ];
   if (found.num_drafted) lines.push(["drafts, accepted", share(found.num_accepted, found.num_drafted, "tokens")]);
-  if (reads.bytes_read !== undefined) {
+  if (reads.size !== undefined) {
     lines.push(
       ["neurons, found in memory", percent(reads.hit_rate)],
-      ["neurons, read from storage", `${megabytes(reads.bytes_read)} a step`],
+      ["neurons, read from storage", `${reads.size} a step`],
       ["waiting for storage", `${percent(reads.wait_share)} of the time`],
     );
   }
   find("caches").replaceChildren(...lines.map((line) => row(...line)));
 }
 
-function showActors({ actors, host_memory_bytes, host_memory_used_bytes }) {
-  const line = ({ name, state, pid, device, memory_bytes }) => {
+function showActors({ actors, memory }) {
+  const line = ({ name, state, pid, device, memory: size }) => {
     const isOnCpu = name === "gpu" && device === "cpu";
-    const process = pid > 0 ? [pid, device || "–", gigabytes(memory_bytes)] : ["–", device || "–", "–"];
+    const process = pid > 0 ? [pid, device || "–", size] : ["–", device || "–", "–"];
     const made = row(isOnCpu ? "attention" : name, `${MARKS[state]} ${state}`, ...process);
     made.dataset.actor = name;
     return made;
   };
   find("actors").replaceChildren(...actors.map(line));
-  const [used, all] = [gigabytes(host_memory_used_bytes), gigabytes(host_memory_bytes)];
-  find("memory").textContent = `This machine: ${used} of ${all} in use.`;
+  find("memory").textContent = `This machine: ${memory} in use.`;
 }
 
 function show(found) {
