@@ -13,17 +13,21 @@ from pathlib import Path
 from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.failures import is_out_of_memory
-from hotcold.actors.protocol.messages import Fitted, SystemConfig
+from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
-from hotcold.actors.setup.shards import arena_layout, service_specs, system_kv_bytes
+from hotcold.actors.setup.shards import (
+    arena_layout,
+    attention_spec,
+    served_config,
+    system_kv_bytes,
+)
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
@@ -83,31 +87,30 @@ def fit_system(
     free = device.used_bytes() + device.free_bytes()
     budget = system.gpu_memory_bytes or free - RESERVE_BYTES
     available = min(budget, free) - device.used_bytes() - LATE_BYTES
-    checkpoint = Checkpoint(Path(system.model_path))
-    stored = stored_config(checkpoint, config, system.weight_dtype, by_layer=False)
-    sizes = _Sizes.of(system, stored, device)
+    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    sizes = _Sizes.of(system, served, device)
     wanted = _wanted(system, config)
-    guess = available
+    guess, less = available, max(available // 20, 16 * sizes.neuron, 1)
     while True:
         found = _within(guess, wanted, config, sizes)
         if found is None:
             raise MemoryBudgetError(_too_small(device, budget, sizes))
         device.limit(available)
-        loading = _try(device, config, found, budget)
+        loading = _try(device, config, attention_spec(found, served), budget)
         if loading is not None:
             note = _note(device, config, wanted, found)
             return loading, Fitted(found, note, f"cuda ({device.name})")
         gc.collect()
         device.release()
-        guess -= max(guess // 20, 16 * sizes.neuron, 1)
+        guess, less = guess - less, 2 * less  # some five attempts at most
 
 
 def _try(
-    device: Device, config: ModelConfig, system: SystemConfig, budget: int
+    device: Device, config: ModelConfig, spec: ServiceSpec, budget: int
 ) -> CudaLoading | None:
     """The allocated service, or None if it does not fit."""
     try:
-        loading = CudaLoading(device, config, service_specs(system, config)[0])
+        loading = CudaLoading(device, config, spec)
         if device.used_bytes() > budget - LATE_BYTES:
             return None
         return loading

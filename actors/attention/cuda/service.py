@@ -126,9 +126,11 @@ class CudaAttentionService(Service):
                 work.hot(hot[-1], 1, ALL_FIRE)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
                 assert part is not None
-                ones = np.ones((tokens, self._model.starts.shape[1] - 1), np.float32)
-                if ones.shape[1] > 1:
-                    self._prompts.hot_blocks(hot[-1], x, ones, out)
+                sizes = np.diff(self._model.starts[hot[-1]])
+                if sizes.size > 1:  # of all experts the largest one needs most
+                    weights = np.zeros((tokens, sizes.size), np.float32)
+                    weights[:, sizes.argmax()] = 1
+                    self._prompts.hot_blocks(hot[-1], x, weights, out)
                 else:
                     self._prompts.hot(part, x, out, add=False)
             if self._model.head is not None:
