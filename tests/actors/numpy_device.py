@@ -40,7 +40,7 @@ class LaunchError(RuntimeError):
 
 def as_floats(matrix: DeviceMatrix) -> np.ndarray:
     """A matrix's weights as float32."""
-    data = matrix.data
+    data = matrix.content
     if matrix.format not in ITEM_BYTES:
         data = np.ascontiguousarray(data).view(FORMATS[matrix.format])
     return to_float32(data) if data.shape[0] else np.zeros((0, matrix.width), np.float32)

@@ -29,6 +29,7 @@ from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.cuda_kernels import compiled
 from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
 from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.cuda_kernels.matrix import FORMATS, padded_items
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
@@ -36,6 +37,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.numba_kernels.formats import row_items
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
@@ -385,6 +387,48 @@ def stand_in_cupy_device(**parts: Any) -> CupyDevice:
     device = object.__new__(CupyDevice)
     vars(device).update(parts)
     return device
+
+
+def test_rows_are_copied_to_longer_ones() -> None:
+    """CUDA's copy of two dimensions: bytes of the host's rows, a pitch on either side."""
+    copies: list[tuple[Any, ...]] = []
+    device = stand_in_cupy_device(
+        _runtime=SimpleNamespace(
+            memcpyHostToDevice=1, memcpy2DAsync=lambda *parts: copies.append(parts)
+        ),
+        _stream=SimpleNamespace(ptr=7, synchronize=lambda: None),
+    )
+    whole = np.zeros((3, 224), np.uint8)
+
+    class OnDevice:
+        """The first columns of `whole`."""
+
+        data = SimpleNamespace(ptr=whole.ctypes.data)
+        strides, flags = whole.strides, whole[:, :210].flags
+
+    rows = np.random.default_rng(1).integers(0, 256, (3, 210), dtype=np.uint8)
+    device.upload(OnDevice(), rows)
+    ((to, to_pitch, start, pitch, width, height, kind, stream),) = copies
+    assert (to, start, kind, stream) == (whole.ctypes.data, rows.ctypes.data, 1, 7)
+    for row in range(height):
+        whole[row, :width] = rows.reshape(-1)[row * pitch :][:width]
+    assert to_pitch == 224
+    np.testing.assert_array_equal(whole[:, :210], rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding"),
+    [("q6", 14), ("mxfp4", 8), ("q8", 0), ("q4", 0), ("q4_1", 0), ("q4_k", 0), ("q5_k", 0)],
+)
+def test_which_rows_are_padded(kind: str, padding: int) -> None:
+    """Of a multiple of 256 weights, to 16 bytes; others have no pieces that are aligned."""
+    dtype = FORMATS[kind]
+    for groups, expected in ((8, padding), (128, 0)):
+        items = row_items(dtype, 32 * groups)
+        assert padded_items(dtype, items) == items + expected
+        assert (items + expected) * dtype.itemsize % 16 == 0
+    if kind in ("q8", "mxfp4"):
+        assert padded_items(dtype, row_items(dtype, 2880)) == row_items(dtype, 2880)
 
 
 def test_pinned_memory_goes_with_its_array() -> None:

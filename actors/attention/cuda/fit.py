@@ -25,11 +25,13 @@ from hotcold.actors.setup.shards import (
     system_kv_bytes,
 )
 from hotcold.model.byte_sizes import binary_text
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.cuda_kernels.matrix import padded_items
+from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.formats import DTYPES, row_items
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
@@ -65,14 +67,26 @@ class _Sizes:
             config.head_dim,
             layout.pages_a_slot * PAGE_POSITIONS,
         )
+        qkv_padding = qkv * _padding(config, width, "qkv")
+        qkv_padding += width * _padding(config, config.attention_size, "out")
+        neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
+        neuron_padding += _padding(config, width, "down")
         return cls(
-            layer=-(-(attention_bytes(config) + cache) // config.num_layers),
-            head=head_bytes(config),
-            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
+            layer=-(-(attention_bytes(config) + cache) // config.num_layers) + qkv_padding,
+            head=head_bytes(config)
+            + config.vocab_size * _padding(config, config.embed_size, "head"),
+            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0) + neuron_padding,
             work=4 * (prompt + step)
             + _MATMUL_BYTES
             + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
         )
+
+
+def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
+    """Unused bytes of a row on the device."""
+    dtype = DTYPES[config.dtype_of(kind)]
+    items = row_items(dtype, width)
+    return (padded_items(dtype, items) - items) * dtype.itemsize
 
 
 def fit_system(
@@ -105,9 +119,7 @@ def fit_system(
         guess, less = guess - less, 2 * less  # some five attempts at most
 
 
-def _try(
-    device: Device, config: ModelConfig, spec: ServiceSpec, budget: int
-) -> CudaLoading | None:
+def _try(device: Device, config: ModelConfig, spec: ServiceSpec, budget: int) -> CudaLoading | None:
     """The allocated service, or None if it does not fit."""
     try:
         loading = CudaLoading(device, config, spec)
