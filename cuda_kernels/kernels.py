@@ -303,8 +303,10 @@ class CudaKernels:
             mixed=self._at(mixed),
             input=self._at(x),
             bias=self._at(bias),
+            block_weights=self._at(selection.block_weights),
             scale=np.float32(scale),
             width=np.int32(layout.width),
+            num_blocks=np.int32(0 if bias is None else bias.shape[0]),
         )
         arguments = sums, added_to, self._at(out), self._at(num_fired)
         self._launcher.launch(_SUM_PARTS, (ceil_div(cells, WARP), 1, 1), THREADS, arguments)

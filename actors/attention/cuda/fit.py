@@ -24,8 +24,8 @@ from hotcold.actors.setup.shards import (
     served_config,
     system_kv_bytes,
 )
-from hotcold.model.byte_sizes import binary_text
 from hotcold.cuda_kernels.matrix import padded_items
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
@@ -58,7 +58,8 @@ class _Sizes:
         own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
         prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
         step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
-        step += KERNEL_TOKENS * (2 * layout.num_blocks + 1)  # what they weigh, a router's logits
+        blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
+        step += KERNEL_TOKENS * (blocks + 1)
         step += neurons  # masks of which are computed
         step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
         step += kernels.attention_scratch_items(
@@ -77,6 +78,7 @@ class _Sizes:
             + config.vocab_size * _padding(config, config.embed_size, "head"),
             neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0) + neuron_padding,
             work=4 * (prompt + step)
+            + ffn_bytes(config, 0)
             + _MATMUL_BYTES
             + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
         )

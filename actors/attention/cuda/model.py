@@ -63,9 +63,9 @@ class CudaModel:
 
     layers[l] has what kernels know of a layer beside its matrices, of every layer of the model.
     attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
-    int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
-    (d,) or (0,) is there for every layer of a model without experts: neuron upload, which computes
-    whole layers, adds it.
+    int32, on the host: the first of layer l's hot neurons in each block, and the end. down_bias[l]
+    (B, d) or (B, 0): added where the device computes a whole layer, its neurons uploaded or all its
+    own.
     `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
@@ -88,8 +88,7 @@ class CudaModel:
         shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
-        bias = ffn.down_bias[0, 0, : 0 if config.experts else None]
-        self.down_bias = [self._like(bias) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
             self._attention(attention, cache.pages_of(layer.attention.window), layer.ffn.router)
@@ -160,8 +159,7 @@ class CudaModel:
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
-        bias = self.down_bias[layer]
-        upload(bias, weights.down_bias[layer, 0, : bias.shape[0]])
+        upload(self.down_bias[layer], weights.down_bias[layer])
         if part is None:
             return
         upload(part.gate.content, _bits(weights.gate))
