@@ -279,7 +279,9 @@ class NumpyKernels:
             ]
             weights[:] = 0
             for own, token in zip(weights, torch.from_numpy(x).double(), strict=True):
-                own[: numbers.num_experts] = expert_weights(spec, rows, *biases, token[None])[0]
+                own[: numbers.num_experts] = expert_weights(
+                    spec, rows, biases[0], biases[1], token[None]
+                )[0]
             if numbers.num_blocks > numbers.num_experts:
                 shared = 1.0
                 if router.shared is not None:

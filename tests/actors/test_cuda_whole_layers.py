@@ -107,8 +107,8 @@ def test_the_same_bits(tiny: Tiny, variant: str) -> None:
         assert assert_same(system, checkpoint.ids) == (not is_normed)
 
 
-# biases, norms behind, parallel layers, a factor of the residual, windows; mixtures: a router before
-# attention, biases by expert, groups, dense layers and shared experts
+# biases, norms behind, parallel layers, a factor of the residual, windows; of mixtures a router
+# before attention, biases by expert, groups, dense layers and shared experts
 @pytest.mark.parametrize("variant", [*OF_CUDA, *OF_EXPERTS])
 def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
