@@ -92,6 +92,7 @@ def test_hot_experts_begin_with_attention(tiny: Tiny, refuses: bool) -> None:
     device = NumpyDevice(refuses_registration=refuses)
     with CudaInProcess(checkpoint.path, hot=every_one, device=device) as system:
         engine, width = system.engine("exact"), system.config.hidden_size
+        engine.joins_layers = False
         for at in range(3):
             device.log.clear()
             engine.step([at], [at], [0])
