@@ -96,7 +96,20 @@ class CupyDevice:
         if source.nbytes == 0:
             return
         source = np.ascontiguousarray(source)
-        self._copy_in(target, source, self._stream)
+        if target.flags.c_contiguous:
+            self._copy_in(target, source, self._stream)
+        else:
+            row_bytes = source.strides[0]
+            self._runtime.memcpy2DAsync(
+                target.data.ptr,
+                target.strides[0],
+                source.ctypes.data,
+                row_bytes,
+                row_bytes,
+                source.shape[0],
+                self._runtime.memcpyHostToDevice,
+                self._stream.ptr,
+            )
         self._stream.synchronize()
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

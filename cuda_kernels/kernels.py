@@ -148,7 +148,7 @@ class CudaKernels:
         if num_rows == 0:
             return
         vectors, at = self._input(weights.format, x), self._at(weights.data)
-        is_vector = has_whole_pieces(weights.format, weights.width, at, *vectors["x"])
+        is_vector = has_whole_pieces(weights, at, *vectors["x"])
         tiles = product_tiles(num_tokens, is_vector)
         entry = _entry("gemv", "GEMV", weights.format, is_vector, tiles.tokens)
         matrix = record(
@@ -303,8 +303,10 @@ class CudaKernels:
             mixed=self._at(mixed),
             input=self._at(x),
             bias=self._at(bias),
+            block_weights=self._at(selection.block_weights),
             scale=np.float32(scale),
             width=np.int32(layout.width),
+            num_blocks=np.int32(0 if bias is None else bias.shape[0]),
         )
         arguments = sums, added_to, self._at(out), self._at(num_fired)
         self._launcher.launch(_SUM_PARTS, (ceil_div(cells, WARP), 1, 1), THREADS, arguments)
@@ -319,7 +321,7 @@ class CudaKernels:
     ) -> None:
         gate, up = neurons.gate, neurons.up
         at = self._at(gate.data), self._at(None if up is None else up.data)
-        is_vector = has_whole_pieces(gate.format, gate.width, *at, *vectors["x"])
+        is_vector = has_whole_pieces(gate, *at, *vectors["x"])
         tiles = product_tiles(int(vectors["num_tokens"][0]), is_vector)
         rows = record(
             gate=at[0],
@@ -345,7 +347,7 @@ class CudaKernels:
 
     def _down(self, down: DeviceMatrix, layout: FfnLayout, places: _FfnPlaces) -> None:
         at = self._at(down.data)
-        is_vector = has_whole_pieces(down.format, down.width, at, places.partials)
+        is_vector = has_whole_pieces(down, at, places.partials)
         tiles = down_tiles(down.format, layout.num_tokens, is_vector)
         rows = record(
             down=at,
@@ -382,7 +384,7 @@ class CudaKernels:
         if first >= last:
             return
         at = self._at(weights.data) + np.uint64(first * weights.row_bytes)
-        is_vector = has_whole_pieces(weights.format, weights.width, at, self._at(out))
+        is_vector = has_whole_pieces(weights, at, self._at(out))
         entry = _entry("widen", "WIDEN", weights.format, is_vector)
         arguments = at, np.int64(weights.row_bytes), np.int32(weights.width), self._at(out)
         self._launcher.launch(entry, (last - first, 1, 1), THREADS, arguments)

@@ -81,7 +81,8 @@ ALL = DeviceSelection()
 class LayerResidual(NamedTuple):
     """What the FFN's sum is added to where a device computes all of it: mixed + scale * FFN.
 
-    mixed (T, d); bias (d,) of down projections, or (0,); all float32
+    mixed (T, d); bias (B, d) of each block's down projections, or (B, 0); all float32. A token has
+    the biases of its blocks, with their weights.
     """
 
     mixed: Any

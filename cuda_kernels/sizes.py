@@ -5,21 +5,23 @@ Parts and splits determine the order of additions, so they do not depend on the 
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, row_bytes
-from hotcold.numba_kernels.formats import QUANT_GROUP, ROW_FORMATS
+from hotcold.cuda_kernels.matrix import (
+    ALIGNED_WIDTH,
+    FORMATS,
+    ITEM_BYTES,
+    PIECE_BYTES,
+    DeviceMatrix,
+)
+from hotcold.numba_kernels.formats import ROW_FORMATS
 
 THREADS = 128  # of a block
 WARP = 32
 SPLIT_POSITIONS = 128
 RUN_PARTS = 4
-_ALIGNED_WIDTH = 8 * QUANT_GROUP  # aligns quantized rows and their scales to 16 bytes
-_PIECE_BYTES = 16
 _QUANTIZED_COLUMNS = 16  # of a down row, that a thread sums
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
@@ -33,19 +35,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
-    """Whether rows, and vectors of that width, can be read in aligned pieces of 16 bytes."""
-    is_whole = width % _whole_width(weight_format) == 0
-    return is_whole and not any(address % _PIECE_BYTES for address in addresses)
-
-
-@functools.cache
-def _whole_width(weight_format: str) -> int:
-    """Rows of a multiple of so many weights have whole pieces, each part of them."""
-    if weight_format in ITEM_BYTES:
-        return _PIECE_BYTES // ITEM_BYTES[weight_format]
-    num_bytes = row_bytes(weight_format, _ALIGNED_WIDTH)
-    return _ALIGNED_WIDTH * _PIECE_BYTES // math.gcd(_PIECE_BYTES, num_bytes)
+def has_whole_pieces(weights: DeviceMatrix, *addresses: np.uint64) -> bool:
+    """Whether rows, and vectors of their width, can be read in aligned pieces of 16 bytes."""
+    item_bytes = ITEM_BYTES.get(weights.format)
+    whole_width = PIECE_BYTES // item_bytes if item_bytes else ALIGNED_WIDTH
+    is_whole = weights.width % whole_width == 0 and weights.row_bytes % PIECE_BYTES == 0
+    return is_whole and not any(address % PIECE_BYTES for address in addresses)
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ def down_tiles(weight_format: str, num_tokens: int, is_vector: bool) -> Tiles:
 def down_columns_a_thread(weight_format: str, is_vector: bool) -> int:
     """Columns of a down row that a thread sums."""
     if weight_format in ITEM_BYTES:
-        return _PIECE_BYTES // ITEM_BYTES[weight_format]
+        return PIECE_BYTES // ITEM_BYTES[weight_format]
     return _QUANTIZED_COLUMNS if is_vector else 32 // ROW_FORMATS[FORMATS[weight_format]].bits
 
 

@@ -20,7 +20,9 @@ from hotcold.placement.solver.problem import (
     PREDICTOR,
     Assignment,
     Problem,
+    count_exchanges,
     device_seconds,
+    exchange_seconds,
     neuron_bytes_on,
     neurons_on,
     objective_s,
@@ -144,7 +146,6 @@ def _parts(
                     }
                 )
     slowest_s = device_seconds(problem, assignment).max(axis=1).sum()
-    layers = problem.num_layers
     found.append(
         {
             "name": "neurons",
@@ -158,9 +159,9 @@ def _parts(
         {
             "name": "exchanges",
             "where": "all",
-            "count": 2 * layers + 1,
-            **_speed(0, problem.fixed_s),
-            "why": "two a layer, one for the head",
+            "count": count_exchanges(problem, assignment)[0],
+            **_speed(0, exchange_seconds(problem, assignment)),
+            "why": "two a layer, one for the head, one for layers that a GPU has as a whole",
         }
     )
     return found

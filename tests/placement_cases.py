@@ -120,4 +120,5 @@ def random_problem(
         sync_s=rng.uniform(0, 3e-4, num_gpus),
         min_neurons=rng.choice([1, 65, 100, 150, most + 1], (num_layers, num_gpus)),
         fixed_s=1e-4,
+        exchange_s=float(rng.choice([0.0, 1e-4 / (2 * num_layers + 1)])),
     )

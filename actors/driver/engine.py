@@ -318,11 +318,11 @@ def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
 def _ends_of_whole(config: ModelConfig, topology: Topology, output_norm: np.ndarray) -> np.ndarray:
     """`end_of_whole` of `LayerFacts`: (L,) int64.
 
-    None of a model with experts, whose weights the driver counts, or whose FFN's output is normed:
-    the driver does that, and adds up in another order than a GPU.
+    None of a model whose FFN's output is normed: the driver does that, and adds up in another order
+    than a GPU.
     """
     ends, attention_of = np.arange(config.num_layers), topology.attention_of
-    if config.experts is not None or output_norm.shape[1]:
+    if output_norm.shape[1]:
         return ends
     for layer in reversed(np.flatnonzero(topology.is_whole)):
         is_followed = attention_of[layer : layer + 2].tolist() == [attention_of[layer]] * 2

@@ -19,9 +19,11 @@ from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
+    END_LAYER,
     FFN,
     FIRST_LOGIT,
     HEAD,
+    LAYER,
     LAYERS,
     NUM_IDS,
     NUM_TOKENS,
@@ -105,8 +107,11 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
         written = ("mixed", "ffn_input", "block_weights")
         return {name: getattr(buffers, name)[:num_tokens] for name in written}
     if operation == LAYERS:
-        num_logits = num_tokens - int(words[FIRST_LOGIT])
-        return {"mixed": buffers.mixed[:num_tokens], "logits": buffers.logits[:num_logits]}
+        return {
+            "mixed": buffers.mixed[:num_tokens],
+            "logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])],
+            "block_tokens": buffers.block_tokens[int(words[LAYER]) : int(words[END_LAYER])],
+        }
     if operation == HEAD:
         return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):

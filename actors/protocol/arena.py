@@ -62,6 +62,7 @@ class ArenaLayout:
             ("active_ids", np.int32, (s, self.max_neurons)),
             ("active_masks", np.uint32, (s, self.max_neurons)),
             ("block_weights", np.float32, (t, self.num_blocks)),
+            ("block_tokens", np.int32, (self.num_layers, self.num_blocks)),
             ("guessed_weights", np.float32, (self.num_guessed, self.num_blocks)),
             ("partials", np.float32, (s, t, d)),
             ("more_partials", np.float32, (s, self.num_outputs - 1, t, d)),

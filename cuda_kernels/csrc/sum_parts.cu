@@ -32,19 +32,31 @@ struct PartSums {
 };
 
 // What an FFN's sum is added to: mixed (cells,), null where the sum itself is wanted; input (cells,)
-// of the FFN, bias (width,) or null.
+// of the FFN, bias (num_blocks, width) or null, block_weights (T, num_blocks) or null: all are 1.
 struct Residual {
-    const float *mixed, *input, *bias;
+    const float *mixed, *input, *bias, *block_weights;
     float scale;
-    int width;
+    int width, num_blocks;
 };
+
+// The biases of a token's blocks, in order, as set_bias of numba_kernels.ffn.in_memory.
+DEVICE float bias_of(const Residual& to, i64 cell) {
+    float sum = 0.0f;
+    const float *bias = to.bias + cell % to.width, *weights = to.block_weights;
+    if (weights) weights += cell / to.width * to.num_blocks;
+    for (int b = 0; b < to.num_blocks; ++b) {
+        float weight = weights ? load(weights + b) : 1.0f;
+        if (weight != 0.0f) sum += weight * load(bias + static_cast<i64>(b) * to.width);
+    }
+    return sum;
+}
 
 // As merge_partials and merge_normed of numba_kernels.serve.layer_loop; a NaN where the input is not
 // finite: gates below zero do not fire, which would hide it.
 DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
     if (!to.mixed) return sum;
     float mixed = load(to.mixed + cell), input = load(to.input + cell);
-    float bias = to.bias ? load(to.bias + cell % to.width) : 0.0f;
+    float bias = to.bias ? bias_of(to, cell) : 0.0f;
     float output = to.scale == 1.0f ? mixed + sum + bias : mixed + to.scale * (sum + bias);
     return output + (input - input);
 }

@@ -179,7 +179,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
         elif phase == _COMPUTE:
             reason = _compute(layer_state, request_state, buffers, facts)
         elif phase == _END:
-            reason = _end(layer_state, buffers, facts)
+            reason = _end(layer_state, buffers, facts, selector)
         else:
             reason = _add(layer_state, buffers, facts)
         if reason != DONE:
@@ -239,8 +239,10 @@ def _end_of_joined(layer_state, facts, selector):
 
 
 @njit(nogil=True, cache=True)
-def _end(layer_state, buffers, facts):
+def _end(layer_state, buffers, facts, selector):
     """hidden = mixed, the output of the layers that were requested, and logits where they were.
+
+    The service says how many tokens chose each block of neurons.
 
     What is not finite is requested again one by one: `hidden` is still the layers' input.
     """
@@ -258,7 +260,15 @@ def _end(layer_state, buffers, facts):
         copy_numbers(buffers.mixed[t], buffers.hidden[t])
     layer_state[SUM_COMPUTED] += reply[NUM_COMPUTED]
     layer_state[SUM_UPS] += reply[NUM_UP]
-    layer_state[SUM_GATES] += facts.num_neurons[first:end, service].sum()
+    for layer in range(first, end):
+        sizes, is_routed = facts.num_neurons[layer, service], selector.is_routed[layer]
+        for block in range(sizes.shape[0]):
+            if not is_routed or buffers.block_tokens[layer, block]:
+                layer_state[SUM_GATES] += sizes[block]
+        if is_routed and layer_state[WEIGHTS] == TARGET and facts.block_counts.shape[1]:
+            for block in range(facts.block_counts.shape[1]):
+                num_chosen = buffers.block_tokens[layer, block]
+                _count_block(num_chosen, facts.block_counts[layer, block])
     layer_state[AT_LAYER] = end
     if request[FIRST_LOGIT] == 0 and finite_rows(buffers.logits, num_tokens):
         layer_state[NUM_LOGITS] = 0  # that are left
@@ -370,8 +380,13 @@ def count_blocks(block_weights, num_tokens, counts):
         num_chosen = 0
         for t in range(num_tokens):
             num_chosen += block_weights[t, block] != 0
-        counts[block, CHOSEN] += num_chosen
-        counts[block, READ] += num_chosen > 0
+        _count_block(num_chosen, counts[block])
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _count_block(num_chosen, counts):
+    counts[CHOSEN] += num_chosen
+    counts[READ] += num_chosen > 0
 
 
 @njit(nogil=True, cache=True)

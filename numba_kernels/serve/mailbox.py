@@ -118,6 +118,8 @@ class SharedBuffers(NamedTuple):
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
     block_weights (T, B): as in `Selection`, of the current layer; B is 0 for one block
+    block_tokens (L, B) int32: of the layers that were LAYERS, of how many of the step's tokens each
+    block was computed
     guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's
     state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
@@ -141,6 +143,7 @@ class SharedBuffers(NamedTuple):
     active_ids: np.ndarray
     active_masks: np.ndarray
     block_weights: np.ndarray
+    block_tokens: np.ndarray
     guessed_weights: np.ndarray
     partials: np.ndarray
     more_partials: np.ndarray

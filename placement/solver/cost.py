@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotcold.model.config import neurons
+from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
@@ -307,7 +308,8 @@ def make_problem(
     """Put costs and budgets together for the solver.
 
     A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
-    takes one more, and the hidden state's way there and back.
+    takes one more, and the hidden state's way there and back. Layers that a GPU has as a whole are
+    one request, unless their FFN's output is normed (`actors.driver.engine`).
     Shapes:  devices are the GPUs, then the CPU's
     """
     num_gpus = sum(device.is_gpu for device in devices)
@@ -320,6 +322,7 @@ def make_problem(
     sync_s = np.array(
         [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in devices[:num_gpus]]
     )
+    is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
@@ -333,4 +336,5 @@ def make_problem(
         sync_s=sync_s,
         min_neurons=least_neurons(seconds, layer_sizes, sync_s, num_gpus),
         fixed_s=(2 * config.num_layers + 1) * exchange_us / 1e6,
+        exchange_s=0.0 if is_normed else exchange_us / 1e6,
     )

@@ -2,7 +2,11 @@
 
 Devices work on a layer in parallel, layers and parts one after another:
 
-    seconds = fixed + sum of parts + sum over layers of the slowest device's work for that layer
+    seconds = exchanges + sum of parts + sum over layers of the slowest device's work for that layer
+
+A layer takes two exchanges and one more for neurons on a GPU, the head one. Layers of which a GPU
+has everything take one together, as many of them as follow one another; the head goes with the
+last.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Problem:
     part_seconds: np.ndarray  # (P, G + 1), the last column is the host
     sync_s: np.ndarray  # (G,) what a layer pays for using the GPU
     min_neurons: np.ndarray  # (L, G)
-    fixed_s: float = 0.0
+    fixed_s: float = 0.0  # of all exchanges but those for neurons on a GPU
+    exchange_s: float = 0.0  # of one; 0: whole layers take as many as others
 
     @property
     def num_layers(self) -> int:
@@ -64,6 +69,14 @@ class Problem:
         found: np.ndarray = self.group_sizes.sum(axis=1)
         return found
 
+    @property
+    def joined_parts(self) -> np.ndarray:
+        """Each layer's attention: (L,) indices of parts; none where layers are not joined."""
+        kinds = np.array(self.part_kinds)
+        found = np.flatnonzero(kinds == ATTENTION)
+        joins = self.exchange_s > 0 and self.num_gpus > 0 and found.size == self.num_layers
+        return found if joins else found[:0]
+
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
@@ -84,12 +97,45 @@ def neurons_on(problem: Problem, assignment: Assignment) -> np.ndarray:
     return (problem.group_sizes[:, :, None] * is_on).sum(axis=1)
 
 
+def is_whole(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Which GPU has all of a layer, where such layers are joined: (L, G) bool."""
+    gpus = np.arange(problem.num_gpus)
+    if not problem.joined_parts.size:
+        return np.zeros((problem.num_layers, problem.num_gpus), bool)
+    of_neurons = neurons_on(problem, assignment)[:, gpus] == problem.layer_sizes[:, None]
+    found: np.ndarray = of_neurons & (assignment.part_device[problem.joined_parts][:, None] == gpus)
+    return found
+
+
+def count_exchanges(problem: Problem, assignment: Assignment) -> tuple[int, np.ndarray]:
+    """Exchanges of a token but those for neurons of layers that a GPU has in part, and of them the
+    requests for whole layers to each GPU, which pay its sync: (G,).
+    """
+    whole = is_whole(problem, assignment)
+    num_requests = np.diff(whole.astype(np.int64), axis=0, prepend=0).clip(0).sum(axis=0)
+    heads = np.array(problem.part_kinds) == HEAD
+    head_goes = bool(whole.size) and bool(
+        (whole[-1] & (assignment.part_device[heads][:, None] == np.arange(whole.shape[1]))).any()
+    )
+    num_others = 2 * int((~whole.any(axis=1)).sum()) + (not head_goes)
+    return num_others + int(num_requests.sum()), num_requests
+
+
+def exchange_seconds(problem: Problem, assignment: Assignment) -> float:
+    """Seconds of `count_exchanges`."""
+    number, num_requests = count_exchanges(problem, assignment)
+    spared = 2 * problem.num_layers + 1 - (number - int(num_requests.sum()))
+    requests_s = float((num_requests * problem.sync_s).sum())
+    return problem.fixed_s - spared * problem.exchange_s + requests_s
+
+
 def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
     """Seconds of each device for each layer's neurons, with the GPUs' sync: (L, D)."""
     is_on = assignment.group_device[:, :, None] == np.arange(problem.num_devices)
     seconds = (problem.group_seconds * is_on).sum(axis=1)
     gpus = problem.num_gpus
-    seconds[:, :gpus] += problem.sync_s * is_on[:, :, :gpus].any(axis=1)
+    is_part = is_on[:, :, :gpus].any(axis=1) & ~is_whole(problem, assignment)
+    seconds[:, :gpus] += problem.sync_s * is_part
     return seconds
 
 
@@ -101,7 +147,8 @@ def part_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
 def objective_s(problem: Problem, assignment: Assignment) -> float:
     """Expected seconds of a token, by the formula of this module."""
     layers = device_seconds(problem, assignment).max(axis=1).sum()
-    return float(problem.fixed_s + part_seconds(problem, assignment).sum() + layers)
+    parts = part_seconds(problem, assignment).sum()
+    return float(exchange_seconds(problem, assignment) + parts + layers)
 
 
 def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:

@@ -4,12 +4,17 @@ Variables, in this order:
     n[q, d]  groups of class q (all layers' classes in one row) on device d
     t[l]     time of layer l's neurons
     z[l, j]  whether layer l has neurons on GPU j
+    w[l, j]  where whole layers are joined: whether GPU j has all of layer l
+    s[l, j]  whether a request for such layers begins there
+    h[j]     whether the head goes with the last layer
     p[i, j]  whether part i is on GPU j; on none: on the host, as predictors always are
     one      1, with the constant cost, so that the solver's gap is relative to all seconds
 
-    minimise    sum of t + parts + fixed
+    minimise    sum of t + parts + fixed + sync s - exchange (2 w + h)
     such that   sum over d of n[q, d] = count of q
-                work of layer l on d + sync z[l, d] <= t[l]
+                work of layer l on d + sync (z[l, d] - w[l, d]) <= t[l]
+                w[l, j] <= p of its attention; all of its neurons * w[l, j] <= those on j
+                s[l, j] >= w[l, j] - w[l - 1, j]; h[j] <= w of the last layer and p of the head
                 min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
                 bytes on GPU j <= budget; neurons on a CPU device <= budget
                 neurons on all CPU devices + host parts <= their budgets together
@@ -25,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotcold.placement.solver.problem import HOST, Assignment, Problem
+from hotcold.placement.solver.problem import HEAD, HOST, Assignment, Problem
 
 if TYPE_CHECKING:
     from scipy.sparse import coo_array
@@ -128,16 +133,23 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     n = np.arange(num_classes * devices).reshape(num_classes, devices)
     t = n.size + np.arange(layers)
     z = t[-1] + 1 + np.arange(layers * gpus).reshape(layers, gpus)
-    p = n.size + layers + z.size + np.arange(num_parts * gpus).reshape(num_parts, gpus)
-    one = n.size + layers + z.size + p.size
+    end = n.size + layers + z.size
+    num_joined = problem.joined_parts.size
+    w = end + np.arange(num_joined * gpus).reshape(num_joined, gpus)
+    s = w + w.size
+    h = end + 2 * w.size + np.arange(gpus if w.size else 0)
+    p = end + 2 * w.size + h.size + np.arange(num_parts * gpus).reshape(num_parts, gpus)
+    one = end + 2 * w.size + h.size + p.size
     num_columns = one + 1
     rows = _Rows()
     of_class = np.arange(num_classes)[:, None]
     rows.add(classes.count, classes.count, (of_class, n, 1.0))
-    _add_times(rows, problem, classes, unit_s, n, t, z)
+    _add_times(rows, problem, classes, unit_s, n, t, z, w)
     if gpus:
         _add_min_neurons(rows, problem, classes, n, z)
         rows.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], p, 1.0))
+    if w.size:
+        _add_whole_layers(rows, problem, classes, n, w, s, h, p)
     _add_budgets(rows, problem, classes, n, p)
 
     cost, low, high = np.zeros(num_columns), np.zeros(num_columns), np.ones(num_columns)
@@ -148,6 +160,9 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     host_s = problem.part_seconds[:, -1]
     cost[p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
     cost[one] = (problem.fixed_s + float(host_s.sum())) / unit_s
+    cost[w] = -2 * problem.exchange_s / unit_s
+    cost[s] = problem.sync_s / unit_s
+    cost[h] = -problem.exchange_s / unit_s
     low[one] = 1
     is_allowed = problem.min_neurons <= problem.layer_sizes[:, None]
     high[n] = classes.count[:, None]
@@ -166,6 +181,7 @@ def _add_times(
     n: np.ndarray,
     t: np.ndarray,
     z: np.ndarray,
+    w: np.ndarray,
 ) -> None:
     layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
     row = np.arange(layers * devices).reshape(layers, devices)
@@ -175,6 +191,7 @@ def _add_times(
         (row[classes.layer], n, classes.seconds / unit_s),
         (row, t[:, None], -1.0),
         (row[:, :gpus], z, problem.sync_s / unit_s),
+        (row[: len(w), :gpus], w, -problem.sync_s / unit_s),
     )
 
 
@@ -189,6 +206,27 @@ def _add_min_neurons(
     least = np.minimum(problem.min_neurons, sizes) / unit
     rows.add(np.zeros(row.size), np.inf, work, (row, z, -least))
     rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
+
+
+def _add_whole_layers(
+    rows: _Rows,
+    problem: Problem,
+    classes: Classes,
+    n: np.ndarray,
+    w: np.ndarray,
+    s: np.ndarray,
+    h: np.ndarray,
+    p: np.ndarray,
+) -> None:
+    gpus, unit = problem.num_gpus, problem.group_sizes.max()
+    row, sizes = np.arange(w.size).reshape(w.shape), problem.layer_sizes[:, None] / unit
+    work = (row[classes.layer], n[:, :gpus], (classes.size / unit)[:, None])
+    rows.add(np.zeros(w.size), np.inf, work, (row, w, -sizes))
+    rows.add(np.zeros(w.size), np.inf, (row, p[problem.joined_parts], 1.0), (row, w, -1.0))
+    rows.add(np.zeros(w.size), np.inf, (row, s, 1.0), (row, w, -1.0), (row[1:], w[:-1], 1.0))
+    heads = p[np.array(problem.part_kinds) == HEAD]
+    rows.add(np.zeros(gpus), np.inf, (row[0], w[-1], 1.0), (row[0], h, -1.0))
+    rows.add(np.zeros(gpus), np.inf, (row[0], heads, 1.0), (row[0], h, -1.0))
 
 
 def _add_budgets(

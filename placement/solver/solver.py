@@ -126,7 +126,7 @@ def _unit_s(problem: Problem, greedy: Assignment | None) -> float:
     if greedy is None:
         seconds = float(problem.group_seconds.mean(axis=2).sum())
     else:
-        seconds = objective_s(problem, greedy) - problem.fixed_s
+        seconds = objective_s(replace(problem, exchange_s=0.0), greedy) - problem.fixed_s
     return seconds / problem.num_layers or 1.0
 
 

@@ -40,10 +40,15 @@ class LaunchError(RuntimeError):
 
 def as_floats(matrix: DeviceMatrix) -> np.ndarray:
     """A matrix's weights as float32."""
-    data = matrix.data
+    data = matrix.content
     if matrix.format not in ITEM_BYTES:
         data = np.ascontiguousarray(data).view(FORMATS[matrix.format])
     return to_float32(data) if data.shape[0] else np.zeros((0, matrix.width), np.float32)
+
+
+def products(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """x @ weights.T, each row of x by itself: BLAS would make its bits depend on the others."""
+    return np.stack([weights @ row for row in x])
 
 
 def half_bits(x: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -58,14 +63,20 @@ def from_half_bits(cache: np.ndarray) -> np.ndarray:
 
 def activated(function, x: np.ndarray) -> np.ndarray:
     """The function of an FFN, by torch."""
-    name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
-    return activations.activated(name, tensor, float(function.threshold)).numpy()
+    return _by_rows(activations.activated, function, x)
 
 
 def activated_up(function, x: np.ndarray) -> np.ndarray:
     """What multiplies it."""
-    name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
-    return activations.activated_up(name, tensor, float(function.threshold)).numpy()
+    return _by_rows(activations.activated_up, function, x)
+
+
+def _by_rows(torch_function, function, x: np.ndarray) -> np.ndarray:
+    """As `products`: torch computes what is left of its vectors of numbers in another way."""
+    name, threshold = ACTIVATION_NAMES[function.code], float(function.threshold)
+    rows = [torch.from_numpy(np.ascontiguousarray(row)) for row in x]
+    found = [torch_function(name, row, threshold).numpy() for row in rows]
+    return np.stack(found) if found else x
 
 
 class Queue:
@@ -143,7 +154,7 @@ class NumpyKernels:
         assert x.shape[0] <= 32 and out.shape == (x.shape[0], weights.num_rows)
 
         def run() -> None:
-            found = x @ as_floats(weights).T
+            found = products(x, as_floats(weights))
             if bias.shape[0]:
                 found = found + bias
             out[:] = found if residual is None else found + residual
@@ -214,7 +225,7 @@ class NumpyKernels:
         assert scratch.size >= self.ffn_scratch_items(x.shape[0], size, x.shape[1])
 
         def linear(matrix, bias):
-            return x @ as_floats(matrix).T + (bias if bias.size else 0)
+            return products(x, as_floats(matrix)) + (bias if bias.size else 0)
 
         def run() -> None:
             h = activated(function, linear(neurons.gate, neurons.gate_bias))
@@ -222,6 +233,7 @@ class NumpyKernels:
             masks, weights = selection
             if masks is not None:
                 fires &= (masks >> np.arange(x.shape[0])[:, None]) & 1 != 0
+            of_blocks = weights
             if weights is not None:
                 starts = neurons.starts if neurons.starts.size else [0, size]
                 weights = weights.repeat(np.diff(starts), axis=1)
@@ -235,10 +247,14 @@ class NumpyKernels:
                 sizes = np.abs(h) * (neurons.down_norms if neurons.down_norms.size else 1)
                 fires &= ~(sizes <= thresholds.product)
                 num_fired[0] = np.count_nonzero(fires.any(axis=0))
-            found = np.where(fires, h, np.float32(0)) @ as_floats(neurons.down)
+            down = np.ascontiguousarray(as_floats(neurons.down).T)
+            found = products(np.where(fires, h, np.float32(0)), down)
             if residual is not None:
-                mixed, bias, scale = residual
-                bias = bias if bias.size else np.float32(0)
+                mixed, biases, scale = residual
+                bias = np.zeros_like(mixed)
+                for block, own in enumerate(biases if biases.size else ()):
+                    factor = np.float32(1) if weights is None else of_blocks[:, block, None]
+                    bias = bias + np.where(factor != 0, factor * own, np.float32(0))
                 found = mixed + found + bias if scale == 1 else mixed + scale * (found + bias)
                 found[~np.isfinite(x)] = np.nan
             out[:] = found
@@ -256,19 +272,20 @@ class NumpyKernels:
         )
 
         def run() -> None:
-            rows, tokens = (torch.from_numpy(each).double() for each in (router.rows.data, x))
+            rows = torch.from_numpy(router.rows.data).double()
             biases = [
                 torch.from_numpy(each).double() if each.size else None
                 for each in (router.bias, router.selection_bias)
             ]
             weights[:] = 0
-            weights[:, : numbers.num_experts] = expert_weights(
-                spec, rows, biases[0], biases[1], tokens
-            )
+            for own, token in zip(weights, torch.from_numpy(x).double(), strict=True):
+                own[: numbers.num_experts] = expert_weights(
+                    spec, rows, biases[0], biases[1], token[None]
+                )[0]
             if numbers.num_blocks > numbers.num_experts:
                 shared = 1.0
                 if router.shared is not None:
-                    shared = 1 / (1 + np.exp(-ffn_input @ router.shared.data[0]))
+                    shared = 1 / (1 + np.exp(-products(ffn_input, router.shared.data)[:, 0]))
                 weights[:, numbers.num_experts] = shared
 
         self._device.run(run)

@@ -25,15 +25,23 @@ from hotcold.actors.setup.assignment import require_partition
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.cuda_kernels import compiled
 from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
 from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.cuda_kernels.matrix import FORMATS, padded_items
+from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.numba_kernels.formats import row_items
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
+from tests.mxfp4_models import make_mxfp4
 from tests.tiny_models import make_tiny
 
 CONTEXT_BYTES = 10_000
@@ -182,10 +190,81 @@ def test_another_spec_than_was_fitted_takes_the_place_of_the_first(system: Syste
     fitted = host.fit(system)
     spec = replace(service_specs(fitted.system, config)[0], share=None)
     assert spec.gpu_layout is not None and host._loading is not None
-    other = replace(spec, gpu_layout=replace(spec.gpu_layout, num_outputs=7))
+    other = replace(spec, gpu_layout=replace(spec.gpu_layout, num_slots=2))
     assert host._loading.is_of(spec) and not host._loading.is_of(other)
+    threads = replace(spec, gpu_layout=replace(spec.gpu_layout, num_outputs=7))
+    assert host._loading.is_of(threads)  # a pinned process counts fewer
     host.load(other)
     assert host.device.used_bytes() <= whole + whole // 4
+
+
+def test_hot_neurons_are_those_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which depend on how many bytes rows have in the formats that are loaded: here down rows have
+    more than the others.
+    """
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_mxfp4(tmp_path)
+    system = SystemConfig(
+        str(path), context_length=64, max_batch=1, prefill_chunk=4, device="cuda", num_threads=2
+    )
+    config, rng = read_config(path), np.random.default_rng(3)
+    blocks, shape = neurons.blocks(config), neurons.shape(config)
+    chosen = rng.integers(500, 1000, (shape[0], neurons.most_blocks(config)))
+    counts = rng.random(shape) * np.take_along_axis(chosen, blocks, axis=1)
+    profile = ActivationProfile(counts.astype(np.int64), 1000, "t", "t", chosen)
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    whole = bytes_of_all(system)
+    _, fitted, loading = fit(
+        replace(system, gpu_memory_bytes=whole - ffn_bytes(config, config.num_neurons) // 16)
+    )
+    served = served_config(system, Checkpoint(path), config)
+    assert 0 < fitted.system.num_hot_neurons < config.num_neurons
+    assert loading.is_of(service_specs(fitted.system, served)[0])
+    assert not loading.is_of(service_specs(fitted.system, config)[0])
+
+
+def test_attempts_are_few(system: SystemConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much was reckoned too boldly; most of what is there is used."""
+    whole, num_attempts = bytes_of_all(system), 0
+    try_once = cuda_fit._try
+    for share, most in ((1.0, 1), (0.9, 3), (0.7, 4), (0.01, 6)):
+        num_attempts = 0
+
+        def limited(device: NumpyDevice, *arguments: Any, share: float = share) -> Any:
+            nonlocal num_attempts
+            num_attempts += 1
+            device.limit(int(share * (whole - CONTEXT_BYTES)))
+            return try_once(device, *arguments)
+
+        monkeypatch.setattr(cuda_fit, "_try", limited)
+        budget = replace(system, gpu_memory_bytes=whole)
+        if share < 0.1:
+            with pytest.raises(MemoryBudgetError):
+                fit(budget)
+        else:
+            device, _, _ = fit(budget)
+            assert device.held_bytes() > 0.7 * share * whole
+        assert num_attempts <= most
+
+
+def test_a_trial_reads_one_expert(tmp_path: Path) -> None:
+    """The largest, however many there are: more would take no more memory, but time."""
+    path = make_tiny("qwen3-moe", tmp_path / "model")
+    system = SystemConfig(str(path), context_length=64, max_batch=1, device="cuda")
+    device, _, loading = fit(system)
+    products: list[tuple[int, ...]] = []
+    multiply = device.multiply
+
+    def noted(a: np.ndarray, b: np.ndarray, *rest: Any, **options: bool) -> None:
+        products.append(b.shape)
+        multiply(a, b, *rest, **options)
+
+    device.multiply = noted  # type: ignore[method-assign]
+    loading._service.try_out()
+    assert len(products) == 2 + 3  # of attention, and of one expert
 
 
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +387,48 @@ def stand_in_cupy_device(**parts: Any) -> CupyDevice:
     device = object.__new__(CupyDevice)
     vars(device).update(parts)
     return device
+
+
+def test_rows_are_copied_to_longer_ones() -> None:
+    """CUDA's copy of two dimensions: bytes of the host's rows, a pitch on either side."""
+    copies: list[tuple[Any, ...]] = []
+    device = stand_in_cupy_device(
+        _runtime=SimpleNamespace(
+            memcpyHostToDevice=1, memcpy2DAsync=lambda *parts: copies.append(parts)
+        ),
+        _stream=SimpleNamespace(ptr=7, synchronize=lambda: None),
+    )
+    whole = np.zeros((3, 224), np.uint8)
+
+    class OnDevice:
+        """The first columns of `whole`."""
+
+        data = SimpleNamespace(ptr=whole.ctypes.data)
+        strides, flags = whole.strides, whole[:, :210].flags
+
+    rows = np.random.default_rng(1).integers(0, 256, (3, 210), dtype=np.uint8)
+    device.upload(OnDevice(), rows)
+    ((to, to_pitch, start, pitch, width, height, kind, stream),) = copies
+    assert (to, start, kind, stream) == (whole.ctypes.data, rows.ctypes.data, 1, 7)
+    for row in range(height):
+        whole[row, :width] = rows.reshape(-1)[row * pitch :][:width]
+    assert to_pitch == 224
+    np.testing.assert_array_equal(whole[:, :210], rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding"),
+    [("q6", 14), ("mxfp4", 8), ("q8", 0), ("q4", 0), ("q4_1", 0), ("q4_k", 0), ("q5_k", 0)],
+)
+def test_which_rows_are_padded(kind: str, padding: int) -> None:
+    """Of a multiple of 256 weights, to 16 bytes; others have no pieces that are aligned."""
+    dtype = FORMATS[kind]
+    for groups, expected in ((8, padding), (128, 0)):
+        items = row_items(dtype, 32 * groups)
+        assert padded_items(dtype, items) == items + expected
+        assert (items + expected) * dtype.itemsize % 16 == 0
+    if kind in ("q8", "mxfp4"):
+        assert padded_items(dtype, row_items(dtype, 2880)) == row_items(dtype, 2880)
 
 
 def test_pinned_memory_goes_with_its_array() -> None:

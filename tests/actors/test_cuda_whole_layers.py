@@ -31,10 +31,13 @@ from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_cuda_emulated import emulated_devices
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
-from tests.tiny_models import VARIANTS
+from tests.tiny_models import MIXTURES, VARIANTS
 from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
+SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
+OF_CUDA = ["llama-gqa", "opt-postnorm", "falcon-bias", "minicpm"]
+OF_EXPERTS = ["smallthinker", "gpt-oss", "glm4-moe-groups"]
 SIZES = [1, 1, 3, 8, 2, 1, 32, 1]  # graphs are made at the second use
 WHOLE_STEPS = [1, 1, 2, 8, 2, 1]  # for the emulation: copies of tokens would write to one place
 
@@ -68,6 +71,12 @@ def asked(system: CudaInProcess) -> list[tuple[int, int]]:
     return found
 
 
+def counts_of(engine: Engine) -> list[Any]:
+    """How many neurons, and how often which experts, so far."""
+    times = engine.times
+    return [times.num_neurons, times.num_ups, times.num_gates, engine.block_counts.tolist()]
+
+
 def steps(engine: Engine, ids: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
     """Logits of all tokens, in steps of `sizes`."""
     found, first = [], 0
@@ -97,8 +106,7 @@ def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] 
             num = [operation for operation, _ in requests].count(LAYERS)
             assert joins or not num
             num_joined += [num] * joins
-            times = engine.times
-            counts.append((times.num_neurons, times.num_ups, times.num_gates))
+            counts.append(counts_of(engine))
         for one_by_one, joined in zip(*found, strict=True):
             np.testing.assert_array_equal(joined, one_by_one)
         assert counts[0] == counts[1]
@@ -106,7 +114,7 @@ def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] 
     return num_joined[0] // len(sizes)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *SUPPORTED])
 def test_the_same_bits(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
     with CudaInProcess(checkpoint.path, 2, hot=every_layer) as system:
@@ -114,12 +122,70 @@ def test_the_same_bits(tiny: Tiny, variant: str) -> None:
         assert assert_same(system, checkpoint.ids) == (not is_normed)
 
 
-# biases, norms behind, parallel layers, a factor of the residual, windows
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "minicpm"])
+# biases, norms behind, parallel layers, a factor of the residual, windows; of mixtures a router
+# before attention, biases by expert, groups, dense layers and shared experts
+@pytest.mark.parametrize("variant", [*OF_CUDA, *OF_EXPERTS])
 def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
     with CudaInProcess(checkpoint.path, hot=every_layer, device=emulated_devices()()) as system:
         assert assert_same(system, checkpoint.ids, WHOLE_STEPS) == 1
+
+
+def mixed_steps(num_slots: int) -> list[list[tuple[int, int]]]:
+    """Steps as (position, slot) of each token: prompts of unequal lengths, then all of them at once
+    in batches of every size up to 32; a prompt's tokens beside other sequences' in the end.
+    """
+    lengths = [1 + 5 * slot % 17 for slot in range(num_slots)]
+    found = [[(at, slot) for at in range(lengths[slot])] for slot in range(num_slots)]
+    for size in range(1, num_slots + 1):
+        found.append([(lengths[slot], slot) for slot in range(size)])
+        lengths[:size] = [length + 1 for length in lengths[:size]]
+    ends = [(lengths[slot], slot) for slot in range(1, num_slots)][: 32 - 3]
+    return [*found, [(lengths[0] + at, 0) for at in range(3)] + ends]
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "smollm3", "qwen3-moe", *OF_EXPERTS])
+def test_sequences_at_unequal_positions(tiny: Tiny, variant: str) -> None:
+    """Joined as one by one, to the bit, at every size of a step."""
+    checkpoint, found, counts = tiny(variant), [], []
+    options: dict[str, Any] = {"num_slots": 32, "max_tokens": 32}
+    with CudaInProcess(checkpoint.path, hot=every_layer, **options) as system:
+        requests = asked(system)
+        for joins in (False, True):
+            engine, requests[:] = system.engine("exact"), []
+            engine.joins_layers, logits = joins, []
+            for step in mixed_steps(32):
+                ids = [int(checkpoint.ids[(at + 3 * slot) % 40]) for at, slot in step]
+                places, slots = [at for at, _ in step], [slot for _, slot in step]
+                logits.append(engine.step(ids, places, slots, min(8, len(step))).copy())
+            found.append(logits)
+            counts.append(counts_of(engine))
+            assert ((LAYERS, 0) in requests) == joins and ((ATTENTION, 0) in requests) != joins
+    for one_by_one, joined in zip(*found, strict=True):
+        np.testing.assert_array_equal(joined, one_by_one)
+    assert counts[0] == counts[1] and counts[0][0] > 0
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_experts_are_counted(tiny: Tiny, copying: bool) -> None:
+    """By what routers chose, which a layer alone leaves in the arena."""
+    checkpoint = tiny("qwen2-moe")
+    with CudaInProcess(checkpoint.path, hot=every_layer, copying=copying) as system:
+        engine, buffers = system.engine("exact"), system.exchange.buffers
+        expected = np.zeros_like(engine.block_counts)
+        engine.place([5, 9, 5], range(3), [0] * 3)
+        for layer in range(system.config.num_layers):
+            engine.run_layer(layer, 3, layer + 1)
+            chosen = (buffers.block_weights[:3] != 0).sum(axis=0)
+            expected[layer] = np.stack([chosen, chosen > 0], axis=1)
+        joined = system.engine("exact")
+        requests = asked(system)
+        joined.step([5, 9, 5], range(3), [0] * 3)
+        assert requests[0] == (LAYERS, 0)
+        np.testing.assert_array_equal(joined.block_counts, expected)
+        router = system.config.layers[0].ffn.router
+        assert router is not None
+        assert expected[0, : router.num_experts, 0].sum() == 3 * router.num_chosen
 
 
 def test_the_same_bits_of_quantized_layers(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from hotcold.actors.attention.cuda.fit import open_device
 from hotcold.cuda_kernels.device import list_gpus
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_cuda_whole_layers import all_but, assert_same, every_layer
+from tests.actors.test_cuda_whole_layers import SUPPORTED, all_but, assert_same, every_layer
 from tests.actors.test_stored_beside_gpu import StoredBesideGpu
 from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model as make_quantizable
+from tests.reference import reference_logits
 from tests.tiny_models import VARIANTS
 from tests.unit.test_reference import relative_difference
 
@@ -73,7 +74,17 @@ def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path, device:
         assert relative_difference(system.logits("exact", ids, [40]), expected) < 0.1
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SUPPORTED)
+def test_mixtures(tiny: Tiny, variant: str, device: Device) -> None:
+    """Some neurons of each expert there, and all of them."""
+    path, ids = tiny(variant).path, tiny(variant).ids
+    expected = reference_logits(path, ids)
+    for mode, hot, sizes in (("exact", a_third, [34, 5, 1]), ("dense", every_layer, [1, 8, 31])):
+        with CudaInProcess(path, 2, hot=hot, device=device) as system:
+            assert relative_difference(system.logits(mode, ids, sizes), expected) < 1e-3
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *SUPPORTED])
 def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
     """The bits of the same layers one by one."""
     checkpoint = tiny(variant)

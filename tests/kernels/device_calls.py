@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
-from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, LayerResidual, fill_masks
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
@@ -204,5 +204,7 @@ def device_matrix(rows: np.ndarray, to_device: Callable[[np.ndarray], Any]) -> D
     name = FORMATS[rows.dtype].short
     if not is_quantized(rows.dtype):
         return DeviceMatrix(to_device(np.ascontiguousarray(rows)), name, width)
-    data = to_device(np.ascontiguousarray(rows).view(np.uint8))
-    return DeviceMatrix(data, name, width)
+    items = rows.shape[1]
+    data = np.full((rows.shape[0], padded_items(rows.dtype, items)), 255, np.uint8)
+    data[:, :items] = np.ascontiguousarray(rows).view(np.uint8)
+    return DeviceMatrix(to_device(data), name, width)

@@ -12,9 +12,10 @@ import pytest
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.neurons import LayerResidual
-from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items
+from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items, has_whole_pieces
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING
+from hotcold.numba_kernels.ffn.in_memory import set_bias
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.serve.layer_loop import merge_normed, merge_partials
@@ -208,24 +209,31 @@ def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> N
     np.testing.assert_allclose(device.to_host(out), x @ weights.T + bias + residual, atol=1e-4)
 
 
+@pytest.mark.sweep(kind=["f32", "q4", "q6", "mxfp4"])
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
-    width = 2048 if kind in IN_BLOCKS else 1280
+    """Also rows that are padded, beside those with nothing between them."""
+    width = 1280
     rows, _ = random_matrix(5, kind, 21, width)
     x = random_floats(6, 5, width)
     aligned = device_matrix(rows, device.to_device)
+    assert has_whole_pieces(aligned, device.kernels._at(aligned.data))
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
     buffer = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
     moved = DeviceMatrix(
-        buffer[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, width
+        buffer[4:].view(aligned.data.dtype).reshape(aligned.content.shape), aligned.format, width
     )
     found = []
     for matrix in (aligned, moved):
-        assert matrix.row_bytes == row_bytes(matrix.format, width) == rows.strides[0]
+        padding = -rows.strides[0] % 16 if matrix is aligned else 0
+        assert matrix.row_bytes == row_bytes(matrix.format, width) + padding
         out = device.to_device(np.empty((5, 21), np.float32))
         device.kernels.gemv(matrix, None, device.to_device(x), out)
-        found.append(device.to_host(out))
-    assert (found[0] == found[1]).all()
+        wide = device.to_device(np.empty((21, width), np.uint16))
+        device.kernels.widen(matrix, 0, 21, wide)
+        found.append((device.to_host(out), device.to_host(wide)))
+    for own, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
@@ -262,31 +270,39 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_blocks", [1, 7])
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
 def test_a_whole_ffn_is_added_to_the_residual(
-    device: DeviceCalls, scale: float, has_bias: bool, num_tokens: int
+    device: DeviceCalls, scale: float, has_bias: bool, num_blocks: int, num_tokens: int
 ) -> None:
     """To the bit of the driver's sum; not finite where the input is not, though nothing fires."""
     gate = np.abs(random_floats(7, 40, 72))
-    neurons = device.neurons(gate, None, random_floats(8, 40, 72))
+    starts = np.linspace(0, 40, num_blocks + 1).astype(np.int32)
+    neurons = device.neurons(gate, None, random_floats(8, 40, 72), starts=starts)
     x, mixed = random_floats(9, num_tokens, 72), random_floats(10, num_tokens, 72)
-    bias = random_floats(11, 72 if has_bias else 0)
+    bias, chosen = random_floats(11, num_blocks, 72 if has_bias else 0), EVERYTHING
+    if num_blocks > 1:
+        weights = random_floats(12, num_tokens, num_blocks)
+        chosen = EVERYTHING._replace(block_weights=np.where(weights < 0, np.float32(0), weights))
     residual = LayerResidual(mixed, bias, scale)
-    plain, _ = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
-    hidden = np.empty_like(x)
-    parts = np.stack([plain, np.broadcast_to(bias, x.shape)] if has_bias else [plain])
+    plain, _ = device.selected_ffn(neurons, x, chosen, RELU, not_zero("relu"))
+    hidden, of_biases = np.empty_like(x), np.empty_like(x)
+    set_bias(chosen.block_weights, bias, of_biases, 0, 72)
+    parts = np.stack([plain, of_biases] if has_bias else [plain])
     if scale == 1:
         merge_partials(mixed, parts, np.arange(len(parts)), 0, num_tokens, hidden)
     else:
         merge_normed(
-            mixed, parts, np.arange(len(parts)), 0, num_tokens, np.int32(0), bias[:0],
+            mixed, parts, np.arange(len(parts)), 0, num_tokens, np.int32(0), mixed[0, :0],
             np.float32(0), np.float32(scale), hidden,
         )  # fmt: skip
-    found, _ = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"), residual)
+    found, _ = device.selected_ffn(neurons, x, chosen, RELU, not_zero("relu"), residual)
     np.testing.assert_array_equal(found, hidden)
     x[-1, 5] = -np.inf
+    if num_blocks > 1:
+        chosen = chosen._replace(block_weights=chosen.block_weights[-1:])
     found, fired = device.selected_ffn(
-        neurons, x[-1:], EVERYTHING, RELU, not_zero("relu"),
+        neurons, x[-1:], chosen, RELU, not_zero("relu"),
         LayerResidual(mixed[-1:], bias, scale),
     )  # fmt: skip
     assert not fired.any() and np.isnan(found[0]).nonzero()[0].tolist() == [5]

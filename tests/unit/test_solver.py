@@ -21,7 +21,16 @@ from hotcold.placement.solver.cost import (
     part_costs,
 )
 from hotcold.placement.solver.greedy import hottest_first
-from hotcold.placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
+from hotcold.placement.solver.problem import (
+    ATTENTION,
+    HEAD,
+    Assignment,
+    Problem,
+    count_exchanges,
+    objective_s,
+    part_bytes_on,
+    shares,
+)
 from hotcold.placement.solver.program import make_classes
 from hotcold.placement.solver.solver import Solution, solve
 from tests.placement_cases import llama_config, random_problem
@@ -46,12 +55,33 @@ def best_of_all(problem: Problem) -> float:
             used = [held[d] + sum(entry[1][d] for entry in chosen) for d in range(devices)]
             fits = all(a <= b for a, b in zip(used, budget, strict=True))
             if fits and sum(used[gpus:]) + host <= sum(budget[gpus:]):
-                best = min(best, seconds + sum(entry[0] for entry in chosen))
+                spared = spared_s(problem, list(parts), [entry[2] for entry in chosen])
+                best = min(best, seconds + sum(entry[0] for entry in chosen) - spared)
     return best
 
 
-def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int]]]:
-    """Seconds and bytes on each device of every way to place one layer's groups."""
+def spared_s(problem: Problem, parts: list[int], only: list[int]) -> float:
+    """What is spared where a GPU has layers as a whole; only[l]: the one device with l's neurons.
+
+    Each of them has its own two exchanges and its sync otherwise; a run of them has one sync.
+    """
+    attention = [p for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == ATTENTION]
+    if not problem.exchange_s or len(attention) != problem.num_layers:
+        return 0.0
+    found, before = 0.0, -1
+    for layer, device in enumerate(only):
+        is_whole = 0 <= device < problem.num_gpus and attention[layer] == device
+        if is_whole:
+            found += 2 * problem.exchange_s + problem.sync_s[device] * (device == before)
+        before = device if is_whole else -1
+    heads = [p for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == HEAD]
+    return found + problem.exchange_s * (before >= 0 and before in heads)
+
+
+def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int], int]]:
+    """Seconds and bytes on each device of every way to place one layer's groups, and the device
+    that has all, -1 for none.
+    """
     found = []
     for places in product(range(problem.num_devices), repeat=problem.group_sizes.shape[1]):
         work, count = [0.0] * problem.num_devices, [0] * problem.num_devices
@@ -64,7 +94,8 @@ def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int]]]
                 work[gpu] += problem.sync_s[gpu]
                 allowed = allowed and count[gpu] >= problem.min_neurons[layer][gpu]
         if allowed:
-            found.append((max(work), [n * problem.neuron_bytes for n in count]))
+            only = places[0] if len(set(places)) == 1 else -1
+            found.append((max(work), [n * problem.neuron_bytes for n in count], only))
     return found
 
 
@@ -187,7 +218,7 @@ def check(problem: Problem, found: Solution) -> None:
     assert where.shape == problem.group_seconds.shape[:2]
     assert ((where >= 0) & (where < problem.num_devices))[problem.group_sizes > 0].all()
     used = [0] * problem.num_devices
-    seconds = problem.fixed_s
+    seconds, only = problem.fixed_s, list[int]()
     for layer, places in enumerate(where.tolist()):
         count, work = [0] * problem.num_devices, [0.0] * problem.num_devices
         for group, device in enumerate(places):
@@ -198,6 +229,8 @@ def check(problem: Problem, found: Solution) -> None:
             assert count[gpu] == 0 or count[gpu] >= least
             work[gpu] += problem.sync_s[gpu] if count[gpu] else 0
         seconds += max(work)
+        own = {d for d, size in zip(places, problem.group_sizes[layer], strict=True) if size}
+        only.append(own.pop() if len(own) == 1 else -1)
         used = [a + n * problem.neuron_bytes for a, n in zip(used, count, strict=True)]
     held = part_bytes_on(problem, found.assignment)
     assert (held >= 0).all()
@@ -208,6 +241,7 @@ def check(problem: Problem, found: Solution) -> None:
             assert held[part, device] == problem.part_bytes[part]
         else:
             assert not held[part, : problem.num_gpus].any()
+    seconds -= spared_s(problem, found.assignment.part_device.tolist(), only)
     assert (np.array(used) + held.sum(axis=0) <= problem.budget_bytes).all()
     assert found.objective_s == pytest.approx(seconds, rel=1e-9)
 
@@ -288,3 +322,27 @@ def test_without_time_hottest_first_remains(monkeypatch: pytest.MonkeyPatch) -> 
     found = solve(problem)
     assert (found.method, found.gap) == ("greedy", 1.0)
     check(problem, found)
+
+
+def test_layers_that_a_gpu_has_as_a_whole_are_one_exchange() -> None:
+    """Those that follow one another, and the head with the last one."""
+    rng, on_gpu, on_cpu = np.random.default_rng(1), 0, 1
+    made = random_problem(rng, 4, (64, 64), 1, 1, num_parts=5)
+    problem = replace(made, exchange_s=1e-5, fixed_s=9e-5)
+    whole, part = [on_gpu, on_gpu], [on_gpu, on_cpu]
+    for neurons, attention, head, expected in (
+        ([whole] * 4, [0] * 4, 0, 1),
+        ([whole] * 4, [0] * 4, -1, 2),
+        ([whole] * 3 + [part], [0] * 4, 0, 1 + 2 + 1),
+        ([whole] * 4, [-1, 0, 0, 0], 0, 2 + 1),
+        ([whole, part, whole, whole], [0] * 4, 0, 1 + 2 + 1),
+        ([[on_cpu, on_cpu]] * 4, [0] * 4, 0, 9),
+    ):
+        parts = np.array([*attention, head], np.int16)
+        assignment = Assignment(np.array(neurons, np.int16), parts)
+        assert count_exchanges(problem, assignment)[0] == expected
+        apart = replace(problem, exchange_s=0.0)
+        assert count_exchanges(apart, assignment)[0] == 9
+        only = [layer[0] if len(set(layer)) == 1 else -1 for layer in neurons]
+        spared = objective_s(apart, assignment) - objective_s(problem, assignment)
+        assert spared == pytest.approx(spared_s(problem, parts.tolist(), only))

@@ -28,7 +28,10 @@ class Device(Protocol):
         """A new array on the device. Errors: DeviceMemoryError."""
 
     def upload(self, target: Any, source: np.ndarray) -> None:
-        """Copy from the host's memory; returns when it is done. Same shape and dtype."""
+        """Copy from the host's memory; returns when it is done. Same shape and dtype.
+
+        `target` may be the first columns of a matrix.
+        """
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A new array of the host that copies may read and write on their own."""

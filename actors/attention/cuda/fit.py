@@ -13,19 +13,25 @@ from pathlib import Path
 from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.failures import is_out_of_memory
-from hotcold.actors.protocol.messages import Fitted, SystemConfig
+from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import system_plan
 from hotcold.actors.setup.gpu_share import RESERVE_BYTES
-from hotcold.actors.setup.shards import arena_layout, service_specs, system_kv_bytes
+from hotcold.actors.setup.shards import (
+    arena_layout,
+    attention_spec,
+    served_config,
+    system_kv_bytes,
+)
+from hotcold.cuda_kernels.matrix import padded_items
 from hotcold.model.byte_sizes import binary_text
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.formats import DTYPES, row_items
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
@@ -52,7 +58,8 @@ class _Sizes:
         own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
         prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
         step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
-        step += KERNEL_TOKENS * (2 * layout.num_blocks + 1)  # what they weigh, a router's logits
+        blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
+        step += KERNEL_TOKENS * (blocks + 1)
         step += neurons  # masks of which are computed
         step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
         step += kernels.attention_scratch_items(
@@ -61,14 +68,27 @@ class _Sizes:
             config.head_dim,
             layout.pages_a_slot * PAGE_POSITIONS,
         )
+        qkv_padding = qkv * _padding(config, width, "qkv")
+        qkv_padding += width * _padding(config, config.attention_size, "out")
+        neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
+        neuron_padding += _padding(config, width, "down")
         return cls(
-            layer=-(-(attention_bytes(config) + cache) // config.num_layers),
-            head=head_bytes(config),
-            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
+            layer=-(-(attention_bytes(config) + cache) // config.num_layers) + qkv_padding,
+            head=head_bytes(config)
+            + config.vocab_size * _padding(config, config.embed_size, "head"),
+            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0) + neuron_padding,
             work=4 * (prompt + step)
+            + ffn_bytes(config, 0)
             + _MATMUL_BYTES
             + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
         )
+
+
+def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
+    """Unused bytes of a row on the device."""
+    dtype = DTYPES[config.dtype_of(kind)]
+    items = row_items(dtype, width)
+    return (padded_items(dtype, items) - items) * dtype.itemsize
 
 
 def fit_system(
@@ -83,31 +103,28 @@ def fit_system(
     free = device.used_bytes() + device.free_bytes()
     budget = system.gpu_memory_bytes or free - RESERVE_BYTES
     available = min(budget, free) - device.used_bytes() - LATE_BYTES
-    checkpoint = Checkpoint(Path(system.model_path))
-    stored = stored_config(checkpoint, config, system.weight_dtype, by_layer=False)
-    sizes = _Sizes.of(system, stored, device)
+    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    sizes = _Sizes.of(system, served, device)
     wanted = _wanted(system, config)
-    guess = available
+    guess, less = available, max(available // 20, 16 * sizes.neuron, 1)
     while True:
         found = _within(guess, wanted, config, sizes)
         if found is None:
             raise MemoryBudgetError(_too_small(device, budget, sizes))
         device.limit(available)
-        loading = _try(device, config, found, budget)
+        loading = _try(device, config, attention_spec(found, served), budget)
         if loading is not None:
             note = _note(device, config, wanted, found)
             return loading, Fitted(found, note, f"cuda ({device.name})")
         gc.collect()
         device.release()
-        guess -= max(guess // 20, 16 * sizes.neuron, 1)
+        guess, less = guess - less, 2 * less  # some five attempts at most
 
 
-def _try(
-    device: Device, config: ModelConfig, system: SystemConfig, budget: int
-) -> CudaLoading | None:
+def _try(device: Device, config: ModelConfig, spec: ServiceSpec, budget: int) -> CudaLoading | None:
     """The allocated service, or None if it does not fit."""
     try:
-        loading = CudaLoading(device, config, service_specs(system, config)[0])
+        loading = CudaLoading(device, config, spec)
         if device.used_bytes() > budget - LATE_BYTES:
             return None
         return loading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,13 @@ class CudaLoading:
 
 
 def _allocated(spec: ServiceSpec) -> tuple[Any, ...]:
-    """What the device's arrays depend on, beside the neurons."""
-    system = spec.system
+    """What the device's arrays depend on, beside the neurons.
+
+    That is nothing of CPU services, whose threads a process that is pinned counts by its own cores.
+    """
+    system, layout = spec.system, spec.gpu_layout
     parts = system.gpu_memory_bytes, system.num_host_layers, system.head_on_host
-    return spec.gpu_layout, spec.cache, *parts
+    return layout and replace(layout, num_outputs=1), spec.cache, *parts
 
 
 def _empty_stack(layer: np.ndarray, num_layers: int) -> np.ndarray:

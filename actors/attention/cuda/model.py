@@ -16,7 +16,7 @@ from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
 from hotcold.actors.setup.gpu_share import NO_EXPERT_PREDICTORS
 from hotcold.cuda_kernels.kernels import Layer
-from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.model.config.model_config import ModelConfig
@@ -63,9 +63,9 @@ class CudaModel:
 
     layers[l] has what kernels know of a layer beside its matrices, of every layer of the model.
     attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
-    int32, on the host: the first of layer l's hot neurons in each block, and the end. `down_bias`
-    (d,) or (0,) is there for every layer of a model without experts: neuron upload, which computes
-    whole layers, adds it.
+    int32, on the host: the first of layer l's hot neurons in each block, and the end. down_bias[l]
+    (B, d) or (B, 0): added where the device computes a whole layer, its neurons uploaded or all its
+    own.
     `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
@@ -88,8 +88,7 @@ class CudaModel:
         shapes = weight_shapes(Checkpoint(spec.path), config, self._neuron_ids, self._dtype)
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
-        bias = ffn.down_bias[0, 0, : 0 if config.experts else None]
-        self.down_bias = [self._like(bias) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
             self._attention(attention, cache.pages_of(layer.attention.window), layer.ffn.router)
@@ -122,8 +121,8 @@ class CudaModel:
         upload(part.norm_weight, head.final_norm_weight)
         upload(part.norm_bias, head.final_norm_bias)
         if part.project_out is not None:
-            upload(part.project_out.data, head.project_out)
-        upload(part.head.data, _bits(head.head))
+            upload(part.project_out.content, head.project_out)
+        upload(part.head.content, _bits(head.head))
         return None
 
     def _read_attention(
@@ -144,8 +143,8 @@ class CudaModel:
         for target, stack in zip(self.layers[layer].vectors, weights.vectors, strict=True):
             upload(target, stack[0])
         if part is not None:
-            upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
-            upload(part.out.data, _bits(weights.out[0]))
+            upload(part.qkv.content, _bits(weights.qkv.matrix(0)))
+            upload(part.out.content, _bits(weights.out[0]))
             if part.router is not None:
                 self._fill_router(part.router, weights.routers)
 
@@ -160,16 +159,15 @@ class CudaModel:
 
     def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
         part, upload = self.ffn[layer], self._device.upload
-        bias = self.down_bias[layer]
-        upload(bias, weights.down_bias[layer, 0, : bias.shape[0]])
+        upload(self.down_bias[layer], weights.down_bias[layer])
         if part is None:
             return
-        upload(part.gate.data, _bits(weights.gate))
+        upload(part.gate.content, _bits(weights.gate))
         upload(part.gate_bias, weights.gate_bias)
         if part.up is not None:
-            upload(part.up.data, _bits(weights.up))
+            upload(part.up.content, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
-        upload(part.down.data, _bits(weights.down))
+        upload(part.down.content, _bits(weights.down))
         if part.starts.shape[0]:
             upload(part.starts, self.starts[layer])
         if self._spec.system.has_down_norms:
@@ -181,7 +179,7 @@ class CudaModel:
     def _matrix(self, rows: np.ndarray, num_rows: int | None = None) -> DeviceMatrix:
         """A matrix like `rows` (N, items), or of `num_rows` of them."""
         items = rows.shape[1]
-        shape = rows.shape[0] if num_rows is None else num_rows, items
+        shape = rows.shape[0] if num_rows is None else num_rows, padded_items(rows.dtype, items)
         kind = np.dtype(np.uint8) if is_quantized(rows.dtype) else rows.dtype
         data = self._device.empty(shape, kind)
         return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))

@@ -59,8 +59,8 @@ class NeuronUpload:
                 self._out[...] = 0
             else:
                 self._prompts.hot(part, x, self._out, add=False)
-            if bias.shape[0]:
-                self._out += bias
+            if bias.size:
+                self._out += bias[0]
         self._next = 1
 
     def is_done(self, number: int) -> bool:

@@ -94,6 +94,7 @@ class CudaAttentionService(Service):
         self._positions = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
         self._num_fired = device.pinned(self._work.num_fired.shape, np.int32)
+        self._weights = device.pinned(self._work.all_weights.shape, np.float32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
@@ -126,9 +127,11 @@ class CudaAttentionService(Service):
                 work.hot(hot[-1], 1, ALL_FIRE)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
                 assert part is not None
-                ones = np.ones((tokens, self._model.starts.shape[1] - 1), np.float32)
-                if ones.shape[1] > 1:
-                    self._prompts.hot_blocks(hot[-1], x, ones, out)
+                sizes = np.diff(self._model.starts[hot[-1]])
+                if sizes.size > 1:  # of all experts the largest one needs most
+                    weights = np.zeros((tokens, sizes.size), np.float32)
+                    weights[:, sizes.argmax()] = 1
+                    self._prompts.hot_blocks(hot[-1], x, weights, out)
                 else:
                     self._prompts.hot(part, x, out, add=False)
             if self._model.head is not None:
@@ -215,7 +218,8 @@ class CudaAttentionService(Service):
         targets = buffers.mixed[:num_tokens].reshape(-1), buffers.ffn_input[:num_tokens].reshape(-1)
         found = work.mixed_and_input[:, : targets[0].size]
         land = self._link.download("mixed", targets, found)
-        land_weights = self._download_weights(layer, num_tokens, work.block_weights)
+        weights = work.block_weights(layer, num_tokens)
+        land_weights = self._download_weights(layer, num_tokens, weights)
         self.times.mark("copies")
         done = self._device.record(spin=True)  # the rest of the system is idle
         numbers = self._model.layers[layer].numbers
@@ -254,9 +258,16 @@ class CudaAttentionService(Service):
         own = slice(layers.start, layers.stop)
         fired = self._num_fired[own]
         self._device.copy_out(fired.reshape(-1), work.num_fired[own].reshape(-1))
+        block_tokens = self.buffers.block_tokens[own]
+        weights = self._weights[own, : num_tokens * block_tokens.shape[1]]
+        if weights.size:
+            self._device.copy_out(weights, work.all_weights[own, : weights.shape[1]])
         self.times.mark("copies")
         self._finish(*lands)
         self.times.collect()
+        if weights.size:  # of layers without experts nobody reads what stands there
+            of_tokens = weights.reshape(len(layers), num_tokens, -1)
+            np.sum(of_tokens != 0, axis=1, out=block_tokens)
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired.sum(axis=0)
 
     def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
@@ -311,7 +322,8 @@ class CudaAttentionService(Service):
             fill_masks(masks, selection.ids, selection.token_masks)
             self._device.copy_in(self._work.token_masks[: part.num_neurons], masks)
         if weights.size:
-            self._link.upload("block_weights", self._work.block_weights, weights, whole)
+            target = self._work.block_weights(layer, whole)
+            self._link.upload("block_weights", target, weights, whole)
 
     def _hot(
         self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection

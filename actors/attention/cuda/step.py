@@ -53,7 +53,8 @@ class StepWork:
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
     (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables (2,
     slots, pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot
-    neurons, and block_weights (T, B), which a layer's router writes, or a request brings.
+    neurons. all_weights (L, T * B) has what each layer's blocks weigh (`block_weights`), which its
+    router writes, or a request brings.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -92,12 +93,13 @@ class StepWork:
         most = max((part.num_neurons for part in model.ffn if part is not None), default=0)
         self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
         self.token_masks = device.empty((most,), np.uint32)
-        self.block_weights = floats(tokens, layout.num_blocks)
+        self._num_blocks = layout.num_blocks
+        self.all_weights = floats(config.num_layers, tokens * layout.num_blocks)
         most_experts = max(layer.numbers.num_experts for layer in model.layers)
         self.router_scratch = floats(kernels.router_scratch_items(tokens, most_experts))
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
-        """hidden → mixed_and_input, and block_weights of a layer with experts."""
+        """hidden → mixed_and_input, and weights of blocks of a layer with experts."""
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
         mixed, ffn_input = self.outputs(num_tokens)
 
@@ -124,14 +126,18 @@ class StepWork:
         self._route(layer, residual, ffn_input)
 
     def _route(self, layer: int, residual: Any, ffn_input: Any) -> None:
-        """What the layer reads, (T, d) each → block_weights, where it has experts."""
+        """What the layer reads, (T, d) each → weights of its blocks, where it has experts."""
         own, part = self._model.layers[layer], self._model.attention[layer]
         if part is None or part.router is None:
             return
         x = residual if own.numbers.routes_layer_input else ffn_input
-        weights = self.block_weights[: x.shape[0]]
-        kernels, scratch = self._device.kernels, self.router_scratch
-        kernels.route(own, part.router, x, ffn_input, scratch, weights)
+        weights, scratch = self.block_weights(layer, x.shape[0]), self.router_scratch
+        self._device.kernels.route(own, part.router, x, ffn_input, scratch, weights)
+
+    def block_weights(self, layer: int, num_tokens: int) -> Any:
+        """What the layer's blocks weigh: (T, B)."""
+        shape = num_tokens, self._num_blocks
+        return self.all_weights[layer, : num_tokens * self._num_blocks].reshape(shape)
 
     def _add_attention(
         self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any
@@ -165,7 +171,7 @@ class StepWork:
         has_weights: bool = False,
         ends_layer: bool = False,
     ) -> None:
-        """ffn_input → partial, num_fired; by `token_masks` and `block_weights`, or of all.
+        """ffn_input → partial, num_fired; by `token_masks` and weights of blocks, or of all.
 
         `ends_layer`: mixed and ffn_input → hidden, the layer's output, instead of partial.
         """
@@ -183,7 +189,7 @@ class StepWork:
             self.num_fired[layer],
             DeviceSelection(
                 self.token_masks[: neurons.num_neurons] if has_masks else None,
-                self.block_weights[:num_tokens] if has_weights else None,
+                self.block_weights(layer, num_tokens) if has_weights else None,
             ),
             residual if ends_layer else None,
         )
@@ -199,7 +205,8 @@ class StepWork:
         """hidden → hidden, num_fired, through layers of which the device has everything; logits."""
         for layer in layers:
             self.attention(layer, num_tokens, max_length)
-            self.hot(layer, num_tokens, thresholds, ends_layer=True)
+            weighs = self._model.layers[layer].numbers.num_experts > 0
+            self.hot(layer, num_tokens, thresholds, has_weights=weighs, ends_layer=True)
         if has_head:
             self.head(num_tokens)
 
