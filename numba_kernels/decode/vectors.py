@@ -35,16 +35,17 @@ def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVec
     groups = -(-width // QUANT_GROUP)
     shape = (num_threads, num_tokens, groups)
     return QuantizedVectors(
-        values=_zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
-        scales=_zeros(shape, np.float32),
-        sums=_zeros(shape, np.int32),
+        values=aligned_zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
+        scales=aligned_zeros(shape, np.float32),
+        sums=aligned_zeros(shape, np.int32),
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Zeros aligned to a cache line, with a vector's length of padding behind them.
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
+    """Zeros that begin with a cache line, with a vector's length of padding behind them.
 
-    `numba_kernels.ir.half_ir` reads beyond the end.
+    NumPy's own begin 16 bytes into a line, so that each second vector of 32 bytes lies in two lines
+    and each of 64 does. `numba_kernels.ir.half_ir` reads beyond the end.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.zeros(num_bytes + 2 * LINE_BYTES, np.uint8)

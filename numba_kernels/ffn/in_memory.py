@@ -39,7 +39,7 @@ from hotcold.numba_kernels.decode.ffn import (
 from hotcold.numba_kernels.decode.lanes import ALL_LANES, list_by_lane, meet
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros, empty_vectors
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.serve.work_stealing import (
@@ -132,7 +132,7 @@ def new_scratch(
     num_lanes: of the service. What is not used of the sums takes no memory.
     """
     num_sums = 2 * num_lanes.bit_length()
-    sums = np.zeros((num_threads * num_sums, num_tokens, whole_chunks(width)), np.float32)
+    sums = aligned_zeros((num_threads * num_sums, num_tokens, whole_chunks(width)))
     return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width, num_lanes)
 
 
