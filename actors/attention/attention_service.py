@@ -24,7 +24,7 @@ from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.numba_kernels.decode.vectors import aligned_zeros, empty_vectors
+from hotcold.numba_kernels.decode.vectors import activation_space, aligned_zeros
 from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.serve.doorbell import clock_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -135,7 +135,7 @@ class AttentionService(Service):
             part_totals=part_totals,
             projected=aligned_zeros((tokens, self.arrays.project_out.shape[0])),
             router_logits=aligned_zeros((tokens, int(numbers["num_experts"].max()))),
-            inputs=empty_vectors(
+            inputs=activation_space(
                 self.num_threads,
                 tokens,
                 max(width, attention_size, self.arrays.project_out.shape[0]),

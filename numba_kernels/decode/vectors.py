@@ -1,4 +1,4 @@
-"""Quantized activations, which quantized rows are multiplied with."""
+"""Activations as rows are multiplied with them: quantized, or floats in places of their own."""
 
 import math
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from hotcold.numba_kernels.ir.target import LINE_BYTES
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
+_TWO_LINES = 2 * LINE_BYTES // 4  # numbers
 
 
 class QuantizedVectors(NamedTuple):
@@ -28,6 +29,27 @@ class QuantizedVectors(NamedTuple):
     values: np.ndarray
     scales: np.ndarray
     sums: np.ndarray
+
+
+class ActivationSpace(NamedTuple):
+    """Work space of `quantize_activations` for T vectors of up to d numbers, for each thread.
+
+    values, scales, sums: of `QuantizedVectors`; floats (threads, T, at least d) float32, rows an
+    odd number of pairs of lines apart: vectors of 4096 numbers side by side would lie in the same
+    few sets of the first-level cache.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    sums: np.ndarray
+    floats: np.ndarray
+
+
+def activation_space(num_threads: int, num_tokens: int, width: int) -> ActivationSpace:
+    """Work space for `num_tokens` vectors; what is not used of it takes no memory."""
+    row = (-(-width // _TWO_LINES) | 1) * _TWO_LINES
+    vectors = empty_vectors(num_threads, num_tokens, width)
+    return ActivationSpace(*vectors, aligned_zeros((num_threads, num_tokens, row)))
 
 
 def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
@@ -63,8 +85,8 @@ def copy_numbers(x, out):
 def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     """x (T, d) float32 as dot products with `weights` take it; for compiled code.
 
-    x itself for float formats; for quantized ones `QuantizedVectors`, written to thread `thread`'s
-    part of `scratch`.
+    Written to thread `thread`'s part of `scratch`, an `ActivationSpace`: for quantized formats
+    `QuantizedVectors`, for float ones the numbers as they are. One token's are x itself.
     """
     raise NotImplementedError("quantize_activations() is for compiled code")
 
@@ -72,7 +94,7 @@ def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untype
 @overload(quantize_activations)
 def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
-        return lambda weights, x, scratch, thread: x
+        return _place_floats
     assert isinstance(scratch, types.NamedTuple)
 
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
@@ -82,3 +104,13 @@ def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyp
         return own
 
     return quantized
+
+
+def _place_floats(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+    num_tokens, width = x.shape
+    if num_tokens == 1:
+        return x
+    own = scratch.floats[thread, :num_tokens]
+    for t in range(num_tokens):
+        copy_numbers(x[t], own[t, :width])
+    return own
