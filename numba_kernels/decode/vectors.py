@@ -11,11 +11,16 @@ from numpy.typing import DTypeLike
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
-from hotcold.numba_kernels.ir.target import LINE_BYTES
+from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
-_TWO_LINES = 2 * LINE_BYTES // 4  # numbers
+# Of `ActivationSpace.floats`, in numbers. A row is an odd number of units: vectors of 4096 numbers
+# side by side would lie in the same few sets of the first-level cache. The first one begins with a
+# line, as AVX2's halves of lines have to; with AVX-512 16 bytes later, which is no slower, and for
+# two to four tokens faster (docs/lab_log.md).
+_UNIT = 4 * LINE_BYTES // 4
+_BEGIN = 4 if has_feature("avx512f") else 0
 
 
 class QuantizedVectors(NamedTuple):
@@ -34,9 +39,7 @@ class QuantizedVectors(NamedTuple):
 class ActivationSpace(NamedTuple):
     """Work space of `quantize_activations` for T vectors of up to d numbers, for each thread.
 
-    values, scales, sums: of `QuantizedVectors`; floats (threads, T, at least d) float32, rows an
-    odd number of pairs of lines apart: vectors of 4096 numbers side by side would lie in the same
-    few sets of the first-level cache.
+    values, scales, sums: of `QuantizedVectors`; floats (threads, T, at least d) float32
     """
 
     values: np.ndarray
@@ -47,9 +50,9 @@ class ActivationSpace(NamedTuple):
 
 def activation_space(num_threads: int, num_tokens: int, width: int) -> ActivationSpace:
     """Work space for `num_tokens` vectors; what is not used of it takes no memory."""
-    row = (-(-width // _TWO_LINES) | 1) * _TWO_LINES
-    vectors = empty_vectors(num_threads, num_tokens, width)
-    return ActivationSpace(*vectors, aligned_zeros((num_threads, num_tokens, row)))
+    shape = (num_threads, num_tokens, (-(-width // _UNIT) | 1) * _UNIT)
+    floats = aligned_zeros((_BEGIN + math.prod(shape),))[_BEGIN:].reshape(shape)
+    return ActivationSpace(*empty_vectors(num_threads, num_tokens, width), floats)
 
 
 def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
@@ -66,8 +69,8 @@ def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVec
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
     """Zeros that begin with a cache line, with a vector's length of padding behind them.
 
-    NumPy's own begin 16 bytes into a line, so that each second vector of 32 bytes lies in two lines
-    and each of 64 does. `numba_kernels.ir.half_ir` reads beyond the end.
+    NumPy's own begin 16 bytes into a line, so that each second vector of 32 bytes lies in two
+    lines. `numba_kernels.ir.half_ir` reads beyond the end.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.zeros(num_bytes + 2 * LINE_BYTES, np.uint8)
