@@ -24,7 +24,7 @@ from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.numba_kernels.decode.vectors import empty_vectors
+from hotcold.numba_kernels.decode.vectors import activation_space, aligned_zeros
 from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.serve.doorbell import clock_ns
 from hotcold.numba_kernels.serve.mailbox import (
@@ -118,24 +118,24 @@ class AttentionService(Service):
         rows = max(_ROWS, int((numbers["num_heads"] // numbers["num_kv_heads"]).max()))
         segments = -(-most_positions // SEGMENT_POSITIONS)
         if self._outer is None:
-            part_sums = np.zeros((tokens, segments, attention_size), np.float32)
-            part_totals = np.zeros((tokens, segments, num_heads, 2), np.float32)
+            part_sums = aligned_zeros((tokens, segments, attention_size))
+            part_totals = aligned_zeros((tokens, segments, num_heads, 2))
         else:
             outer = self._outer._scratch
             part_sums, part_totals = outer.part_sums, outer.part_totals
         self._scratch = AttentionScratch(
-            residual=np.zeros((self.num_threads, tokens, width), np.float32),
-            normed=np.zeros((self.num_threads, tokens, width), np.float32),
-            qkv=np.zeros((tokens, attention_size + 2 * kv_size), np.float32),
-            heads=np.zeros((tokens, attention_size), np.float32),
-            scores=np.zeros((self.num_threads, rows, SEGMENT_POSITIONS), np.float32),
-            sums=np.zeros((self.num_threads, rows, int(numbers["head_dim"].max())), np.float32),
-            totals=np.zeros((self.num_threads, rows, 2), np.float32),
+            residual=aligned_zeros((self.num_threads, tokens, width)),
+            normed=aligned_zeros((self.num_threads, tokens, width)),
+            qkv=aligned_zeros((tokens, attention_size + 2 * kv_size)),
+            heads=aligned_zeros((tokens, attention_size)),
+            scores=aligned_zeros((self.num_threads, rows, SEGMENT_POSITIONS)),
+            sums=aligned_zeros((self.num_threads, rows, int(numbers["head_dim"].max()))),
+            totals=aligned_zeros((self.num_threads, rows, 2)),
             part_sums=part_sums,
             part_totals=part_totals,
-            projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
-            router_logits=np.zeros((tokens, int(numbers["num_experts"].max())), np.float32),
-            inputs=empty_vectors(
+            projected=aligned_zeros((tokens, self.arrays.project_out.shape[0])),
+            router_logits=aligned_zeros((tokens, int(numbers["num_experts"].max()))),
+            inputs=activation_space(
                 self.num_threads,
                 tokens,
                 max(width, attention_size, self.arrays.project_out.shape[0]),

@@ -13,7 +13,7 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.vectors import activation_space
 from hotcold.numba_kernels.ffn.in_memory import new_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, starts_of
 from hotcold.numba_kernels.formats import FORMATS, ROW_FORMATS, row_items
@@ -81,7 +81,7 @@ class KernelBench:
         self.ffn, self.num_threads = rows // memory.layers, num_threads
         self.x = np.full((most_tokens, width), 0.01, np.float32)
         self.out = np.zeros((most_tokens, rows), np.float32)
-        self.workspace: QuantizedVectors = empty_vectors(num_threads, most_tokens, width)
+        self.workspace = activation_space(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
             starts=starts_of(np.full((memory.layers, 1), self.ffn)),

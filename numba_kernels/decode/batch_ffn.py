@@ -17,7 +17,12 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
+from hotcold.numba_kernels.decode.vectors import (
+    QuantizedVectors,
+    aligned_zeros,
+    copy_numbers,
+    empty_vectors,
+)
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
@@ -53,7 +58,7 @@ def empty_lists(num_threads: int, num_tokens: int, width: int) -> TokenLists:
         np.empty((num_threads, num_tokens, _MAX_NEURONS + _CARRIED), np.int32),
         np.zeros((num_threads, num_tokens), np.int64),
         np.empty((num_threads, num_tokens, _MAX_NEURONS), np.float32),
-        np.empty((num_threads, num_tokens * width), np.float32),
+        aligned_zeros((num_threads, num_tokens * width)),
         empty_vectors(num_threads, num_tokens, width),
     )
 

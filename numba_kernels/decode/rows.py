@@ -8,12 +8,11 @@ from numba.extending import overload
 
 from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
+from hotcold.numba_kernels.decode.vectors import activation_space, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
     QUANT_GROUP,
-    is_quantized,
     row_width,
     steps_side_by_side,
 )
@@ -336,6 +335,6 @@ def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> 
     biases = optional_floats("bias", bias, weights.shape[0])
     out = np.empty((x.shape[0], weights.shape[0]), np.float32)
     if x.shape[0]:  # kernels take at least one token
-        scratch = empty_vectors(1, *(x.shape if is_quantized(weights.dtype) else (0, 0)))
+        scratch = activation_space(1, *x.shape)
         _gemv(weights, biases, x, scratch, out)
     return out

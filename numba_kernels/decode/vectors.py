@@ -1,4 +1,4 @@
-"""Quantized activations, which quantized rows are multiplied with."""
+"""Activations as rows are multiplied with them: quantized, or floats in places of their own."""
 
 import math
 from typing import NamedTuple
@@ -11,10 +11,16 @@ from numpy.typing import DTypeLike
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
-from hotcold.numba_kernels.ir.target import LINE_BYTES
+from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
+# Of `ActivationSpace.floats`, in numbers. A row is an odd number of units: vectors of 4096 numbers
+# side by side would lie in the same few sets of the first-level cache. The first one begins with a
+# line, as AVX2's halves of lines have to; with AVX-512 16 bytes later, which is no slower, and for
+# two to four tokens faster (docs/lab_log.md).
+_UNIT = 4 * LINE_BYTES // 4
+_BEGIN = 4 if has_feature("avx512f") else 0
 
 
 class QuantizedVectors(NamedTuple):
@@ -30,21 +36,41 @@ class QuantizedVectors(NamedTuple):
     sums: np.ndarray
 
 
+class ActivationSpace(NamedTuple):
+    """Work space of `quantize_activations` for T vectors of up to d numbers, for each thread.
+
+    values, scales, sums: of `QuantizedVectors`; floats (threads, T, at least d) float32
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    sums: np.ndarray
+    floats: np.ndarray
+
+
+def activation_space(num_threads: int, num_tokens: int, width: int) -> ActivationSpace:
+    """Work space for `num_tokens` vectors; what is not used of it takes no memory."""
+    shape = (num_threads, num_tokens, (-(-width // _UNIT) | 1) * _UNIT)
+    floats = aligned_zeros((_BEGIN + math.prod(shape),))[_BEGIN:].reshape(shape)
+    return ActivationSpace(*empty_vectors(num_threads, num_tokens, width), floats)
+
+
 def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
     """Work space for `num_tokens` vectors of up to `width` numbers in each thread."""
     groups = -(-width // QUANT_GROUP)
     shape = (num_threads, num_tokens, groups)
     return QuantizedVectors(
-        values=_zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
-        scales=_zeros(shape, np.float32),
-        sums=_zeros(shape, np.int32),
+        values=aligned_zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
+        scales=aligned_zeros(shape, np.float32),
+        sums=aligned_zeros(shape, np.int32),
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Zeros aligned to a cache line, with a vector's length of padding behind them.
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
+    """Zeros that begin with a cache line, with a vector's length of padding behind them.
 
-    `numba_kernels.ir.half_ir` reads beyond the end.
+    NumPy's own begin 16 bytes into a line, so that each second vector of 32 bytes lies in two
+    lines. `numba_kernels.ir.half_ir` reads beyond the end.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.zeros(num_bytes + 2 * LINE_BYTES, np.uint8)
@@ -62,8 +88,8 @@ def copy_numbers(x, out):
 def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     """x (T, d) float32 as dot products with `weights` take it; for compiled code.
 
-    x itself for float formats; for quantized ones `QuantizedVectors`, written to thread `thread`'s
-    part of `scratch`.
+    Written to thread `thread`'s part of `scratch`, an `ActivationSpace`: for quantized formats
+    `QuantizedVectors`, for float ones the numbers as they are. One token's are x itself.
     """
     raise NotImplementedError("quantize_activations() is for compiled code")
 
@@ -71,7 +97,7 @@ def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untype
 @overload(quantize_activations)
 def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
-        return lambda weights, x, scratch, thread: x
+        return _place_floats
     assert isinstance(scratch, types.NamedTuple)
 
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
@@ -81,3 +107,13 @@ def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyp
         return own
 
     return quantized
+
+
+def _place_floats(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+    num_tokens, width = x.shape
+    if num_tokens == 1:
+        return x
+    own = scratch.floats[thread, :num_tokens]
+    for t in range(num_tokens):
+        copy_numbers(x[t], own[t, :width])
+    return own

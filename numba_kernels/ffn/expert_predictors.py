@@ -38,9 +38,9 @@ from hotcold.numba_kernels.decode.candidates import (
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.vectors import (
-    QuantizedVectors,
+    ActivationSpace,
+    activation_space,
     copy_numbers,
-    empty_vectors,
     quantize_activations,
 )
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors
@@ -53,13 +53,14 @@ _AT_ONCE = 240  # rows that `TokenLists.products` has place for
 class PredictorScratch(NamedTuple):
     """Work space for requests of up to T tokens and N candidates.
 
-    hidden (T * R,) float32: relu(inner . x), R rows a layer at most; inputs: quantized vectors
+    hidden (T * R,) float32: relu(inner . x), R rows a layer at most
+    inputs: for `quantize_activations`
     own_ids, ids (N,) int32, own_masks, masks (N,) uint32: what counts, by thread and of all
     counts (threads,) int64; spans (threads, B, 7) int64; lists: gathered activations, products
     """
 
     hidden: np.ndarray
-    inputs: QuantizedVectors
+    inputs: ActivationSpace
     own_ids: np.ndarray
     own_masks: np.ndarray
     ids: np.ndarray
@@ -77,7 +78,7 @@ def new_predictor_scratch(
     num_inner = int((starts[:, -1] - starts[:, 0]).max(initial=0))
     return PredictorScratch(
         hidden=np.zeros(num_tokens * num_inner, np.float32),
-        inputs=empty_vectors(num_threads, num_tokens, max(num_inner, width)),
+        inputs=activation_space(num_threads, num_tokens, max(num_inner, width)),
         own_ids=np.zeros(num_neurons, np.int32),
         own_masks=np.zeros(num_neurons, np.uint32),
         ids=np.zeros(num_neurons, np.int32),

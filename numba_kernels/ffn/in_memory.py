@@ -39,7 +39,7 @@ from hotcold.numba_kernels.decode.ffn import (
 from hotcold.numba_kernels.decode.lanes import ALL_LANES, list_by_lane, meet
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.decode.vectors import ActivationSpace, activation_space, aligned_zeros
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.serve.work_stealing import (
@@ -68,8 +68,8 @@ class FfnScratch(NamedTuple):
     that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by lane;
     lanes end at lane_ends (threads, lanes) int64; added (threads, 2, threads * S) int64: work space
     spans (threads, B, 7) int64: of `decode.candidates`
-    lists: each token's neurons; inputs: quantized activations; counters (kinds, threads * 16) int32
-    of blocks taken
+    lists: each token's neurons; inputs: for `quantize_activations`; counters (kinds, threads * 16)
+    int32 of blocks taken
     rows (threads, S, T, 240) float32: of transposed ones, sums of lanes of some rows
     """
 
@@ -89,7 +89,7 @@ class FfnScratch(NamedTuple):
     added: np.ndarray
     spans: np.ndarray
     lists: TokenLists
-    inputs: QuantizedVectors
+    inputs: ActivationSpace
     counters: np.ndarray
     rows: np.ndarray
 
@@ -117,7 +117,7 @@ def scratch_of(
         added=np.zeros((num_threads, 2, num_threads * num_sums), np.int64),
         spans=np.zeros((num_threads, num_blocks, NUM_SPAN_NUMBERS), np.int64),
         lists=empty_lists(num_threads, num_tokens, width),
-        inputs=empty_vectors(num_threads, num_tokens, input_width),
+        inputs=activation_space(num_threads, num_tokens, input_width),
         counters=new_block_counters(_NUM_KINDS, num_threads),
         rows=np.zeros((0, 0, 0, 0), np.float32),
     )
@@ -132,7 +132,7 @@ def new_scratch(
     num_lanes: of the service. What is not used of the sums takes no memory.
     """
     num_sums = 2 * num_lanes.bit_length()
-    sums = np.zeros((num_threads * num_sums, num_tokens, whole_chunks(width)), np.float32)
+    sums = aligned_zeros((num_threads * num_sums, num_tokens, whole_chunks(width)))
     return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width, num_lanes)
 
 

@@ -19,6 +19,7 @@ from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at,
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
 from hotcold.numba_kernels.decode.lanes import meet
 from hotcold.numba_kernels.decode.rows import block_products, split_range
+from hotcold.numba_kernels.decode.vectors import aligned_zeros
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     FfnScratch,
@@ -44,12 +45,12 @@ def new_transposed_scratch(
     num_lanes: int = 1,
 ) -> FfnScratch:  # fmt: skip
     """`new_scratch` for `TransposedArrays` with up to `num_neurons` a layer."""
-    sums = np.zeros((1, num_tokens, num_neurons), np.float32)
+    sums = aligned_zeros((1, num_tokens, num_neurons))
     num_sums = 2 * num_lanes.bit_length()
     scratch = scratch_of(sums, num_threads, num_neurons, num_blocks, width, max(num_neurons, width))
     return scratch._replace(
         first_lanes=np.zeros((num_threads, num_sums), np.int64),
-        rows=np.zeros((num_threads, num_sums, num_tokens, _MOST_UNITS * _UNIT), np.float32),
+        rows=aligned_zeros((num_threads, num_sums, num_tokens, _MOST_UNITS * _UNIT)),
     )
 
 

@@ -6,7 +6,6 @@ residual is that of `numba_kernels.serve.serve_attention`, whose steps these are
 tokens of its own.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros, empty_vectors
 from hotcold.numba_kernels.prompt.prompt_attention import (
     prompt_attention_kernel,
     prompt_scratch_shapes,
@@ -91,17 +89,14 @@ def new_prompt_scratch(
     shapes = prompt_scratch_shapes(int(numbers["head_dim"].max()))
 
     def space(row: int) -> np.ndarray:
-        return np.zeros((num_tokens, row), np.float32)
+        return aligned_zeros((num_tokens, row))
 
     def vectors(row: int) -> QuantizedVectors:
         return QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, row)))
 
-    def aligned(shape: tuple[int, ...]) -> np.ndarray:
-        array = np.zeros(num_threads * math.prod(shape) + LANES, np.float32)
-        first = -array.ctypes.data % LINE_BYTES // array.itemsize
-        return array[first : first + num_threads * math.prod(shape)].reshape(num_threads, *shape)
-
-    queries, page_keys, page_values, scores, sums, weighted = map(aligned, shapes)
+    queries, page_keys, page_values, scores, sums, weighted = (
+        aligned_zeros((num_threads, *shape)) for shape in shapes
+    )
     return PromptScratch(
         residual=space(width),
         normed=space(width),

@@ -24,7 +24,7 @@ from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import (
-    QuantizedVectors,
+    ActivationSpace,
     copy_numbers,
     quantize_activations,
 )
@@ -88,10 +88,10 @@ class AttentionArrays(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    projected (T, E), router_logits (T, experts) float32; inputs: quantized activations; counters of
-    blocks taken (NUM_COUNTERS, threads * 16). A thread's part of attention: scores (threads, R,
-    SEGMENT_POSITIONS), sums (threads, R, head_dim), totals (threads, R, 2). Parts of tokens with S
-    segments, at most: part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
+    projected (T, E), router_logits (T, experts) float32; inputs: for `quantize_activations`;
+    counters of blocks taken (NUM_COUNTERS, threads * 16). A thread's part of attention: scores
+    (threads, R, SEGMENT_POSITIONS), sums (threads, R, head_dim), totals (threads, R, 2). Parts of
+    tokens with S segments, at most: part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -104,7 +104,7 @@ class AttentionScratch(NamedTuple):
     part_totals: np.ndarray
     projected: np.ndarray
     router_logits: np.ndarray
-    inputs: QuantizedVectors
+    inputs: ActivationSpace
     counters: np.ndarray
 
 

@@ -12,7 +12,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.checks import read_only
-from hotcold.numba_kernels.decode.vectors import empty_vectors
+from hotcold.numba_kernels.decode.vectors import activation_space
 from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 from hotcold.numba_kernels.measure import gates_of, lowrank_of, signs_of
@@ -72,7 +72,7 @@ def _gate_works(config: ModelConfig) -> list[_Work]:
     shape = (config.ffn_size, row_items(dtype, config.hidden_size))
     gate = _filled(shape, dtype, config.num_layers).reshape(-1, shape[1])
     x = np.full((1, config.hidden_size), 0.01, np.float32)
-    scratch, values = empty_vectors(1, *x.shape), np.zeros(len(gate), np.float32)
+    scratch, values = activation_space(1, *x.shape), np.zeros(len(gate), np.float32)
     chosen = np.random.default_rng(0).random(len(gate)) < _LISTED_SHARE
     chosen[0] = True
     ids, row = read_only(np.flatnonzero(chosen).astype(np.int32)), gate.strides[0]

@@ -13,7 +13,7 @@ import torch
 
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
 from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -306,6 +306,15 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
         assert system.exchange.next_number < last - 20
+
+
+def test_vectors_of_attention_begin_with_a_line(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path, 1, 2) as system:
+        scratch = system.services[0]._scratch._asdict()  # type: ignore[attr-defined]
+    floats = {name: each for name, each in scratch.items() if name not in ("inputs", "counters")}
+    assert {"normed", "heads", "qkv", "residual"} <= set(floats)
+    begins = {name: each.ctypes.data % LINE_BYTES for name, each in floats.items() if each.size}
+    assert set(begins.values()) == {0}, begins
 
 
 def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:

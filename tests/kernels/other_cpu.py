@@ -27,6 +27,7 @@ from hotcold.numba_kernels.decode.ffn import add_one
 from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
+    activation_space,
     empty_vectors,
     quantize_activations,
 )
@@ -108,7 +109,7 @@ def results(kind: str) -> dict[str, np.ndarray]:
         return found
     found |= _prompt_products(gate, down)
     x, _ = inputs(kind, 1)
-    scratch = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
+    scratch = activation_space(1, *x.shape)
     h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
     order = np.arange(LISTED.size, dtype=np.int32)

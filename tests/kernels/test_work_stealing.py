@@ -9,8 +9,8 @@ import pytest
 from numba import njit
 
 from hotcold.numba_kernels.decode.rows import gemv
-from hotcold.numba_kernels.decode.vectors import empty_vectors, quantize_activations
-from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.decode.vectors import activation_space, quantize_activations
+from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
     block_span,
@@ -48,8 +48,7 @@ class Case:
         assert row_width(self.weights.dtype, self.weights.shape[1]) == width
         self.x = random_floats(1, num_tokens, width)
         self.counters = new_block_counters(2, self.num_threads)
-        quantized = is_quantized(self.weights.dtype)
-        self.scratch = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
+        self.scratch = activation_space(self.num_threads, *self.x.shape)
         self.out = np.full((num_tokens, self.weights.shape[0]), np.nan, np.float32)
         self.products = gemv(self.weights, self.x)
 
