@@ -407,7 +407,7 @@ def main(
     where = where_and_when(model, threads)
     settings = {
         "model": model.name, "shape": where["shape"], "machine": where["machine"],
-        "memory": binary_text(psutil.virtual_memory().total), "dtype": dtype,
+        "memory": f"{psutil.virtual_memory().total / _GIB:.0f} GiB", "room": ROOM, "dtype": dtype,
         "context": context, "answers": answers, "tokens": tokens, "prompts of": text and text.name,
         "a prompt of": prompt, "mixed load, s": load_s, "reads of": binary_text(read_bytes),
         "llama.cpp": Path(llama or "its Python library").name if gguf else None,

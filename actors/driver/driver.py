@@ -232,8 +232,9 @@ class Driver:
 
     def _watch_of(self, exchange: Exchange, topology: Topology) -> NeuronWatch:
         config, buffers = self.generator.config, exchange.buffers
-        steps = lambda: self.engine.num_steps  # noqa: E731
-        return NeuronWatch(config, buffers, topology, self._expert_counts, steps)
+        return NeuronWatch(
+            config, buffers, topology, self._expert_counts, lambda: self.engine.num_steps
+        )
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""

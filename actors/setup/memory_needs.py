@@ -12,6 +12,7 @@ from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_sh
 from hotcold.actors.setup.shards import arena_layout, draft_config, system_kv_bytes
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import needs_torch
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.ir.target import has_feature
@@ -19,7 +20,7 @@ from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
-_TORCH_BYTES = 130 << 20  # of a process that imports it, as all do where products use AMX
+_TORCH_BYTES = 130 << 20  # of a process that imports it: for products of AMX, for .bin files
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 
@@ -103,10 +104,17 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         draft_bytes(system, config),
         system.num_cpu_actors,
     )
-    more_bytes = attention_parts_bytes(system, config)
-    if has_feature("amx-bf16"):
+    more_bytes = attention_parts_bytes(system, config) + _vectors_bytes(system, config)
+    if has_feature("amx-bf16") or needs_torch(Path(system.model_path)):
         more_bytes += num_processes * _TORCH_BYTES
     return replace(need, process_bytes=need.process_bytes + more_bytes)
+
+
+def _vectors_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Upper bound of the threads' `ActivationSpace`, in attention and in CPU services."""
+    width = max(config.hidden_size, config.num_heads * config.head_dim)
+    num_spaces = 2 * system.num_threads
+    return num_spaces * KERNEL_TOKENS * width * (4 + 1)  # floats, and a byte each
 
 
 def attention_parts_bytes(system: SystemConfig, config: ModelConfig) -> int:

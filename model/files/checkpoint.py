@@ -224,6 +224,19 @@ class Checkpoint:
         return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
 
 
+def needs_torch(path: Path) -> bool:
+    """Whether torch reads the weights: they are pytorch_model*.bin files."""
+    if is_gguf(path):
+        return False
+    opens = (
+        form
+        for name, form in _FORMS
+        for file in (path / name, path / f"{name}.index.json")
+        if file.exists()
+    )
+    return next(opens, None) is TorchFile
+
+
 def _open_files(directory: Path) -> dict[str, WeightFile]:
     """Return the file of every tensor, from the first kind of weight files that exists."""
     if is_gguf(directory):

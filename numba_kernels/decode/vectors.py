@@ -49,7 +49,7 @@ class ActivationSpace(NamedTuple):
 
 
 def activation_space(num_threads: int, num_tokens: int, width: int) -> ActivationSpace:
-    """Work space for `num_tokens` vectors; what is not used of it takes no memory."""
+    """Work space for `num_tokens` vectors of up to `width` numbers in each thread."""
     shape = (num_threads, num_tokens, (-(-width // _UNIT) | 1) * _UNIT)
     floats = aligned_zeros((_BEGIN + math.prod(shape),))[_BEGIN:].reshape(shape)
     return ActivationSpace(*empty_vectors(num_threads, num_tokens, width), floats)

@@ -31,6 +31,7 @@ def test_floats_are_what_they_were(kind: str, num_tokens: int) -> None:
     out = np.zeros_like(x)
     _placed(weights, x, scratch, 1, out)
     np.testing.assert_array_equal(out, x)
+    assert scratch.floats[1].any() == (num_tokens > 1)  # one stays where it is
     assert not scratch.floats[0].any()  # another thread's
 
 

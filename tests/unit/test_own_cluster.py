@@ -50,6 +50,7 @@ def port() -> Iterator[int]:
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A head that is stopped: its kernel takes connections, and nothing answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
         yield listener
 

@@ -84,16 +84,19 @@ def test_segments_of_long_contexts_are_counted(tmp_path: Path) -> None:
     assert needs[0] == needs[1]
 
 
-def test_torch_is_counted_where_products_use_amx(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("features", [(), ("amx-bf16",)])
+def test_torch_is_counted_where_processes_import_it(
+    features: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every process but the command's imports it there: 130 MiB each."""
-    config = read_model(make_tiny("llama-relu", tmp_path))
-    system, needs = SystemConfig(str(tmp_path), num_cpu_actors=2), []
-    for features in ((), ("amx-bf16",)):
-        monkeypatch.setattr(memory_needs, "has_feature", lambda name, has=features: name in has)
-        needs.append(system_need(system, config).process_bytes)
-    assert needs[1] - needs[0] == (2 + 2) * (130 << 20)
+    """For products of AMX, and to read .bin files: 130 MiB in every process but the command's."""
+    path = make_tiny("llama-relu", tmp_path)
+    config, system = read_model(path), SystemConfig(str(path), num_cpu_actors=2)
+    monkeypatch.setattr(memory_needs, "has_feature", lambda name: False)
+    plain = system_need(system, config).process_bytes
+    monkeypatch.setattr(memory_needs, "has_feature", lambda name: name in features)
+    if not features:
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert system_need(system, config).process_bytes - plain == (2 + 2) * (130 << 20)
 
 
 def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

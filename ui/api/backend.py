@@ -312,8 +312,11 @@ class Answers:
         """
         try:
             while self._num_unread:
-                async with asyncio.timeout_at(self.deadline):
-                    index, event = await self._events.get()
+                try:
+                    async with asyncio.timeout_at(self.deadline):
+                        index, event = await self._events.get()
+                except TimeoutError:
+                    raise timed_out(self._backend.settings.request_timeout_s) from None
                 if isinstance(event, BaseException):
                     raise event
                 if event.result is not None:
@@ -321,8 +324,6 @@ class Answers:
                     if event.result.finish_reason == "cancelled" and not self._is_stopped:
                         raise unavailable("the server is being stopped")
                 yield index, event
-        except TimeoutError:
-            raise timed_out(self._backend.settings.request_timeout_s) from None
         finally:
             self.close()
 
