@@ -42,8 +42,8 @@ def _usable_bytes(budget: int, reserve_bytes: int) -> int:
 def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> SystemConfig:
     """`system` with what its GPU is expected to hold of `need`; unchanged where that is known.
 
-    `need` is that of the whole system on all devices. This is a lower estimate: the GPU's own
-    overhead is subtracted generously.
+    `need` is that of the whole system on all devices. This is a lower estimate but for rows that
+    are padded there: the GPU's own overhead is subtracted generously.
     """
     if system.device != "cuda" or system.num_hot_neurons >= 0:
         return system

@@ -242,7 +242,7 @@ def test_attempts_are_few(system: SystemConfig, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(cuda_fit, "_try", limited)
         budget = replace(system, gpu_memory_bytes=whole)
         if share < 0.1:
-            with pytest.raises(MemoryBudgetError):
+            with pytest.raises(MemoryBudgetError, match="refused memory for even a part"):
                 fit(budget)
         else:
             device, _, _ = fit(budget)

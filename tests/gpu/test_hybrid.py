@@ -40,6 +40,14 @@ def device() -> Device:
     return open_device()
 
 
+def test_rows_with_gaps_arrive(device: Device) -> None:
+    """As rows of Q6 are uploaded, which are padded: by a copy of two dimensions."""
+    rows = np.random.default_rng(0).integers(0, 256, (7, 2100), np.uint8)
+    target = device.empty((7, 2112), np.uint8)
+    device.upload(target[:, :2100], rows)
+    np.testing.assert_array_equal(device.xp.asnumpy(target)[:, :2100], rows)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(tiny: Tiny, variant: str, device: Device) -> None:
     checkpoint = tiny(variant)

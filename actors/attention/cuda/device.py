@@ -48,7 +48,7 @@ class Device(Protocol):
     def copy_out(self, target: np.ndarray, source: Any) -> None:
         """Put a copy to pinned or registered memory on the stream.
 
-        Shapes:  both (n,) contiguous, or (2, n) with contiguous rows
+        Shapes:  both (n,) contiguous, or (m, n) with contiguous rows
         """
 
     def stream(self) -> AbstractContextManager[Any]:

@@ -109,8 +109,13 @@ def fit_system(
     guess, less = available, max(available // 20, 16 * sizes.neuron, 1)
     while True:
         found = _within(guess, wanted, config, sizes)
-        if found is None:
+        if found is None and guess == available:
             raise MemoryBudgetError(_too_small(device, budget, sizes))
+        if found is None:
+            raise MemoryBudgetError(
+                f"{device.name} refused memory for even a part of what {binary_text(budget)} "
+                "should hold; end what else uses that GPU, or use --device cpu"
+            )
         device.limit(available)
         loading = _try(device, config, attention_spec(found, served), budget)
         if loading is not None:

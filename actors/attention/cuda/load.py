@@ -99,11 +99,12 @@ class CudaLoading:
 def _allocated(spec: ServiceSpec) -> tuple[Any, ...]:
     """What the device's arrays depend on, beside the neurons.
 
-    That is nothing of CPU services, whose threads a process that is pinned counts by its own cores.
+    That is nothing of CPU services' threads, which a process that is pinned counts by its own
+    cores, nor of predictors, which are dropped where memory is short.
     """
     system, layout = spec.system, spec.gpu_layout
     parts = system.gpu_memory_bytes, system.num_host_layers, system.head_on_host
-    return layout and replace(layout, num_outputs=1), spec.cache, *parts
+    return layout and replace(layout, num_outputs=1, predictor_words=0), spec.cache, *parts
 
 
 def _empty_stack(layer: np.ndarray, num_layers: int) -> np.ndarray:

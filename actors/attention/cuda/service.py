@@ -112,7 +112,7 @@ class CudaAttentionService(Service):
         device.upload(work.place, np.zeros(work.place.shape, np.int32))
         layers = [layer for layer, part in enumerate(self._model.attention) if part is not None]
         hot = [layer for layer, part in enumerate(self._model.ffn) if part is not None]
-        hot.sort(key=lambda layer: self._offsets[layer + 1] - self._offsets[layer])
+        hot.sort(key=lambda layer: np.diff(self._model.starts[layer]).max())
         tokens = self._max_tokens
         with device.stream():
             x = device.empty((tokens, work.width), np.float32)
