@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -43,6 +44,8 @@ def best_of_all(problem: Problem) -> float:
     layers = [layer_choices(problem, layer) for layer in range(problem.num_layers)]
     best = float("inf")
     for parts in product(range(-1, gpus), repeat=len(problem.part_bytes)):
+        if not first_are_on_host(problem, parts):
+            continue
         held = [0] * devices
         host, seconds = 0, problem.fixed_s
         for part, device in enumerate(parts):
@@ -58,6 +61,14 @@ def best_of_all(problem: Problem) -> float:
                 spared = spared_s(problem, list(parts), [entry[2] for entry in chosen])
                 best = min(best, seconds + sum(entry[0] for entry in chosen) - spared)
     return best
+
+
+def first_are_on_host(problem: Problem, parts: Sequence[int]) -> bool:
+    """Whether attention on the host, if any, is that of the first layers."""
+    on_gpu = [
+        p >= 0 for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == ATTENTION
+    ]
+    return on_gpu == sorted(on_gpu)
 
 
 def spared_s(problem: Problem, parts: list[int], only: list[int]) -> float:
@@ -235,6 +246,7 @@ def check(problem: Problem, found: Solution) -> None:
     held = part_bytes_on(problem, found.assignment)
     assert (held >= 0).all()
     assert held.sum(axis=1).tolist() == problem.part_bytes.tolist()
+    assert first_are_on_host(problem, found.assignment.part_device.tolist())
     for part, device in enumerate(found.assignment.part_device.tolist()):
         seconds += problem.part_seconds[part, device if device >= 0 else problem.num_gpus]
         if device >= 0:
