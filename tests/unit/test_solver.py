@@ -118,9 +118,40 @@ def test_nothing_better_exists(seed: int, num_gpus: int, num_columns: int, num_p
     rng = np.random.default_rng(seed)
     sizes = (64, 64, 40) if seed % 2 else (64, 64, 64)
     tightness = float(rng.choice([1.15, 1.4, 3.0]))
-    problem = random_problem(
-        rng, 2, sizes, num_gpus, num_columns, num_parts=num_parts, tightness=tightness
+    check_best(
+        random_problem(
+            rng, 2, sizes, num_gpus, num_columns, num_parts=num_parts, tightness=tightness
+        )
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("num_layers", "num_groups", "num_gpus", "num_columns"),
+    [(2, 3, 2, 1), (2, 2, 2, 2), (3, 2, 1, 1), (4, 2, 1, 1), (3, 1, 2, 1)],
+)
+def test_nothing_better_exists_where_layers_are_joined(
+    seed: int, num_layers: int, num_groups: int, num_gpus: int, num_columns: int
+) -> None:
+    """Each layer has its attention, and exchanges cost as much as the neurons of a layer."""
+    rng = np.random.default_rng(seed)
+    tightness = float(rng.choice([1.15, 1.4, 2.0]))
+    problem = random_problem(
+        rng,
+        num_layers,
+        (64,) * num_groups,
+        num_gpus,
+        num_columns,
+        num_parts=num_layers + 1,
+        tightness=tightness,
+    )
+    exchange_s = float(rng.choice([2e-5, 2e-4, 2e-3]))
+    fixed_s = (2 * num_layers + 1) * exchange_s
+    check_best(replace(problem, exchange_s=exchange_s, fixed_s=fixed_s))
+
+
+def check_best(problem: Problem) -> None:
+    """The solver's placement is as good as any, or there is none."""
     best = best_of_all(problem)
     if not np.isfinite(best):
         free = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
