@@ -251,6 +251,52 @@ def test_whole_layers_are_those_of_the_plan(
     assert 0 < is_whole.sum() < 12
 
 
+@pytest.mark.parametrize("num_missing", [12, 700])
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_whole_layers_where_the_plan_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, num_missing: int
+) -> None:
+    """Neurons of other layers leave, then those of the first whole layers, layer by layer."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_twelve_layers(tmp_path)
+    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, share)
+    counts = (plan.neuron_device == 0).sum(axis=1)
+    is_whole = (counts == config.ffn_size) & (plan.attention_device == 0)
+    budget = bytes_of_all(system) - num_missing * ffn_bytes(config, 1)
+    _, fitted, loading = fit(replace(system, gpu_memory_bytes=budget))
+    assert f"of the plan's {counts.sum()} hot neurons fit" in fitted.note
+    left = counts.sum() - fitted.system.num_hot_neurons
+    assert left >= num_missing
+    for layer in sorted(range(12), key=lambda at: (is_whole[at], at)):
+        gone = min(left, counts[layer]) if is_whole[layer] else 0
+        left -= gone
+        is_whole[layer] &= gone == 0
+    specs = service_specs(fitted.system, config)
+    assert loading.is_of(specs[0])
+    assert Topology(tuple(specs)).is_whole.tolist() == is_whole.tolist()
+
+
+def test_a_profile_says_which_neurons_leave(tmp_path: Path) -> None:
+    """Those that fire least, of whole layers too."""
+    path = make_twelve_layers(tmp_path)
+    system = SystemConfig(str(path), mode="exact", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, 0.7)
+    counts = np.random.default_rng(4).permutation(config.num_neurons).reshape(12, -1)
+    profile = ActivationProfile(counts.astype(np.int64), config.num_neurons, "t", "t")
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    planned_counts = np.sort(counts[plan.neuron_device == 0])
+    for num_gone in (12, 700):
+        fewer = replace(system, num_hot_neurons=planned_counts.size - num_gone)
+        hot = service_specs(fewer, config)[0].neuron_ids
+        assert hot is not None
+        held = [own[ids] for own, ids in zip(counts, hot, strict=True)]
+        assert np.sort(np.concatenate(held)).tolist() == planned_counts[num_gone:].tolist()
+
+
 def make_twelve_layers(folder: Path) -> Path:
     """A model of layers that are alike."""
     deep = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12, intermediate_size=640)
