@@ -44,11 +44,11 @@ from hotcold.numba_kernels.formats import row_items
 from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
 from tests.mxfp4_models import make_mxfp4
-from tests.placement_cases import make_machine
+from tests.placement_cases import llama_config, make_machine
 from tests.tiny_models import make_tiny
 
 CONTEXT_BYTES = 10_000
@@ -317,6 +317,29 @@ def planned(
     file = plan_path(system.model_path, request)
     write_plan(file, ModelIdentity.of(system.model_path), plan)
     return replace(system, plan_path=str(file)), plan
+
+
+@pytest.mark.parametrize("gpu_memory_bytes", [0, 12 << 30])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, scale: int) -> None:
+    """Less than what is left beside a context of 400 MiB, for models of 7 and some 50 billion."""
+    free, context_bytes = 24 << 30, 400 << 20
+    config = llama_config(
+        hidden_size=4096 * scale,
+        intermediate_size=11008 * scale,
+        num_hidden_layers=32 * scale,
+        num_attention_heads=32 * scale,
+        num_key_value_heads=8,
+        vocab_size=32000 * scale,
+    )
+    system = SystemConfig("", device="cuda", gpu_memory_bytes=gpu_memory_bytes)
+    budget = gpu_memory_bytes or free - cuda_fit.RESERVE_BYTES
+    sizes = cuda_fit._Sizes.of(system, config, NumpyDevice(free, context_bytes))
+    there = budget - context_bytes - cuda_fit.LATE_BYTES - sizes.work
+    (gpu, _) = make_plan_devices(
+        make_machine((free,)), num_cpu_actors=1, gpu_memory_bytes=gpu_memory_bytes or None
+    )
+    assert gpu.budget_bytes <= there
 
 
 def test_attempts_are_few(system: SystemConfig, monkeypatch: pytest.MonkeyPatch) -> None:
