@@ -34,6 +34,7 @@ MACHINES = Path(__file__).parent / "machines"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 _CONTEXT = 1024
 _NO_GPU = 0
+_WHOLE_GPU = 1 << 40  # these programs leave nothing of it to others
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Published:
     name: str
     shape: str
     machine: str
-    gpu_memory_bytes: int | None
+    gpu_memory_bytes: int
     density: float
     dense: float | None  # all neurons: llama.cpp, or PowerInfer told to skip none
     sparse: float | None  # PowerInfer
@@ -58,8 +59,8 @@ PUBLISHED = (
     Published("ReluLLaMA-70B", "llama-70b", "pc-high", _NO_GPU, 0.18, 0.52, None, "1"),
     Published("ReluFalcon-40B", "falcon-40b-like", "pc-high", _NO_GPU, 0.05, 0.85, 2.26, "1"),
     Published("Bamboo-7B", "bamboo-7b", "pc-high", _NO_GPU, 0.12, 4.78, 9.94, "2"),
-    Published("Bamboo-7B, RTX 4090", "bamboo-7b", "pc-high", None, 0.12, 58.34, 92.46, "2"),
-    Published("Bamboo-7B, RTX 2080 Ti", "bamboo-7b", "pc-low", None, 0.12, 7.64, 33.50, "2"),
+    Published("Bamboo-7B, RTX 4090", "bamboo-7b", "pc-high", _WHOLE_GPU, 0.12, 58.34, 92.46, "2"),
+    Published("Bamboo-7B, RTX 2080 Ti", "bamboo-7b", "pc-low", _WHOLE_GPU, 0.12, 7.64, 33.50, "2"),
 )
 # Shapes of the paper's section 8 with the sparsity that it gives.
 PAPER_MODELS = (
@@ -72,7 +73,7 @@ PAPER_MODELS = (
 
 
 def layer_split_s(
-    shape: str, dtype: str | None, machine: Machine, gpu_memory_bytes: int | None
+    shape: str, dtype: str | None, machine: Machine, gpu_memory_bytes: int
 ) -> float | None:
     """Seconds a token by llama.cpp's way, at the plan's bandwidths: None where it does not fit.
 
@@ -110,7 +111,7 @@ def planned_speed(
     shape: str,
     dtype: str | None,
     machine: Machine,
-    gpu_memory_bytes: int | None,
+    gpu_memory_bytes: int,
     mode: str,
     density: float,
 ) -> tuple[float, float] | None:
@@ -188,7 +189,7 @@ def paper_table() -> list[str]:
         machine = read_machine(MACHINES / f"{name}.json")
         for dtype in (None, "q4"):
             for shape, density in PAPER_MODELS:
-                place = (shape, dtype, machine, None)
+                place = (shape, dtype, machine, _WHOLE_GPU)
                 split_s = layer_split_s(*place)
                 exact = planned_speed(*place, "exact", density)
                 lowrank = planned_speed(*place, "lowrank", density)

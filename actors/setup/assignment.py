@@ -42,12 +42,16 @@ def hot_neurons(
     """The attention service's neurons, sorted ids of each layer; None where it holds none.
 
     Those of the plan, or all; if `num_hot_neurons` is set, only so many of them, the most frequent
-    by the model's profile.
+    by the model's profile. Of neurons as frequent the others leave before those of layers that the
+    plan puts on the GPU as a whole, and of these the first layers' before the next one's.
     Errors:  ArtifactError
     """
-    candidates = neurons.exists(config)
+    exists = candidates = neurons.exists(config)
+    is_whole = np.zeros(config.num_layers, bool)
     if plan is not None:
         candidates = (plan.neuron_device == 0) & (plan.num_gpus > 0)
+        is_whole = (candidates == exists).all(axis=1)
+        is_whole[: system.num_host_layers] = False
     num_hot = system.num_hot_neurons
     if num_hot < 0:
         num_hot = 0 if plan is None else int(candidates.sum())
@@ -56,7 +60,8 @@ def hot_neurons(
     path = Path(system.model_path)
     profile = own_profile(path, ModelIdentity.of(path), config)
     hot = hotness(config, rates_of(config, profile))
-    return hottest_neurons(hot.shape, num_hot, hot, candidates, _ranks(config))
+    ranks = _whole_first(_ranks(config), is_whole)
+    return hottest_neurons(hot.shape, num_hot, hot, candidates, ranks)
 
 
 def cold_neurons(
@@ -116,6 +121,14 @@ def _ranks(config: ModelConfig) -> np.ndarray:
     has_experts = np.array([len(layer.ffn.block_sizes) > 1 for layer in config.layers])
     of_neurons = np.take_along_axis(of_blocks, blocks, axis=1)
     return np.where(has_experts[:, None], of_neurons, ranks)
+
+
+def _whole_first(ranks: np.ndarray, is_whole: np.ndarray) -> np.ndarray:
+    """Ranks (L, N) by which whole layers come first, the last one before the one ahead of it."""
+    num_layers = len(is_whole)
+    turn = np.where(is_whole, np.arange(num_layers)[::-1], num_layers)
+    found: np.ndarray = ranks + turn[:, None] * (ranks.max() + 1)
+    return found
 
 
 def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:

@@ -14,8 +14,8 @@ from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import measured_before
 from hotcold.placement.memory import MemoryNeed
+from hotcold.placement.solver.plan_devices import RESERVE_BYTES
 
-RESERVE_BYTES = 512 << 20  # left to other programs where no budget is given
 NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
 _ASIDE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 

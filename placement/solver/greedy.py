@@ -29,11 +29,15 @@ def hottest_first(problem: Problem) -> Assignment | None:
 
 
 def _place_parts(problem: Problem, only_if_faster: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Device of each part, and the bytes left on each GPU."""
+    """Device of each part, and the bytes left on each GPU.
+
+    The last layer's attention comes first; where one stays on the host, those before it do.
+    """
     free = problem.budget_bytes[: problem.num_gpus].copy()
     device = np.full(len(problem.part_kinds), HOST, np.int16)
     for kind in _PART_ORDER:
-        for part in [part for part, name in enumerate(problem.part_kinds) if name == kind]:
+        parts = [part for part, name in enumerate(problem.part_kinds) if name == kind]
+        for part in reversed(parts):
             *on_gpu, on_host = problem.part_seconds[part]
             for gpu in np.argsort(on_gpu, kind="stable"):
                 is_wanted = on_gpu[gpu] < on_host or not only_if_faster
@@ -41,6 +45,8 @@ def _place_parts(problem: Problem, only_if_faster: bool) -> tuple[np.ndarray, np
                     device[part] = gpu
                     free[gpu] -= problem.part_bytes[part]
                     break
+            if device[part] == HOST:
+                break
     return device, free
 
 

@@ -12,6 +12,7 @@ from hotcold.placement.solver.problem import shares
 # The CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of steps and prompts
 # the rest (`actors/attention/cuda/fit.py` computes it precisely once the GPU is open).
 GPU_RESERVE_BYTES = 1 << 30
+RESERVE_BYTES = 512 << 20  # of a GPU, left to other programs where no budget is given
 
 
 def make_plan_devices(
@@ -24,10 +25,11 @@ def make_plan_devices(
 ) -> tuple[PlanDevice, ...]:
     """The GPUs with memory left, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
-    A GPU's budget is min(gpu_memory_bytes, free) - GPU_RESERVE_BYTES. A CPU actor has the memory
-    and bandwidth of its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared
-    node; cpu_memory_bytes and host_reserve_bytes are divided among actors in proportion to free
-    memory: min(share, free) - reserve. A limit of None is all free memory.
+    A GPU's budget is min(gpu_memory_bytes, free) - GPU_RESERVE_BYTES, without a limit
+    free - RESERVE_BYTES - GPU_RESERVE_BYTES. A CPU actor has the memory and bandwidth of its nodes
+    (`placement.machine.numa.node_groups`), or its fraction of a shared node; cpu_memory_bytes and
+    host_reserve_bytes are divided among actors in proportion to free memory:
+    min(share, free) - reserve. A limit of None is all of the host's free memory.
     """
     gpus = [
         _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes) for index, gpu in enumerate(machine.gpus)
@@ -37,7 +39,8 @@ def make_plan_devices(
 
 
 def _gpu_device(name: str, gpu: GpuDevice, limit_bytes: int | None) -> PlanDevice:
-    allowed = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
+    wanted = gpu.free_bytes - RESERVE_BYTES if limit_bytes is None else limit_bytes
+    allowed = min(wanted, gpu.free_bytes)
     return PlanDevice(
         name=name,
         is_gpu=True,

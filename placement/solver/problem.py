@@ -27,7 +27,7 @@ class Problem:
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
     head, a layer's predictor) is on one GPU or on the host; there each CPU device holds a share of
     it in proportion to the memory that its neurons leave free. Predictors are always on the host,
-    as the driver runs them.
+    as the driver runs them. Attention on the host is that of the first layers, as a system has it.
     Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
     Dtypes:  bytes and counts int64, seconds float64
     Units:   expected seconds a token; layer l has 0 or at least min_neurons[l, j] neurons on GPU j
@@ -70,10 +70,14 @@ class Problem:
         return found
 
     @property
+    def attention_parts(self) -> np.ndarray:
+        """Indices of parts that are a layer's attention, in the order of layers."""
+        return np.flatnonzero(np.array(self.part_kinds) == ATTENTION)
+
+    @property
     def joined_parts(self) -> np.ndarray:
         """Each layer's attention: (L,) indices of parts; none where layers are not joined."""
-        kinds = np.array(self.part_kinds)
-        found = np.flatnonzero(kinds == ATTENTION)
+        found = self.attention_parts
         joins = self.exchange_s > 0 and self.num_gpus > 0 and found.size == self.num_layers
         return found if joins else found[:0]
 

@@ -15,6 +15,7 @@ Variables, in this order:
                 work of layer l on d + sync (z[l, d] - w[l, d]) <= t[l]
                 w[l, j] <= p of its attention; all of its neurons * w[l, j] <= those on j
                 s[l, j] >= w[l, j] - w[l - 1, j]; h[j] <= w of the last layer and p of the head
+                sum of p of a layer's attention <= sum of p of the next layer's
                 min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
                 bytes on GPU j <= budget; neurons on a CPU device <= budget
                 neurons on all CPU devices + host parts <= their budgets together
@@ -148,6 +149,7 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     if gpus:
         _add_min_neurons(rows, problem, classes, n, z)
         rows.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], p, 1.0))
+        _add_first_on_host(rows, problem, p)
     if w.size:
         _add_whole_layers(rows, problem, classes, n, w, s, h, p)
     _add_budgets(rows, problem, classes, n, p)
@@ -206,6 +208,12 @@ def _add_min_neurons(
     least = np.minimum(problem.min_neurons, sizes) / unit
     rows.add(np.zeros(row.size), np.inf, work, (row, z, -least))
     rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
+
+
+def _add_first_on_host(rows: _Rows, problem: Problem, p: np.ndarray) -> None:
+    attention = p[problem.attention_parts]
+    row = np.arange(max(0, len(attention) - 1))[:, None]
+    rows.add(np.zeros(row.size), np.inf, (row, attention[1:], 1.0), (row, attention[:-1], -1.0))
 
 
 def _add_whole_layers(

@@ -20,10 +20,12 @@ from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
+from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import gpu_share
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.cuda_kernels import compiled
@@ -32,16 +34,21 @@ from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, padded_items
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, kv_cache_bytes
 from hotcold.numba_kernels.formats import row_items
+from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
+from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
 from tests.mxfp4_models import make_mxfp4
+from tests.placement_cases import llama_config, make_machine
 from tests.tiny_models import make_tiny
 
 CONTEXT_BYTES = 10_000
@@ -224,6 +231,115 @@ def test_hot_neurons_are_those_of_the_driver(
     assert 0 < fitted.system.num_hot_neurons < config.num_neurons
     assert loading.is_of(service_specs(fitted.system, served)[0])
     assert not loading.is_of(service_specs(fitted.system, config)[0])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
+def test_whole_layers_are_those_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """A plan says of each layer where its attention is, a system of how many: the first ones."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_twelve_layers(tmp_path)
+    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, share)
+    _, fitted, _ = fit(system)
+    topology = Topology(tuple(service_specs(fitted.system, config)))
+    is_whole = (plan.neuron_device == 0).all(axis=1) & (plan.attention_device == 0)
+    assert topology.is_whole.tolist() == is_whole.tolist()
+    assert 0 < is_whole.sum() < 12
+
+
+@pytest.mark.parametrize("num_missing", [12, 700])
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_whole_layers_where_the_plan_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, num_missing: int
+) -> None:
+    """Neurons of other layers leave, then those of the first whole layers, layer by layer."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_twelve_layers(tmp_path)
+    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, share)
+    counts = (plan.neuron_device == 0).sum(axis=1)
+    is_whole = (counts == config.ffn_size) & (plan.attention_device == 0)
+    budget = bytes_of_all(system) - num_missing * ffn_bytes(config, 1)
+    _, fitted, loading = fit(replace(system, gpu_memory_bytes=budget))
+    assert f"of the plan's {counts.sum()} hot neurons fit" in fitted.note
+    left = counts.sum() - fitted.system.num_hot_neurons
+    assert left >= num_missing
+    for layer in sorted(range(12), key=lambda at: (is_whole[at], at)):
+        gone = min(left, counts[layer]) if is_whole[layer] else 0
+        left -= gone
+        is_whole[layer] &= gone == 0
+    specs = service_specs(fitted.system, config)
+    assert loading.is_of(specs[0])
+    assert Topology(tuple(specs)).is_whole.tolist() == is_whole.tolist()
+
+
+def test_a_profile_says_which_neurons_leave(tmp_path: Path) -> None:
+    """Those that fire least, of whole layers too."""
+    path = make_twelve_layers(tmp_path)
+    system = SystemConfig(str(path), mode="exact", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, 0.7)
+    counts = np.random.default_rng(4).permutation(config.num_neurons).reshape(12, -1)
+    profile = ActivationProfile(counts.astype(np.int64), config.num_neurons, "t", "t")
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    planned_counts = np.sort(counts[plan.neuron_device == 0])
+    for num_gone in (12, 700):
+        fewer = replace(system, num_hot_neurons=planned_counts.size - num_gone)
+        hot = service_specs(fewer, config)[0].neuron_ids
+        assert hot is not None
+        held = [own[ids] for own, ids in zip(counts, hot, strict=True)]
+        assert np.sort(np.concatenate(held)).tolist() == planned_counts[num_gone:].tolist()
+
+
+def make_twelve_layers(folder: Path) -> Path:
+    """A model of layers that are alike."""
+    deep = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12, intermediate_size=640)
+    with mock.patch.dict(tiny_models.VARIANTS, {"deep": deep}):
+        return make_tiny("deep", folder / "model")
+
+
+def planned(
+    system: SystemConfig, config: ModelConfig, share: float
+) -> tuple[SystemConfig, PlacementPlan]:
+    """The plan for a GPU with room for such a share, and the system that loads by it."""
+    machine = make_machine(exchange_us=2.0)
+    num_bytes = attention_bytes(config) + ffn_bytes(config, config.num_neurons)
+    num_bytes += kv_cache_bytes(config, system.context_length, system.kv_dtype)
+    memory_bytes = GPU_RESERVE_BYTES + int(share * num_bytes)
+    request = plan_request(system, memory_bytes, None, machine.digest, None)
+    plan = make_plan(config, machine, None, request)
+    file = plan_path(system.model_path, request)
+    write_plan(file, ModelIdentity.of(system.model_path), plan)
+    return replace(system, plan_path=str(file)), plan
+
+
+@pytest.mark.parametrize("gpu_memory_bytes", [0, 12 << 30])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, scale: int) -> None:
+    """Less than what is left beside a context of 400 MiB, for models of 7 and some 50 billion."""
+    free, context_bytes = 24 << 30, 400 << 20
+    config = llama_config(
+        hidden_size=4096 * scale,
+        intermediate_size=11008 * scale,
+        num_hidden_layers=32 * scale,
+        num_attention_heads=32 * scale,
+        num_key_value_heads=8,
+        vocab_size=32000 * scale,
+    )
+    system = SystemConfig("", device="cuda", gpu_memory_bytes=gpu_memory_bytes)
+    budget = gpu_memory_bytes or free - cuda_fit.RESERVE_BYTES
+    sizes = cuda_fit._Sizes.of(system, config, NumpyDevice(free, context_bytes))
+    there = budget - context_bytes - cuda_fit.LATE_BYTES - sizes.work
+    (gpu, _) = make_plan_devices(
+        make_machine((free,)), num_cpu_actors=1, gpu_memory_bytes=gpu_memory_bytes or None
+    )
+    assert gpu.budget_bytes <= there
 
 
 def test_attempts_are_few(system: SystemConfig, monkeypatch: pytest.MonkeyPatch) -> None:

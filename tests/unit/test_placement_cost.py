@@ -16,7 +16,11 @@ from hotcold.placement.solver.cost import (
     part_costs,
     seen_share,
 )
-from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
+from hotcold.placement.solver.plan_devices import (
+    GPU_RESERVE_BYTES,
+    RESERVE_BYTES,
+    make_plan_devices,
+)
 from tests.placement_cases import llama_config, make_machine
 
 
@@ -85,13 +89,15 @@ def test_devices_share_nodes_and_limits() -> None:
         machine, num_cpu_actors=3, cpu_memory_bytes=6000, host_reserve_bytes=60
     )
     assert [device.name for device in devices] == ["gpu0", "gpu1", "cpu0", "cpu1", "cpu2"]
-    assert devices[0].budget_bytes == (8 << 30) - GPU_RESERVE_BYTES
+    assert devices[0].budget_bytes == (8 << 30) - RESERVE_BYTES - GPU_RESERVE_BYTES
     # Node 0 has two actors of 2000 bytes, node 1 one of 8000: shares of 6000 and 60 as 1 : 4 : 1.
     assert [device.budget_bytes for device in devices[2:]] == [990, 3960, 990]
     assert [device.rows_gb_per_s for device in devices[2:]] == [25.0, 50.0, 25.0]
     assert sum(device.gather_gb_per_s for device in devices[2:]) == 80.0
     limited = make_plan_devices(machine, num_cpu_actors=1, gpu_memory_bytes=GPU_RESERVE_BYTES)
     assert [device.name for device in limited] == ["cpu0"]
+    limited = make_plan_devices(machine, num_cpu_actors=1, gpu_memory_bytes=9 << 30)
+    assert limited[0].budget_bytes == (8 << 30) - GPU_RESERVE_BYTES
     first_is_full = make_machine((1 << 20, 8 << 30), (4000,))
     names = [device.name for device in make_plan_devices(first_is_full, num_cpu_actors=1)]
     assert names == ["gpu1", "cpu0"]

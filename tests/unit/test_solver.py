@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -43,6 +44,8 @@ def best_of_all(problem: Problem) -> float:
     layers = [layer_choices(problem, layer) for layer in range(problem.num_layers)]
     best = float("inf")
     for parts in product(range(-1, gpus), repeat=len(problem.part_bytes)):
+        if not first_are_on_host(problem, parts):
+            continue
         held = [0] * devices
         host, seconds = 0, problem.fixed_s
         for part, device in enumerate(parts):
@@ -58,6 +61,14 @@ def best_of_all(problem: Problem) -> float:
                 spared = spared_s(problem, list(parts), [entry[2] for entry in chosen])
                 best = min(best, seconds + sum(entry[0] for entry in chosen) - spared)
     return best
+
+
+def first_are_on_host(problem: Problem, parts: Sequence[int]) -> bool:
+    """Whether attention on the host, if any, is that of the first layers."""
+    on_gpu = [
+        p >= 0 for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == ATTENTION
+    ]
+    return on_gpu == sorted(on_gpu)
 
 
 def spared_s(problem: Problem, parts: list[int], only: list[int]) -> float:
@@ -107,9 +118,40 @@ def test_nothing_better_exists(seed: int, num_gpus: int, num_columns: int, num_p
     rng = np.random.default_rng(seed)
     sizes = (64, 64, 40) if seed % 2 else (64, 64, 64)
     tightness = float(rng.choice([1.15, 1.4, 3.0]))
-    problem = random_problem(
-        rng, 2, sizes, num_gpus, num_columns, num_parts=num_parts, tightness=tightness
+    check_best(
+        random_problem(
+            rng, 2, sizes, num_gpus, num_columns, num_parts=num_parts, tightness=tightness
+        )
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("num_layers", "num_groups", "num_gpus", "num_columns"),
+    [(2, 3, 2, 1), (2, 2, 2, 2), (3, 2, 1, 1), (4, 2, 1, 1), (3, 1, 2, 1)],
+)
+def test_nothing_better_exists_where_layers_are_joined(
+    seed: int, num_layers: int, num_groups: int, num_gpus: int, num_columns: int
+) -> None:
+    """Each layer has its attention, and exchanges cost as much as the neurons of a layer."""
+    rng = np.random.default_rng(seed)
+    tightness = float(rng.choice([1.15, 1.4, 2.0]))
+    problem = random_problem(
+        rng,
+        num_layers,
+        (64,) * num_groups,
+        num_gpus,
+        num_columns,
+        num_parts=num_layers + 1,
+        tightness=tightness,
+    )
+    exchange_s = float(rng.choice([2e-5, 2e-4, 2e-3]))
+    fixed_s = (2 * num_layers + 1) * exchange_s
+    check_best(replace(problem, exchange_s=exchange_s, fixed_s=fixed_s))
+
+
+def check_best(problem: Problem) -> None:
+    """The solver's placement is as good as any, or there is none."""
     best = best_of_all(problem)
     if not np.isfinite(best):
         free = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
@@ -235,6 +277,7 @@ def check(problem: Problem, found: Solution) -> None:
     held = part_bytes_on(problem, found.assignment)
     assert (held >= 0).all()
     assert held.sum(axis=1).tolist() == problem.part_bytes.tolist()
+    assert first_are_on_host(problem, found.assignment.part_device.tolist())
     for part, device in enumerate(found.assignment.part_device.tolist()):
         seconds += problem.part_seconds[part, device if device >= 0 else problem.num_gpus]
         if device >= 0:

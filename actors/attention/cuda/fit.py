@@ -17,7 +17,6 @@ from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.assignment import system_plan
-from hotcold.actors.setup.gpu_share import RESERVE_BYTES
 from hotcold.actors.setup.shards import (
     arena_layout,
     attention_spec,
@@ -32,6 +31,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.formats import DTYPES, row_items
+from hotcold.placement.solver.plan_devices import RESERVE_BYTES
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
