@@ -35,7 +35,7 @@ def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCpu:
         (tmp_path / "proc").mkdir(exist_ok=True)
         (tmp_path / "proc/cpuinfo").write_text(text)
         monkeypatch.setattr(platform, "machine", lambda: architecture)
-        monkeypatch.setattr(choose, "read_cpu", lambda root: read_cpu(tmp_path))
+        monkeypatch.setattr(choose, "read_cpu", lambda root=None: read_cpu(tmp_path))
         return tmp_path
 
     return write

@@ -235,7 +235,7 @@ def test_a_truncated_file_is_refused(plan: Plan, model: Path, machine: Path) -> 
         (("--threads", "17"), "--threads is 17"),
         (("--cpu-actors", "3", "--threads", "2"), "--cpu-actors is 3"),
         (("--context", "1"), "--context is 1"),
-        (("--gpu-memory", "0", "--cpu-memory", "1GB"), "bytes are missing"),
+        (("--gpu-memory", "0", "--cpu-memory", "600MB"), "bytes are missing"),
     ],
 )
 def test_what_cannot_be_planned(
