@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +24,7 @@ from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import served_config, service_specs
-from hotcold.cuda_kernels import compiled
-from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
 from hotcold.cuda_kernels.device import DeviceMemoryError
-from hotcold.cuda_kernels.matrix import FORMATS, padded_items
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -40,7 +33,6 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, kv_cache_bytes
-from hotcold.numba_kernels.formats import row_items
 from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
@@ -233,17 +225,25 @@ def test_hot_neurons_are_those_of_the_driver(
     assert not loading.is_of(service_specs(fitted.system, config)[0])
 
 
+def twelve_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> tuple[SystemConfig, ModelConfig, PlacementPlan]:
+    """A dense model with a plan for a GPU that holds `share` of it, and no reserves."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_twelve_layers(folder)
+    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
+    config = read_config(path)
+    system, plan = planned(system, config, share)
+    return system, config, plan
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
 def test_whole_layers_are_those_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """A plan says of each layer where its attention is, a system of how many: the first ones."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
-        monkeypatch.setattr(cuda_fit, name, 0)
-    path = make_twelve_layers(tmp_path)
-    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
-    config = read_config(path)
-    system, plan = planned(system, config, share)
+    system, config, plan = twelve_layers(tmp_path, monkeypatch, share)
     _, fitted, _ = fit(system)
     topology = Topology(tuple(service_specs(fitted.system, config)))
     is_whole = (plan.neuron_device == 0).all(axis=1) & (plan.attention_device == 0)
@@ -257,12 +257,7 @@ def test_whole_layers_where_the_plan_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, num_missing: int
 ) -> None:
     """Neurons of other layers leave, then those of the first whole layers, layer by layer."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
-        monkeypatch.setattr(cuda_fit, name, 0)
-    path = make_twelve_layers(tmp_path)
-    system = SystemConfig(str(path), mode="dense", num_threads=2, device="cuda", max_batch=1)
-    config = read_config(path)
-    system, plan = planned(system, config, share)
+    system, config, plan = twelve_layers(tmp_path, monkeypatch, share)
     counts = (plan.neuron_device == 0).sum(axis=1)
     is_whole = (counts == config.ffn_size) & (plan.attention_device == 0)
     budget = bytes_of_all(system) - num_missing * ffn_bytes(config, 1)
@@ -496,107 +491,3 @@ def test_less_is_tried_whoever_says_that_there_is_no_room(
     failures.append(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         fit(system)
-
-
-def stand_in_cupy_device(**parts: Any) -> CupyDevice:
-    """The device without CuPy, over what a test gives it."""
-    device = object.__new__(CupyDevice)
-    vars(device).update(parts)
-    return device
-
-
-def test_rows_are_copied_to_longer_ones() -> None:
-    """CUDA's copy of two dimensions: bytes of the host's rows, a pitch on either side."""
-    copies: list[tuple[Any, ...]] = []
-    device = stand_in_cupy_device(
-        _runtime=SimpleNamespace(
-            memcpyHostToDevice=1, memcpy2DAsync=lambda *parts: copies.append(parts)
-        ),
-        _stream=SimpleNamespace(ptr=7, synchronize=lambda: None),
-    )
-    whole = np.zeros((3, 224), np.uint8)
-
-    class OnDevice:
-        """The first columns of `whole`."""
-
-        data = SimpleNamespace(ptr=whole.ctypes.data)
-        strides, flags = whole.strides, whole[:, :210].flags
-
-    rows = np.random.default_rng(1).integers(0, 256, (3, 210), dtype=np.uint8)
-    device.upload(OnDevice(), rows)
-    ((to, to_pitch, start, pitch, width, height, kind, stream),) = copies
-    assert (to, start, kind, stream) == (whole.ctypes.data, rows.ctypes.data, 1, 7)
-    for row in range(height):
-        whole[row, :width] = rows.reshape(-1)[row * pitch :][:width]
-    assert to_pitch == 224
-    np.testing.assert_array_equal(whole[:, :210], rows)
-
-
-@pytest.mark.parametrize(
-    ("kind", "padding"),
-    [("q6", 14), ("mxfp4", 8), ("q8", 0), ("q4", 0), ("q4_1", 0), ("q4_k", 0), ("q5_k", 0)],
-)
-def test_which_rows_are_padded(kind: str, padding: int) -> None:
-    """Of a multiple of 256 weights, to 16 bytes; others have no pieces that are aligned."""
-    dtype = FORMATS[kind]
-    for groups, expected in ((8, padding), (128, 0)):
-        items = row_items(dtype, 32 * groups)
-        assert padded_items(dtype, items) == items + expected
-        assert (items + expected) * dtype.itemsize % 16 == 0
-    if kind in ("q8", "mxfp4"):
-        assert padded_items(dtype, row_items(dtype, 2880)) == row_items(dtype, 2880)
-
-
-def test_pinned_memory_goes_with_its_array() -> None:
-    class Memory(bytearray):
-        """With room for weak references."""
-
-    taken: list[weakref.ref[Memory]] = []
-
-    def alloc(num_bytes: int) -> Memory:
-        found = Memory(num_bytes)
-        taken.append(weakref.ref(found))
-        return found
-
-    device = stand_in_cupy_device(
-        xp=SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=alloc))
-    )
-    array = device.pinned((3, 4), np.float32)
-    array[2, 3] = 1
-    view = array[1:]
-    del array
-    gc.collect()
-    assert taken[0]() is not None and view[1, 3] == 1
-    del view
-    gc.collect()
-    assert taken[0]() is None
-
-
-def test_what_is_used_is_asked_beside_a_thread_that_captures_a_graph() -> None:
-    """To wait for a stream that is being captured would spoil the graph."""
-    device = stand_in_cupy_device(
-        _runtime=SimpleNamespace(memGetInfo=lambda: (60, 100)), _free_at_first=90, _stream=None
-    )
-    assert device.used_bytes() == 30
-
-
-@pytest.mark.parametrize(("told", "expected"), [(None, 9), (10, 10), (80, 9)])
-def test_of_a_part_of_a_card_the_card_says_nothing(told: int | None, expected: int) -> None:
-    assert _free_at_first(told, 9, 12) == expected
-
-
-def test_a_compiled_kernel_is_on_disk_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    compiled._write(tmp_path / "a.cubin", b"code")
-    assert len(synced) == 1 and (tmp_path / "a.cubin").read_bytes() == b"code"
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        compiled._write(tmp_path / "b.cubin", b"code")
-    assert [file.name for file in tmp_path.iterdir()] == ["a.cubin"]

@@ -1,0 +1,122 @@
+"""CuPy's device as far as it needs no GPU: copies, pinned memory, what is used, kernels on disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.cuda_kernels import compiled
+from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
+from hotcold.cuda_kernels.matrix import FORMATS, padded_items
+from hotcold.numba_kernels.formats import row_items
+
+
+def stand_in_cupy_device(**parts: Any) -> CupyDevice:
+    """The device without CuPy, over what a test gives it."""
+    device = object.__new__(CupyDevice)
+    vars(device).update(parts)
+    return device
+
+
+def test_rows_are_copied_to_longer_ones() -> None:
+    """CUDA's copy of two dimensions: bytes of the host's rows, a pitch on either side."""
+    copies: list[tuple[Any, ...]] = []
+    device = stand_in_cupy_device(
+        _runtime=SimpleNamespace(
+            memcpyHostToDevice=1, memcpy2DAsync=lambda *parts: copies.append(parts)
+        ),
+        _stream=SimpleNamespace(ptr=7, synchronize=lambda: None),
+    )
+    whole = np.zeros((3, 224), np.uint8)
+
+    class OnDevice:
+        """The first columns of `whole`."""
+
+        data = SimpleNamespace(ptr=whole.ctypes.data)
+        strides, flags = whole.strides, whole[:, :210].flags
+
+    rows = np.random.default_rng(1).integers(0, 256, (3, 210), dtype=np.uint8)
+    device.upload(OnDevice(), rows)
+    ((to, to_pitch, start, pitch, width, height, kind, stream),) = copies
+    assert (to, start, kind, stream) == (whole.ctypes.data, rows.ctypes.data, 1, 7)
+    for row in range(height):
+        whole[row, :width] = rows.reshape(-1)[row * pitch :][:width]
+    assert to_pitch == 224
+    np.testing.assert_array_equal(whole[:, :210], rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding"),
+    [("q6", 14), ("mxfp4", 8), ("q8", 0), ("q4", 0), ("q4_1", 0), ("q4_k", 0), ("q5_k", 0)],
+)
+def test_which_rows_are_padded(kind: str, padding: int) -> None:
+    """Of a multiple of 256 weights, to 16 bytes; others have no pieces that are aligned."""
+    dtype = FORMATS[kind]
+    for groups, expected in ((8, padding), (128, 0)):
+        items = row_items(dtype, 32 * groups)
+        assert padded_items(dtype, items) == items + expected
+        assert (items + expected) * dtype.itemsize % 16 == 0
+    if kind in ("q8", "mxfp4"):
+        assert padded_items(dtype, row_items(dtype, 2880)) == row_items(dtype, 2880)
+
+
+def test_pinned_memory_goes_with_its_array() -> None:
+    class Memory(bytearray):
+        """With room for weak references."""
+
+    taken: list[weakref.ref[Memory]] = []
+
+    def alloc(num_bytes: int) -> Memory:
+        found = Memory(num_bytes)
+        taken.append(weakref.ref(found))
+        return found
+
+    device = stand_in_cupy_device(
+        xp=SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=alloc))
+    )
+    array = device.pinned((3, 4), np.float32)
+    array[2, 3] = 1
+    view = array[1:]
+    del array
+    gc.collect()
+    assert taken[0]() is not None and view[1, 3] == 1
+    del view
+    gc.collect()
+    assert taken[0]() is None
+
+
+def test_what_is_used_is_asked_beside_a_thread_that_captures_a_graph() -> None:
+    """To wait for a stream that is being captured would spoil the graph."""
+    device = stand_in_cupy_device(
+        _runtime=SimpleNamespace(memGetInfo=lambda: (60, 100)), _free_at_first=90, _stream=None
+    )
+    assert device.used_bytes() == 30
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, 9), (10, 10), (80, 9)])
+def test_of_a_part_of_a_card_the_card_says_nothing(told: int | None, expected: int) -> None:
+    assert _free_at_first(told, 9, 12) == expected
+
+
+def test_a_compiled_kernel_is_on_disk_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    compiled._write(tmp_path / "a.cubin", b"code")
+    assert len(synced) == 1 and (tmp_path / "a.cubin").read_bytes() == b"code"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        compiled._write(tmp_path / "b.cubin", b"code")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.cubin"]
