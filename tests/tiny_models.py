@@ -388,6 +388,9 @@ MIXTURES: dict[str, Variant] = {
     ),
     "gpt-oss": Variant(_relative, "GptOss", **_GPT_OSS, swiglu_limit=0.8),
     "gpt-oss-plain": Variant(_relative, "GptOss", **_GPT_OSS, attention_bias=False),
+    "gpt-oss-one-expert": Variant(
+        _relative, "GptOss", **(_GPT_OSS | {"num_local_experts": 1, "num_experts_per_tok": 1})
+    ),
     "smallthinker": Variant(_smallthinker, 3),
     "smallthinker-windows": Variant(
         _smallthinker,

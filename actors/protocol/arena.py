@@ -41,7 +41,7 @@ class ArenaLayout:
     pages_a_slot: int
     num_layers: int = 1
     num_outputs: int = 1  # sums that a service passes on at most, of its neurons
-    num_blocks: int = 0  # of a layer's neurons, where there are several
+    num_blocks: int = 0  # of a layer's neurons, in a mixture of experts
     num_guessed: int = 0  # tokens of a step whose next layer's experts are guessed
     num_buckets: int = NUM_BUCKETS  # in which a layer's neurons are counted
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors

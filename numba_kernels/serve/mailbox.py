@@ -117,7 +117,7 @@ class SharedBuffers(NamedTuple):
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
-    block_weights (T, B): as in `Selection`, of the current layer; B is 0 for one block
+    block_weights (T, B): as in `Selection`, of the current layer; B is 0 in a dense model
     block_tokens (L, B) int32: of the layers that were LAYERS, of how many of the step's tokens each
     block was computed
     guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's

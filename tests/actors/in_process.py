@@ -215,8 +215,8 @@ class InProcessSystem:
         return num_outputs(lanes, self.config.ffn_bias) if lanes else 1
 
     def own_blocks(self) -> int:
-        """Blocks of the model's layers; 0 where each has one."""
-        return count if (count := neurons.most_blocks(self.config)) > 1 else 0
+        """Blocks of the layers of a mixture; 0 in a dense model."""
+        return 0 if self.config.experts is None else neurons.most_blocks(self.config)
 
     def _gpu(self) -> Service:
         return load_attention_service(self.gpu_spec(), self.config, lambda num_bytes: None)
