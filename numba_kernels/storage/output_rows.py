@@ -105,12 +105,15 @@ def _lane(group, num_groups):
 def _cut_codes(source, bits, groups, first, count, target):
     codes = source[: _CODE_BYTES * bits * groups].view(np.uint32)
     own = target[: _CODE_BYTES * bits * count].view(np.uint32)
-    for group in range(count):
+    group = np.int64(0)
+    while group < count:  # neighbours in both chunks
         before, lanes, lane = _lane(first + group, groups)
-        own_before, own_lanes, own_lane = _lane(np.int64(group), count)
-        at, to = bits * before + lane, bits * own_before + own_lane
+        own_before, own_lanes, own_lane = _lane(group, count)
+        run = min(lanes - lane, own_lanes - own_lane)
         for step in range(bits):
-            own[to + step * own_lanes] = codes[at + step * lanes]
+            at, to = bits * before + step * lanes + lane, bits * own_before + step * own_lanes
+            _copy(codes[at:], own[to + own_lane :], run)
+        group += run
 
 
 @njit(nogil=True, cache=True)
