@@ -71,6 +71,7 @@ _COMPILING = {
     "event:end_event": "kind data exc_details",
     "event:install_timer": None,
     "ir:Inst._rec_list_vars": "self val",
+    "inline_closurecall:InlineClosureCallPass.run": "self",
     "types:unliteral": "lit_type",
 }
 
