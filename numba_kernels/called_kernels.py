@@ -3,7 +3,8 @@
 Numba makes a whole program of every function: optimized machine code, with an entry for Python and
 one for C. A caller uses none of these: it links the function's LLVM code, optimizes it together
 with its own, and compiles it again. So of a function that a kernel calls nothing but its LLVM code
-is made, and kept on disk. For Python the same function is compiled to the end, as another kernel.
+is made, and kept on disk with that of its callees: what has an entry for Python links all, once.
+For Python the same function is compiled to the end, as another kernel.
 
 To Numba a number that is written in a call is a type of its own, and what is called is compiled
 once more for each. Here it is an int64, as any other.
@@ -47,6 +48,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     """
 
     _code: tuple[bytes, ...] = ()  # the function's own first; nothing where it has an entry
+    _was_asked_for = False  # its address, so there is machine code, too
 
     def finalize(self) -> None:
         """See numba.core.codegen."""
@@ -100,10 +102,10 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     def get_pointer_to_function(self, name: str) -> int:
         """See numba.core.codegen."""
         self._ensure_finalized()
-        if self._code and not self._codegen._engine.is_symbol_defined(name):
+        if self._code and not self._was_asked_for:
             module = llvm.parse_bitcode(self._code[0])
             if name in {each.name for each in _defined(module)}:
-                self._final_module = module
+                self._final_module, self._was_asked_for = module, True
                 self._link(self._code[1:])
                 self._optimize_final_module()
                 self._finalize_final_module()
@@ -189,7 +191,7 @@ def _say_wrong_shape(source, target):  # type: ignore[no-untyped-def]
 
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
-    # Half as many instructions more, for loops that vectors do not leave much of.
+    # Loops of unknown length: a quarter of all code, where products are written as vectors.
     llvm.set_option("hotcold", "-unroll-runtime=0")
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
