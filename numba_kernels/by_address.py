@@ -10,10 +10,12 @@ loop, as the next one makes its own in the same place. Python calls no kernel wi
 import hashlib
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.base import BaseContext
 from numba.core.datamodel import StructModel, register_default
 from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
+from numba.core.pythonapi import NativeValue, unbox
 
 _PACKAGE = f"{__package__}."
 _FEW = 4  # arrays
@@ -106,6 +108,45 @@ def _field(context: Any, builder: Any, kind: Any, value: Any, name: str) -> Any:
     index = kind.fields.index(name)
     found = context.data_model_manager[kind].field(builder, value, index)
     return impl_ret_borrowed(context, builder, kind.types[index], found)
+
+
+@unbox(TupleByAddress)
+def _read_tuple(kind: Any, obj: Any, c: Any) -> Any:
+    """An entry's argument. Numba would write out each array of it, which is most of the entry."""
+    place = cgutils.alloca_once(c.builder, c.context.data_model_manager[kind].get_data_type())
+    return NativeValue(place, is_error=c.builder.call(_reader(kind, c), (obj, place)))
+
+
+def _reader(kind: Any, c: Any) -> Any:
+    """The module's function that writes a Python object, as `kind`, to an address.
+
+    It returns whether that failed.
+    """
+    module, model = c.builder.module, c.context.data_model_manager[kind]
+    name = f"read.{hashlib.sha256(str(kind).encode()).hexdigest()[:16]}"
+    if name in module.globals:
+        return module.globals[name]
+    arguments = c.pyapi.pyobj, model.get_data_type().as_pointer()
+    function = ir.Function(module, ir.FunctionType(cgutils.bool_t, arguments), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    obj, place = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+    c = c._replace(builder=builder, pyapi=c.context.get_python_api(builder))
+    if isinstance(kind, TupleByAddress):
+        failed = cgutils.false_bit
+        for index, each in enumerate(kind.types):
+            item = c.pyapi.tuple_getitem(obj, index)
+            target = cgutils.gep_inbounds(builder, place, 0, index)
+            failed = builder.or_(failed, builder.call(_reader(each, c), (item, target)))
+    else:
+        found = c.unbox(kind, obj)
+        if found.cleanup is not None:
+            raise NotImplementedError(f"{kind} in a tuple by address")
+        builder.store(model.as_data(builder, found.value), place)
+        failed = found.is_error
+    builder.ret(failed)
+    return function
 
 
 def num_arrays(kind: Any) -> int:

@@ -3,7 +3,8 @@
 Numba makes a whole program of every function: optimized machine code, with an entry for Python and
 one for C. A caller uses none of these: it links the function's LLVM code, optimizes it together
 with its own, and compiles it again. So of a function that a kernel calls nothing but its LLVM code
-is made, and kept on disk. For Python the same function is compiled to the end, as another kernel.
+is made, and kept on disk with that of its callees: what has an entry for Python links all, once.
+For Python the same function is compiled to the end, as another kernel.
 
 To Numba a number that is written in a call is a type of its own, and what is called is compiled
 once more for each. Here it is an int64, as any other.
@@ -15,6 +16,7 @@ sixth of the work. What makes arrays has `_nrt=True`; it may not return any to w
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -41,52 +43,82 @@ _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions 
 class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     """A function's code. Without an entry it becomes machine code when its address is wanted.
 
-    In memory LLVM code is ten to twenty times as large as machine code. What the disk cache has is
-    read without it, until somebody links it.
+    LLVM code is kept as bitcode, in memory and on disk: each function that is called has its own
+    and that of all that it reaches. Only what has an entry links them, once.
     """
 
-    _is_called = False
-    _bitcode = b""  # of LLVM code that has not been read
+    _code: tuple[bytes, ...] = ()  # the function's own first; nothing where it has an entry
+    _was_asked_for = False  # its address, so there is machine code, too
 
-    def _optimize_final_module(self) -> None:
-        self._is_called = not any(_is_own_entry(each) for each in self._final_module.functions)
-        if not self._is_called:
-            super()._optimize_final_module()
-
-    def _finalize_final_module(self) -> None:
-        if not self._is_called:
-            super()._finalize_final_module()
-            _set_waiting(self._codegen)
+    def finalize(self) -> None:
+        """See numba.core.codegen."""
+        self._raise_if_finalized()
+        callees = dict.fromkeys(code for each in self._linking_libraries for code in _code_of(each))
+        for each in self._linking_libraries:
+            self._reload_init.update(each._reload_init)
+        if any(map(_is_entry, self._final_module.functions)):
+            self._link(callees)
+            self._linking_libraries.clear()
+            super().finalize()
             return
         self._finalize_dynamic_globals()
-        self._verify_declare_only_symbols()
+        for each in self._linking_libraries:
+            self._dynamic_globals += each._dynamic_globals
+        self._linking_libraries.clear()
+        self._code = self._final_module.as_bitcode(), *callees
         self._finalized = True
+
+    def _link(self, callees: Iterable[bytes]) -> None:
+        """Add this code to the module: defined more than once, to be inlined, unused to be removed.
+
+        Numba has it "linkonce_odr", of which LLVM links only what is wanted so far.
+        """
+        for each in callees:
+            module = llvm.parse_bitcode(each)
+            for function in _defined(module):
+                if function.linkage in (llvm.Linkage.external, llvm.Linkage.linkonce_odr):
+                    function.linkage = "weak_odr"
+            self._final_module.link_in(module)
+        for function in _defined(self._final_module):
+            if function.linkage == llvm.Linkage.weak_odr:
+                function.linkage = "linkonce_odr"
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Make less of it: a kernel that links it optimizes it once more, with all else."""
+        ll_module.data_layout = self._codegen._data_layout
+        for function in _defined(ll_module):
+            passes, builder = self._codegen._function_pass_manager(opt=1)
+            passes.run(function, builder)
+
+    def _optimize_final_module(self) -> None:
+        """Numba runs a cheap round before, for references that are counted."""
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+    def _finalize_final_module(self) -> None:
+        super()._finalize_final_module()
+        _set_waiting(self._codegen)
 
     def get_pointer_to_function(self, name: str) -> int:
         """See numba.core.codegen."""
         self._ensure_finalized()
-        if self._is_called and name in {each.name for each in self.get_defined_functions()}:
-            self._get_module_for_linking()  # is a copy, which stays as it is
-            self._is_called = False
-            super()._optimize_final_module()
-            self._finalize_final_module()
+        if self._code and not self._was_asked_for:
+            module = llvm.parse_bitcode(self._code[0])
+            if name in {each.name for each in _defined(module)}:
+                self._final_module, self._was_asked_for = module, True
+                self._link(self._code[1:])
+                self._optimize_final_module()
+                self._finalize_final_module()
         return int(super().get_pointer_to_function(name))
 
     def serialize_using_object_code(self) -> tuple[Any, ...]:
         """See numba.core.codegen."""
-        if self._is_called:
-            return self.name, _CALLED, self._get_module_for_linking().as_bitcode()
-        name, _, (machine_code, bitcode) = super().serialize_using_object_code()
-        module = self._get_module_for_linking()
-        known = [*module.functions, *module.global_variables]
+        self._ensure_finalized()
+        if self._code:
+            return self.name, _CALLED, self._code
+        known = [*self._final_module.functions, *self._final_module.global_variables]
         defined = [each.name for each in known if not each.is_declaration]
-        self._shared_module, self._bitcode = None, bitcode
-        return name, _WHOLE, (machine_code, bitcode, defined)
-
-    def _get_module_for_linking(self) -> Any:
-        if self._bitcode:
-            self._shared_module, self._bitcode = llvm.parse_bitcode(self._bitcode), b""
-        return super()._get_module_for_linking()
+        return self.name, _WHOLE, (self._get_compiled_object(), defined)
 
     @classmethod
     def _unserialize(cls, codegen: Any, state: tuple[Any, ...]) -> Any:
@@ -95,10 +127,10 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
             return super()._unserialize(codegen, state)
         self = codegen.create_library(name)
         if kind == _CALLED:
-            self._final_module = self._shared_module = llvm.parse_bitcode(data)
-            self._is_called = self._finalized = self._disable_inspection = True
+            self._code = tuple(_known.setdefault(each, each) for each in data)
+            self._finalized = self._disable_inspection = True
             return self
-        machine_code, self._bitcode, defined = data
+        machine_code, defined = data
         self.enable_object_caching()
         self._set_compiled_object(machine_code)
         codegen._engine._defined_symbols.update(defined)
@@ -106,10 +138,21 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
         return self
 
 
-def _is_own_entry(function: Any) -> bool:
-    """Whether it is an entry for Python of the library itself, not of one that was linked."""
-    is_external = function.linkage == llvm.Linkage.external
-    return is_external and not function.is_declaration and function.name.startswith(_ENTRY)
+_known: dict[bytes, bytes] = {}  # bitcode that was read
+
+
+def _code_of(library: Any) -> tuple[bytes, ...]:
+    code: tuple[bytes, ...] = getattr(library, "_code", ())
+    return code or (library._get_module_for_linking().as_bitcode(),)
+
+
+def _defined(module: Any) -> list[Any]:
+    return [each for each in module.functions if not each.is_declaration]
+
+
+def _is_entry(function: Any) -> bool:
+    """Whether it is an entry for Python."""
+    return bool(function.name.startswith(_ENTRY) and not function.is_declaration)
 
 
 def _set_waiting(codegen: Any) -> None:
@@ -148,6 +191,8 @@ def _say_wrong_shape(source, target):  # type: ignore[no-untyped-def]
 
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
+    # Loops of unknown length: a quarter of all code, where products are written as vectors.
+    llvm.set_option("hotcold", "-unroll-runtime=0")
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
     customize_flags = _FunctionCompiler._customize_flags

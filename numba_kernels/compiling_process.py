@@ -7,7 +7,8 @@ This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 from contextlib import nullcontext
 from typing import Any
 
-from numba.core import event, ir
+from numba.core import errors, event, ir
+from numba.core.inline_closurecall import InlineClosureCallPass
 from numba.core.targetconfig import TargetConfig
 
 from hotcold.numba_kernels.numba_parts import has_compiling_parts
@@ -24,6 +25,9 @@ def only_compile() -> None:
         event.start_event = event.end_event = _tell_nobody
         event.install_timer = lambda kind, callback: nullcontext()
         ir.Inst._rec_list_vars = _variables
+        InlineClosureCallPass.run = _inline_closures
+        if hasattr(errors, "HighlightColorScheme"):
+            errors.HighlightColorScheme._markup = _without_colors
 
 
 # Each call of each overload looks flags up, and Numba would list the options of both every time.
@@ -42,6 +46,27 @@ def _hash_of_type(self: TargetConfig) -> int:
 
 def _tell_nobody(kind: str, data: Any = None, exc_details: Any = None) -> None:
     """In place of Numba's events, which timers of each function that is compiled hear."""
+
+
+def _without_colors(self: Any, msg: str, color: Any = None, style: Any = None) -> str:
+    """For a message of each overload that does not fit, of which hardly any is shown."""
+    return msg
+
+
+_inline = InlineClosureCallPass.run
+
+
+def _inline_closures(self: Any) -> None:
+    """Numba's, which goes over a function four times, where there is something to inline."""
+    expressions = (
+        each.value
+        for block in self.func_ir.blocks.values()
+        for each in block.body
+        if isinstance(each, ir.Assign) and isinstance(each.value, ir.Expr)
+    )
+    is_reduced = "reduce" in self.func_ir.func_id.code.co_names
+    if is_reduced or any(each.op in ("make_function", "build_list") for each in expressions):
+        _inline(self)
 
 
 def _variables(self: ir.Inst, value: Any) -> list[ir.Var]:

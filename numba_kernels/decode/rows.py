@@ -35,7 +35,13 @@ from hotcold.numba_kernels.ir.tile_ir import (
     tile_tokens,
     tile_wide,
 )
-from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
+from hotcold.numba_kernels.ir.vector_ir import (
+    any_layout,
+    dot_row,
+    dot_tokens2,
+    dot_tokens4,
+    read_rows,
+)
 
 _PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
@@ -224,14 +230,8 @@ def rows_at_once(weights):
 
 
 @njit(nogil=True, cache=True)
-def block_products(weights, x, out, first, last, column):
-    """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
-
-    `x` is `quantize_activations` of the T tokens of `out`. One token streams the rows at memory
-    bandwidth. Several tokens share panels of rows, in tiles where those are faster, else token by
-    token; float rows are read once for all tokens whose vectors fit the L1 cache. docs/lab_log.md
-    has the figures.
-    """
+def _block_products(weights, x, out, first, last, column):
+    """`block_products`; `out` is of any layout."""
     row, column, num_tokens = first, column - first, out.shape[0]
     size, fewest = rows_at_once(weights), fewest_tokens(weights)
     if num_tokens == 1:
@@ -250,6 +250,18 @@ def block_products(weights, x, out, first, last, column):
         end = min(row + size, last)
         _token_by_token(weights, x, out, row, end, column)
         row = end
+
+
+@njit(nogil=True, cache=True)
+def block_products(weights, x, out, first, last, column):
+    """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
+
+    `x` is `quantize_activations` of the T tokens of `out`. One token streams the rows at memory
+    bandwidth. Several tokens share panels of rows, in tiles where those are faster, else token by
+    token; float rows are read once for all tokens whose vectors fit the L1 cache. docs/lab_log.md
+    has the figures.
+    """
+    _block_products(weights, x, any_layout(out), first, last, column)
 
 
 @njit(nogil=True, cache=True)
