@@ -40,13 +40,17 @@ class UnpackedRows:
     """A block of rows of one format times some vectors, up to TOKENS of them."""
 
     def __init__(
-        self, row_format: RowFormat, row_of: Callable[[Vec], Row], groups: Vec, tiles: Tiles
+        self,
+        row_format: RowFormat,
+        row_of: Callable[[Vec], Row],
+        num_rows: int,
+        groups: Vec,
+        tile: tuple[int, int],
     ) -> None:
-        """row_of: a row by its place in the block; tiles: a block is so many, one below another."""
+        """row_of: a row by its place among `num_rows`; tile: rows and vectors side by side."""
         self.format, self.codes = row_format, codes_of(row_format)
-        self.row_of, self.groups = row_of, groups
-        self.tile_rows, self.at_once = tiles.num_rows, tiles.num_tokens
-        self.num_rows = tiles.num_rows * tiles.num_tiles
+        self.row_of, self.num_rows, self.groups = row_of, num_rows, groups
+        self.tile_rows, self.at_once = tile
         self.builder = groups.builder
         self.num_halves = 2 if row_format.has_halves else 1
         self.num_parts = _STEPS // self.codes.steps
@@ -156,7 +160,7 @@ class _Chunk:
         self.multiply, self.builder = rows.multiply, rows.builder
         self.steps = rows.codes.steps
         every = range(rows.num_parts)
-        # What parts of a chunk have sums of their own: those of halves of groups, or too large ones.
+        # Parts whose products are added up: a half of each group, or all.
         self.part_sums = [[part] for part in every] if rows.num_halves == 2 else [list(every)]
 
     def each_register(self, body: Callable[[Vec], None]) -> None:
@@ -164,12 +168,10 @@ class _Chunk:
         for lane in range(0, CHUNK_GROUPS, REGISTER_LANES):
             body(self.index.like(lane))
 
-    def each_turn(self, sums: list[Var], body: Callable[[Vec | int, Vec | int], None]) -> None:
+    def each_turn(self, body: Callable[[Vec | int, Vec | int], None]) -> None:
         """body(where a turn's codes are, where a part begins beyond part 0's)."""
         for number in range(self.steps):
             body(number * _VECTOR_BYTES, CHUNK // self.rows.num_parts)
-            for total, value in zip(sums, held([total.get() for total in sums]), strict=True):
-                total.set(value)
 
     def folded(self, counts: list[Vec]) -> list[Vec]:
         """Sums of all steps, in the lanes of the first."""
@@ -198,7 +200,7 @@ class _Chunk:
                             values = self._load(start, part_bytes, part, at)
                             total.set(self.multiply.add_begin(total.get(), values))
 
-            self.each_turn([], turn)
+            self.each_turn(turn)
             for i, of_vector in enumerate(sums):
                 for part, total in enumerate(of_vector):
                     self._begin_at(i, part, lane).store(total.get())
@@ -209,9 +211,7 @@ class _Chunk:
         place = (vector * self.rows.num_halves + part) * _VECTOR_BYTES
         return self.rows.begins_at + place + lane * 4
 
-    def tile(
-        self, vectors: list[Vector], totals: list[Ptr], codes: Ptr, factors: Ptr
-    ) -> None:
+    def tile(self, vectors: list[Vector], totals: list[Ptr], codes: Ptr, factors: Ptr) -> None:
         """Add the products to `totals`, each a vector's first row's."""
         self.each_register(lambda lane: self._register(vectors, totals, codes, factors, lane))
 
@@ -254,9 +254,7 @@ class _Chunk:
                 self.folded(self._sums(vectors, codes, lane, half, parts))
                 for half, parts in enumerate(self.part_sums)
             ]
-        found = [
-            self._sums(vectors, codes, lane, 0, [part]) for part in range(self.rows.num_parts)
-        ]
+        found = [self._sums(vectors, codes, lane, 0, [part]) for part in range(self.rows.num_parts)]
         return [self.folded([low + high for low, high in zip(*found, strict=True)])]
 
     def _values(self, vector: Vector, lane: Vec) -> Ptr:
@@ -291,8 +289,10 @@ class _Chunk:
                     for i, values in enumerate(inputs):
                         total = sums[row * len(vectors) + i]
                         total.set(self.multiply.add_taken(total.get(), weights, values))
+                for total, value in zip(sums, held([total.get() for total in sums]), strict=True):
+                    total.set(value)
 
-        self.each_turn(sums, turn)
+        self.each_turn(turn)
         ends = [self.multiply.end([total.get()]) for total in sums]
         if not self.multiply.half_offset:
             return ends
@@ -321,7 +321,7 @@ class _LastChunk(_Chunk):
         end = whole_steps(self.num_groups + (REGISTER_LANES - 1), REGISTER_LANES)
         for_range(0, end, REGISTER_LANES, body)
 
-    def each_turn(self, sums: list[Var], body: Callable[[Vec | int, Vec | int], None]) -> None:
+    def each_turn(self, body: Callable[[Vec | int, Vec | int], None]) -> None:
         """body(where a turn's codes are, where a part begins beyond part 0's)."""
         part_bytes = self.num_groups * (4 * self.steps)
         for_range(0, self.num_turns, 1, lambda i: body(i * self.num_lanes * 4, part_bytes))
