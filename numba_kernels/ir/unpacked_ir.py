@@ -218,44 +218,37 @@ class _Chunk:
     def _register(
         self, vectors: list[Vector], totals: list[Ptr], codes: Ptr, factors: Ptr, lane: Vec
     ) -> None:
-        rows, first, every = self.rows, lane * 4, range(self.rows.tile_rows)
-        counts_of_halves = self._counts(vectors, codes, lane)
+        """Each half of a group, or whole ones: the sums of few products fit the registers."""
+        rows, first = self.rows, lane * 4
         at = self.index * (4 * CHUNK_GROUPS) + first
         scales = [self.scales(vector, at, lane) for vector in vectors]
         sums: list[Vec] = []
         if self.multiply.offset or rows.format.has_min:
             sums = [(vector.sums + at).load(I32, REGISTER_LANES, align=1) for vector in vectors]
-        cells = [[total + row * _VECTOR_BYTES + first for total in totals] for row in every]
-        sofar = [[cell.load(F32, REGISTER_LANES) for cell in of_row] for of_row in cells]
-        own = [factors + row * rows.factor_bytes + first for row in every]
-        for half, counts in enumerate(counts_of_halves):
-            for row in every:
-                of_row = (own[row] + half * _VECTOR_BYTES).load(F32, REGISTER_LANES)
-                for i, scale in enumerate(scales):
-                    count = counts[row * len(vectors) + i]
+        for half in range(rows.num_halves):
+            counts = iter(self._counts(vectors, codes, lane, half))
+            for row in range(rows.tile_rows):
+                own = factors + row * rows.factor_bytes + first
+                of_row = (own + half * _VECTOR_BYTES).load(F32, REGISTER_LANES)
+                for i, (total, scale) in enumerate(zip(totals, scales, strict=True)):
+                    cell, count = total + row * _VECTOR_BYTES + first, next(counts)
                     if self.multiply.offset:
                         count = count - (sums[i] << self.multiply.offset.bit_length() - 1)
-                    sofar[row][i] = count.astype(F32).fma(of_row * scale, sofar[row][i])
-        if rows.format.has_min:
-            scaled = [count.astype(F32) * scale for count, scale in zip(sums, scales, strict=True)]
-            for row in every:
-                minima = (own[row] + rows.num_halves * _VECTOR_BYTES).load(F32, REGISTER_LANES)
-                sofar[row] = [
-                    minima.fma(one, total) for one, total in zip(scaled, sofar[row], strict=True)
-                ]
-        for of_cells, of_row in zip(cells, sofar, strict=True):
-            for cell, total in zip(of_cells, of_row, strict=True):
-                cell.store(total)
+                    sofar = cell.load(F32, REGISTER_LANES)
+                    sofar = count.astype(F32).fma(of_row * scale, sofar)
+                    if rows.format.has_min:
+                        minima = (own + rows.num_halves * _VECTOR_BYTES).load(F32, REGISTER_LANES)
+                        sofar = minima.fma(sums[i].astype(F32) * scale, sofar)
+                    cell.store(sofar)
 
-    def _counts(self, vectors: list[Vector], codes: Ptr, lane: Vec) -> list[list[Vec]]:
-        """Integer sums of each row and vector, by halves of groups."""
+    def _counts(self, vectors: list[Vector], codes: Ptr, lane: Vec, half: int) -> list[Vec]:
+        """Integer sums of each row and vector, of a half of each group where halves have factors."""
         if not self.multiply.has_part_sums:
-            return [
-                self.folded(self._sums(vectors, codes, lane, half, parts))
-                for half, parts in enumerate(self.part_sums)
-            ]
-        found = [self._sums(vectors, codes, lane, 0, [part]) for part in range(self.rows.num_parts)]
-        return [self.folded([low + high for low, high in zip(*found, strict=True)])]
+            return self.folded(self._sums(vectors, codes, lane, half, self.part_sums[half]))
+        found = [
+            self._sums(vectors, codes, lane, half, [part]) for part in range(self.rows.num_parts)
+        ]
+        return self.folded([low + high for low, high in zip(*found, strict=True)])
 
     def _values(self, vector: Vector, lane: Vec) -> Ptr:
         return vector.values + self.index * CHUNK + lane * 4

@@ -318,7 +318,7 @@ def held(vectors: list[Vec]) -> list[Vec]:
     builder, kinds = vectors[0].builder, [vector.value.type for vector in vectors]
     kind = ir.FunctionType(ir.LiteralStructType(kinds), kinds)
     constraints = ["=x"] * len(kinds) + [str(place) for place in range(len(kinds))]
-    nothing = ir.InlineAsm(kind, "", ",".join(constraints))
+    nothing = ir.InlineAsm(kind, "", ",".join([*constraints, "~{memory}"]), side_effect=True)
     found = builder.call(nothing, [vector.value for vector in vectors])
     return [Vec(builder, builder.extract_value(found, i)) for i in range(len(kinds))]
 
