@@ -25,7 +25,8 @@ class ByteDot:
     group's sum of values is what that, or the format's offset, adds too much. Values beside a
     minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
     products fit in them, all that a lane has of a chunk: they are added up before they become 32
-    bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
+    bits. Of parts of a chunk codes below bytes are unsigned, and sums begin with what that adds too
+    much. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int, of_parts: bool = False) -> None:
@@ -36,7 +37,8 @@ class ByteDot:
         self.vnni = vnni_lanes()
         self.avx2 = has_feature("avx2") and not self.vnni
         begins = of_parts and self.avx2 and codes.max_pairs > 0
-        # What is added to signed codes, and by what sums of values times it they begin smaller.
+        # What is added to signed codes; and what all are too large by, times which sums of values
+        # are taken off beforehand (`add_begin`).
         self.added = _SIGNED_ADDED if begins and self.is_signed else 0
         self.begin_offset = offset + self.added if begins else 0
         if self.begin_offset:

@@ -1,8 +1,9 @@
-"""Vector IR for products of a few quantized rows with many vectors: rows unpacked once for all.
+"""Vector IR for products of quantized rows with many vectors: a block of rows unpacked for all.
 
 A chunk's codes become bytes, and its factors float32, on the stack, which is in the first-level
 cache. Vectors meet them in tiles whose integer sums fill the registers; float sums wait on the
-stack too. Each product is added up in the order of `numba_kernels.ir.integer_ir`.
+stack too. Each product is added up in the order of `numba_kernels.ir.integer_ir`. A tile of a whole
+chunk is one run of instructions without a branch.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class _Chunk:
                     cell.store(sofar)
 
     def _counts(self, vectors: list[Vector], codes: Ptr, lane: Vec, half: int) -> list[Vec]:
-        """Integer sums of each row and vector, of a half of each group where halves have factors."""
+        """Integer sums of each row and vector, of whole groups or of one half of each."""
         if not self.multiply.has_part_sums:
             return self.folded(self._sums(vectors, codes, lane, half, self.part_sums[half]))
         found = [

@@ -312,7 +312,11 @@ def stack_space(builder: Any, kind: Any) -> Ptr:
 
 
 def held(vectors: list[Vec]) -> list[Vec]:
-    """The same vectors, as registers that LLVM knows nothing about: their sums keep their order."""
+    """The same vectors, held in registers here, whatever LLVM would rather do; with AVX2.
+
+    LLVM neither adds whole numbers up in another order across this place nor moves loads: it would
+    run out of registers.
+    """
     if not vectors or not has_feature("avx2"):
         return vectors
     builder, kinds = vectors[0].builder, [vector.value.type for vector in vectors]

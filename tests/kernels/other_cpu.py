@@ -90,7 +90,7 @@ def with_ends(kind: str) -> list[Quantized]:
 
 def ones() -> np.ndarray:
     """Tokens of 1 or of -1 alone: 127 and -127 where they are quantized."""
-    return np.repeat(np.float32([[1], [-1]] * 5), WIDTH_IN_BLOCKS, axis=1)
+    return np.repeat(np.array([[1], [-1]] * 5, np.float32), WIDTH_IN_BLOCKS, axis=1)
 
 
 def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
