@@ -35,6 +35,7 @@ from hotcold.numba_kernels.ir.tile_ir import (
     tile_tokens,
     tile_wide,
 )
+from hotcold.numba_kernels.ir.unpacked_ir import TOKENS
 from hotcold.numba_kernels.ir.vector_ir import (
     any_layout,
     dot_row,
@@ -129,9 +130,10 @@ def _overload_tiles(weights, row, count, is_first, x, out, column):  # type: ign
 
 
 def _unpacked_tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
-    rows, _, _ = tile_shape(weights)
-    for first in range(0, count, rows):
-        tile_tokens(weights, row + first, x, out, column + first)
+    rows, _, tiles = tile_shape(weights)
+    for t in range(0, out.shape[0], TOKENS):
+        for first in range(0, count, rows * tiles):
+            tile_tokens(weights, row + first, x, t, out, column + first)
 
 
 def _quantized_tiles(reads_first: bool) -> Callable[..., None]:

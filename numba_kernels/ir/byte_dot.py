@@ -15,6 +15,7 @@ from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
 _VNNI = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}  # by lanes
 _AVX2_LANES = 8
+_SIGNED_ADDED = 16  # to codes whose magnitude is at most 12
 
 
 class ByteDot:
@@ -24,7 +25,8 @@ class ByteDot:
     group's sum of values is what that, or the format's offset, adds too much. Values beside a
     minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
     products fit in them, all that a lane has of a chunk: they are added up before they become 32
-    bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
+    bits. Of parts of a chunk codes below bytes are unsigned, and sums begin with what that adds too
+    much. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int, of_parts: bool = False) -> None:
@@ -34,10 +36,17 @@ class ByteDot:
         self.is_signed = codes.is_signed
         self.vnni = vnni_lanes()
         self.avx2 = has_feature("avx2") and not self.vnni
+        begins = of_parts and self.avx2 and codes.max_pairs > 0
+        # What is added to signed codes; and what all are too large by, times which sums of values
+        # are taken off beforehand (`add_begin`).
+        self.added = _SIGNED_ADDED if begins and self.is_signed else 0
+        self.begin_offset = offset + self.added if begins else 0
+        if self.begin_offset:
+            self.is_signed, offset = False, 0
         num_pairs = 4 if of_parts or row_format.has_halves else 8
         self.in_pairs = self.avx2 and codes.max_pairs >= num_pairs
         # Whether the parts of a chunk's steps have sums of their own: those of both do not fit.
-        self.has_part_sums = of_parts and self.in_pairs and codes.max_pairs < 8
+        self.has_part_sums = begins and not self.begin_offset and codes.max_pairs < 8
         self.high_in_place = self.vnni > 0 and codes.high_can_stay and num_chains == 2
         of_groups = 0 if row_format.has_halves else offset
         self.offset = 128 if self.is_signed and self.vnni else of_groups
@@ -53,8 +62,8 @@ class ByteDot:
 
     def taken(self, weights: Vec) -> Vec:
         """A step's codes as instructions take them."""
-        if self.subtracted:
-            return (weights.view(I8) - self.subtracted).view(I32)
+        if self.subtracted or self.added:
+            return (weights.view(I8) + (self.added - self.subtracted)).view(I32)
         return weights ^ 0x80808080 - (1 << 32) if self.vnni and self.is_signed else weights
 
     def add(self, total: Vec, weights: Vec, values: Vec) -> Vec:
@@ -80,6 +89,15 @@ class ByteDot:
         if not self.half_offset:
             return total
         return self._dot(total, values.view(I8).like(self.half_offset), values.view(I8))
+
+    def add_begin(self, total: Vec, values: Vec) -> Vec:
+        """What sums begin with, one step's values times `begin_offset` less.
+
+        Sums of 16 bits may wrap meanwhile: each ends as the sum of products with signed codes,
+        which fits.
+        """
+        codes = values.view(I8).like(self.begin_offset)
+        return total - avx2_pairs(False, codes, values.view(I8))
 
     def end(self, chains: list[Vec]) -> Vec:
         """All chains of sums together, int32, `offset` still in them."""

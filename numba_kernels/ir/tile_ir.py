@@ -19,12 +19,12 @@ from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
 from hotcold.numba_kernels.ir.operands import Vectors, Weights
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import has_feature, vnni_lanes
-from hotcold.numba_kernels.ir.unpacked_ir import UnpackedRows
+from hotcold.numba_kernels.ir.unpacked_ir import TOKENS, UnpackedRows
 from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
-# Of plain quantized rows without AVX-512: the fewest tokens that are worth unpacking rows for with
-# AVX-VNNI; with AVX2 alone only shorter rows are, whose last chunk is a part of one.
+# Of plain quantized rows without AVX-512: the fewest tokens that are worth unpacking rows for.
+# With AVX2 alone fewer are where rows are shorter than this and end with a part of a chunk.
 _FEWEST_PLAIN, _SHORT_GROUPS = 8, 3 * CHUNK_GROUPS
 _MAX_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
 
@@ -50,7 +50,7 @@ UNPACKS = not has_feature("avx512f")
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
     True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
-    False: (Tiles(2, 4, 12, 2), Tiles(6 if vnni_lanes() else 4, 2, 1, 4)),
+    False: (Tiles(2, 4, 12, 2), Tiles(6, 2, 1, 4) if vnni_lanes() else Tiles(4, 2, 4, 4)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of quantized rows that take long to unpack, so that more tokens share it.
@@ -99,9 +99,7 @@ def tile_shape(typingctx, weights):
 def fewest_tokens(typingctx, weights):
     """Fewer tokens than these are multiplied one after the other, not in tiles.
 
-    Rows of plain bytes and nibbles are read two tokens at a time as fast as they are unpacked, for
-    few tokens with AVX-VNNI, and for any with AVX2's byte products, unless rows are short and end
-    with a part of a chunk.
+    A few tokens read rows of plain bytes and nibbles two at a time as fast as rows are unpacked.
     """
     tiles, row_format = tiles_of(weights), format_of(weights.dtype)
     is_plain = UNPACKS and row_format is not None and row_format.is_plain
@@ -110,11 +108,12 @@ def fewest_tokens(typingctx, weights):
         fewest = Vec.full(given.builder, tiles.fewest_tokens, I64)
         if not is_plain:
             return fewest
+        plain = fewest.like(_FEWEST_PLAIN)
         if vnni_lanes():
-            return fewest.like(_FEWEST_PLAIN)
+            return plain
         groups = Weights(given.array(0)).groups
-        unpacks = (groups & CHUNK_GROUPS - 1).differs(0) & groups.below(_SHORT_GROUPS)
-        return unpacks.where(fewest, fewest.like(NEVER))
+        is_short = (groups & CHUNK_GROUPS - 1).differs(0) & groups.below(_SHORT_GROUPS)
+        return is_short.where(fewest, plain)
 
     return _INDEX(weights), codegen_of(emit)
 
@@ -163,22 +162,31 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
 
 
 @intrinsic
-def tile_tokens(typingctx, weights, row, x, out, column):
-    """out[t, column + r] = weights[row + r] . x[t] for a tile of quantized rows and all tokens."""
+def tile_tokens(typingctx, weights, row, x, token, out, column):
+    """out[t, column + r] = weights[row + r] . x[t] for a block of quantized rows, of tokens.
+
+    Those are TOKENS from `token` on, or as many as there are.
+    """
 
     def emit(given: Arguments) -> None:
-        matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(3)
-        first, column = given.numbers(1, 4)
+        matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+        first, token, column = given.numbers(1, 3, 5)
         assert matrix.format
         tiles = tiles_of(matrix)
-        rows = [matrix.row(first + r) for r in range(tiles.num_rows)]
-        UnpackedRows(matrix.format, rows, matrix.groups, tiles.num_tokens).emit(
-            vectors.vector,
-            out.shape[0],
-            lambda token, r, product: out.at(token, column + r).store(product),
+        rows = UnpackedRows(
+            matrix.format,
+            lambda r: matrix.row(first + r),
+            tiles.num_rows * tiles.num_tiles,
+            matrix.groups,
+            (tiles.num_rows, tiles.num_tokens),
+        )
+        rows.emit(
+            lambda t: vectors.vector(token + t),
+            (out.shape[0] - token).minimum(TOKENS),
+            lambda t, r, product: out.at(token + t, column + r).store(product),
         )
 
-    return types.void(weights, _INDEX, x, out, _INDEX), codegen_of(emit)
+    return types.void(weights, _INDEX, x, _INDEX, out, _INDEX), codegen_of(emit)
 
 
 def _emit_panel(

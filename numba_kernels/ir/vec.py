@@ -15,6 +15,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from hotcold.numba_kernels.ir.target import has_feature
+
 F32 = ir.FloatType()
 HALF = ir.HalfType()
 I8 = ir.IntType(8)
@@ -307,6 +309,22 @@ def stack_space(builder: Any, kind: Any) -> Ptr:
         space = builder.alloca(kind)
         space.align = 64
         return Ptr(builder, space)
+
+
+def held(vectors: list[Vec]) -> list[Vec]:
+    """The same vectors, held in registers here, whatever LLVM would rather do; with AVX2.
+
+    LLVM neither adds whole numbers up in another order across this place nor moves loads: it would
+    run out of registers.
+    """
+    if not vectors or not has_feature("avx2"):
+        return vectors
+    builder, kinds = vectors[0].builder, [vector.value.type for vector in vectors]
+    kind = ir.FunctionType(ir.LiteralStructType(kinds), kinds)
+    constraints = ["=x"] * len(kinds) + [str(place) for place in range(len(kinds))]
+    nothing = ir.InlineAsm(kind, "", ",".join([*constraints, "~{memory}"]), side_effect=True)
+    found = builder.call(nothing, [vector.value for vector in vectors])
+    return [Vec(builder, builder.extract_value(found, i)) for i in range(len(kinds))]
 
 
 def for_range(start: Vec | int, stop: Vec, step: int, body: Callable[[Vec], None]) -> None:

@@ -40,13 +40,14 @@ from tests.kernels.products import combine, linear
 from tests.kernels.prompt_texts import a_text, attend
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
+    LIMITS,
     SUMMED,
     Quantized,
     quantized_vectors,
     random_rows,
 )
 
-KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6", "mxfp4")
+KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q5_k", "q6", "mxfp4")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "f16c", "fma")
 # Two whole blocks of tiles of float rows and some rows; four chunks and six groups more.
 NUM_ROWS, WIDTH = 51, 2240
@@ -54,7 +55,7 @@ WIDTH_IN_BLOCKS = 2304  # eight groups more
 # Row after row; rows side by side, which ask for the next ones or not; rows unpacked twice.
 TOKENS = (1, 5, 13, 35)
 LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
-LAST_ROWS, LAST_TOKENS = 7, (1, 2, 5, 9)
+LAST_ROWS, LAST_TOKENS = 19, (1, 2, 5, 9)  # rows of a block of tiles, and some
 PROMPT = a_text(np.uint16, 150, (6, 2), 20)
 ATTENTION: tuple[dict[str, Any], ...] = ({}, {"window": 70, "softcap": 2.5})
 PROMPT_TOKENS, PROMPT_PART = 71, range(40, 63)
@@ -81,6 +82,17 @@ def with_last_chunk(kind: str, groups: int) -> Quantized:
     return random_rows(groups, kind, LAST_ROWS, CHUNK + QUANT_GROUP * groups)
 
 
+def with_ends(kind: str) -> list[Quantized]:
+    """Rows of the least value alone, and of the greatest, which make the largest sums."""
+    ends = (7, 15) if kind == "mxfp4" else LIMITS[kind]  # numbers of values
+    return [random_rows(abs(end), kind, LAST_ROWS, WIDTH_IN_BLOCKS, (end, end)) for end in ends]
+
+
+def ones() -> np.ndarray:
+    """Tokens of 1 or of -1 alone: 127 and -127 where they are quantized."""
+    return np.repeat(np.array([[1], [-1]] * 5, np.float32), WIDTH_IN_BLOCKS, axis=1)
+
+
 def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens as kernels take them, and as products with weights of that kind take them."""
     x = random_floats(num_tokens, num_tokens, width_of(kind))
@@ -105,6 +117,7 @@ def results(kind: str) -> dict[str, np.ndarray]:
         found |= {f"attended{i}": attend(PROMPT, **how) for i, how in enumerate(ATTENTION)}
     else:
         found |= _last_chunks(kind)
+        found |= {f"end{i}": gemv(rows.rows, ones()) for i, rows in enumerate(with_ends(kind))}
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found
     found |= _prompt_products(gate, down)

@@ -16,7 +16,7 @@ IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].factors
 IN_LAYERS = [kind for kind in KINDS if not kind.endswith("_k")]
 # That down rows may be in.
 SUMMED = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].is_summed]
-_LIMITS = {
+LIMITS = {
     "q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15), "q4_k": (0, 15), "q5": (-16, 15),
     "q5_k": (0, 31), "q6": (-32, 31), "mxfp4": (0, 15),
 }  # fmt: skip
@@ -49,10 +49,13 @@ class Quantized:
         return groups.reshape(len(self.values), -1)
 
 
-def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
-    """Rows of every value that the format has."""
+def random_rows(
+    seed: int, kind: str, num_rows: int, width: int, limits: tuple[int, int] | None = None
+) -> Quantized:
+    """Rows of every value that the format has, or that is within `limits`."""
     rng = np.random.default_rng(seed)
-    values = rng.integers(*_LIMITS[kind], (num_rows, width // 32, 32), endpoint=True)
+    size = (num_rows, width // 32, 32)
+    values = rng.integers(*(limits or LIMITS[kind]), size, endpoint=True)
     if kind in IN_BLOCKS:
         return _random_q6(rng, values) if kind == "q6" else _random_k(kind, rng, values)
     if kind == "mxfp4":
@@ -95,7 +98,7 @@ def _random_k(kind: str, rng: np.random.Generator, values: np.ndarray) -> Quanti
     """Rows of these values: 0..63 for each group twice, two float16 for eight groups."""
     num_rows, groups, _ = values.shape
     blocks = rng.uniform(1e-5, 4e-4, (num_rows, groups // 8, 2)).astype(np.float16)
-    blocks[..., 1] *= -(_LIMITS[kind][1] + 1) / 2
+    blocks[..., 1] *= -(LIMITS[kind][1] + 1) / 2
     numbers = rng.integers(0, 63, (num_rows, groups, 2), endpoint=True)
     pairs = [_pairs_of_six_bits(chunk) for chunk in _chunks(numbers)]
     packed = np.hstack([*_pack(kind, values), *pairs, _bytes(blocks)])
@@ -143,7 +146,7 @@ def _pack(kind: str, values: np.ndarray) -> list[np.ndarray]:
         if kind == "q8":
             found.extend(_four(chunk, 4 * step) % 256 for step in range(8))
             continue
-        chunk = chunk - _LIMITS[kind][0]
+        chunk = chunk - LIMITS[kind][0]
         for step in range(4):
             low, high = (_four(chunk, 8 * step + 4 * half) for half in range(2))
             found.append(low % 16 | high % 16 << 4)

@@ -34,7 +34,9 @@ from tests.kernels.other_cpu import (
     TOKENS,
     inputs,
     matrix,
+    ones,
     results,
+    with_ends,
     with_last_chunk,
 )
 from tests.kernels.quantized_rows import IN_BLOCKS, SUMMED, quantized_vectors
@@ -107,6 +109,7 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
             np.testing.assert_allclose(found[f"attended{i}"], expected, atol=3e-6)
     else:
         check_last_chunks(kind, found)
+        check_ends(kind, found)
     if kind != "f16" and kind not in SUMMED:  # nobody adds up its rows
         return
     assert found["listed"].tobytes() == found["rows1"][0, LISTED].tobytes()
@@ -137,6 +140,14 @@ def check_last_chunks(kind: str, found: dict[str, np.ndarray]) -> None:
             limit = 2e-6 * (np.abs(x) @ rows.sizes.T)
             products = found[f"last{groups}x{n}"]
             assert (np.abs(products - x @ rows.weights.T) <= limit).all(), (groups, n)
+
+
+def check_ends(kind: str, found: dict[str, np.ndarray]) -> None:
+    """The same of the largest sums of whole numbers that there are."""
+    x = ones().astype(np.float64)
+    for i, rows in enumerate(with_ends(kind)):
+        limit = 2e-6 * (np.abs(x) @ rows.sizes.T)
+        assert (np.abs(found[f"end{i}"] - x @ rows.weights.T) <= limit).all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="runs x86 code")
