@@ -35,8 +35,9 @@ from hotcold.numba_kernels.kernel_cache import being_compiled, is_called
 
 _PACKAGE = f"{__package__}."
 # How code is kept, beside Numba's own "object" and "bitcode".
-_CALLED, _WHOLE = "called", "whole"
+_CALLED, _WHOLE = "called functions", "whole program"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
+_OWN_ENTRY = f"{_ENTRY}7hotcold"  # which no kernel of others links
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
 
 
@@ -49,6 +50,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
 
     _code: tuple[bytes, ...] = ()  # the function's own first; nothing where it has an entry
     _was_asked_for = False  # its address, so there is machine code, too
+    _bitcode = b""  # of what has an entry and is not ours, until somebody links it
 
     def finalize(self) -> None:
         """See numba.core.codegen."""
@@ -102,7 +104,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     def get_pointer_to_function(self, name: str) -> int:
         """See numba.core.codegen."""
         self._ensure_finalized()
-        if self._code and not self._was_asked_for:
+        if self._code and not self._was_asked_for and not name.startswith(_ENTRY):
             module = llvm.parse_bitcode(self._code[0])
             if name in {each.name for each in _defined(module)}:
                 self._final_module, self._was_asked_for = module, True
@@ -118,7 +120,15 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
             return self.name, _CALLED, self._code
         known = [*self._final_module.functions, *self._final_module.global_variables]
         defined = [each.name for each in known if not each.is_declaration]
-        return self.name, _WHOLE, (self._get_compiled_object(), defined)
+        bitcode = b""
+        if not any(each.startswith(_OWN_ENTRY) for each in defined):
+            bitcode = self._get_module_for_linking().as_bitcode()
+        return self.name, _WHOLE, (self._get_compiled_object(), bitcode, defined)
+
+    def _get_module_for_linking(self) -> Any:
+        if self._bitcode:
+            self._shared_module, self._bitcode = llvm.parse_bitcode(self._bitcode), b""
+        return super()._get_module_for_linking()
 
     @classmethod
     def _unserialize(cls, codegen: Any, state: tuple[Any, ...]) -> Any:
@@ -130,7 +140,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
             self._code = tuple(_known.setdefault(each, each) for each in data)
             self._finalized = self._disable_inspection = True
             return self
-        machine_code, defined = data
+        machine_code, self._bitcode, defined = data
         self.enable_object_caching()
         self._set_compiled_object(machine_code)
         codegen._engine._defined_symbols.update(defined)
@@ -191,7 +201,7 @@ def _say_wrong_shape(source, target):  # type: ignore[no-untyped-def]
 
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
-    # Loops of unknown length: a quarter of all code, where products are written as vectors.
+    # Loops of unknown length: a fifth of all code, though products are written as vectors.
     llvm.set_option("hotcold", "-unroll-runtime=0")
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload

@@ -4,11 +4,11 @@ Numba serves programs that run on, and that watch how it compiles. Compiled code
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from numba.core import errors, event, ir
-from numba.core.inline_closurecall import InlineClosureCallPass
+from numba.core import errors, event, inline_closurecall, ir
 from numba.core.targetconfig import TargetConfig
 
 from hotcold.numba_kernels.numba_parts import has_compiling_parts
@@ -25,7 +25,8 @@ def only_compile() -> None:
         event.start_event = event.end_event = _tell_nobody
         event.install_timer = lambda kind, callback: nullcontext()
         ir.Inst._rec_list_vars = _variables
-        InlineClosureCallPass.run = _inline_closures
+        inline_pass = inline_closurecall.InlineClosureCallPass
+        inline_pass.run = _where_needed(inline_pass.run)
         if hasattr(errors, "HighlightColorScheme"):
             errors.HighlightColorScheme._markup = _without_colors
 
@@ -53,20 +54,24 @@ def _without_colors(self: Any, msg: str, color: Any = None, style: Any = None) -
     return msg
 
 
-_inline = InlineClosureCallPass.run
+def _where_needed(inline: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Numba's way to inline closures, which goes over a function four times, for those with any.
 
+    A `reduce` or stencil by another name is not seen; no kernel has one.
+    """
 
-def _inline_closures(self: Any) -> None:
-    """Numba's, which goes over a function four times, where there is something to inline."""
-    expressions = (
-        each.value
-        for block in self.func_ir.blocks.values()
-        for each in block.body
-        if isinstance(each, ir.Assign) and isinstance(each.value, ir.Expr)
-    )
-    is_reduced = "reduce" in self.func_ir.func_id.code.co_names
-    if is_reduced or any(each.op in ("make_function", "build_list") for each in expressions):
-        _inline(self)
+    def run(self: Any) -> None:
+        expressions = (
+            each.value
+            for block in self.func_ir.blocks.values()
+            for each in block.body
+            if isinstance(each, ir.Assign) and isinstance(each.value, ir.Expr)
+        )
+        is_reduced = "reduce" in self.func_ir.func_id.code.co_names
+        if is_reduced or any(each.op in ("make_function", "build_list") for each in expressions):
+            inline(self)
+
+    return run
 
 
 def _variables(self: ir.Inst, value: Any) -> list[ir.Var]:

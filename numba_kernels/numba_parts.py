@@ -47,7 +47,7 @@ _COMPILING = {
     "codegen:JITCodeLibrary._ensure_finalized": "self",
     "codegen:JITCodeLibrary.enable_object_caching": "self",
     "codegen:JITCodeLibrary._set_compiled_object": "self value",
-    "codegen:JITCodeLibrary.get_defined_functions": "self",
+    "codegen:JITCodeLibrary._get_compiled_object": "self",
     "codegen:JITCodeLibrary.get_pointer_to_function": "self name",
     "codegen:JITCodeLibrary.serialize_using_object_code": "self",
     "codegen:JITCodeLibrary._unserialize": "codegen state",

@@ -7,7 +7,9 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.vectors import copy_numbers
 
-_REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
+# Not full fastmath, which breaks NaN checks. Symbols are named by the set's order, which for a
+# literal differs between a module's source and its bytecode.
+_REORDER = "reassoc", "contract", "nsz", "arcp"
 RMS_NORM, LAYER_NORM = 0, 1
 
 
@@ -16,7 +18,7 @@ def norm_kind(name: str) -> np.int32:
     return np.int32({"rmsnorm": RMS_NORM, "layernorm": LAYER_NORM}[name])
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDER)
+@njit(nogil=True, cache=True, fastmath=set(_REORDER))
 def rms_norm_kernel(x, weight, epsilon, out):
     """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing.
 
@@ -30,7 +32,7 @@ def rms_norm_kernel(x, weight, epsilon, out):
         out[i] = x[i] * scale * weight[i]
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDER)
+@njit(nogil=True, cache=True, fastmath=set(_REORDER))
 def layer_norm_kernel(x, weight, bias, epsilon, out):
     """out = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias; checks nothing.
 

@@ -25,12 +25,12 @@ class ByteDot:
     group's sum of values is what that, or the format's offset, adds too much. Values beside a
     minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
     products fit in them, all that a lane has of a chunk: they are added up before they become 32
-    bits. Of parts of a chunk codes below bytes are unsigned, and sums begin with what that adds too
-    much. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
+    bits. Of parts of a chunk codes below bytes are unsigned, and sums begin with minus what that
+    adds. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int, of_parts: bool = False) -> None:
-        """of_parts: each part of a chunk's steps has sums of its own."""
+        """of_parts: for `unpacked_ir`, whose sums are of a chunk's parts, or of both of them."""
         codes = codes_of(row_format)
         offset = codes.offset
         self.is_signed = codes.is_signed
@@ -45,7 +45,7 @@ class ByteDot:
             self.is_signed, offset = False, 0
         num_pairs = 4 if of_parts or row_format.has_halves else 8
         self.in_pairs = self.avx2 and codes.max_pairs >= num_pairs
-        # Whether the parts of a chunk's steps have sums of their own: those of both do not fit.
+        # Whether parts have sums of their own, as those of both do not fit: of fifths with minima.
         self.has_part_sums = begins and not self.begin_offset and codes.max_pairs < 8
         self.high_in_place = self.vnni > 0 and codes.high_can_stay and num_chains == 2
         of_groups = 0 if row_format.has_halves else offset
@@ -93,8 +93,8 @@ class ByteDot:
     def add_begin(self, total: Vec, values: Vec) -> Vec:
         """What sums begin with, one step's values times `begin_offset` less.
 
-        Sums of 16 bits may wrap meanwhile: each ends as the sum of products with signed codes,
-        which fits.
+        Sums of 16 bits may wrap meanwhile: each ends as the sum of products with signed codes. A
+        lane has at most 16 of them, of magnitudes to 16 and 127: 32,512, which fits.
         """
         codes = values.view(I8).like(self.begin_offset)
         return total - avx2_pairs(False, codes, values.view(I8))

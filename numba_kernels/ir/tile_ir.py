@@ -24,7 +24,7 @@ from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
 # Of plain quantized rows without AVX-512: the fewest tokens that are worth unpacking rows for.
-# With AVX2 alone fewer are where rows are shorter than this and end with a part of a chunk.
+# Without VNNI fewer are where rows are shorter than this and end with a part of a chunk.
 _FEWEST_PLAIN, _SHORT_GROUPS = 8, 3 * CHUNK_GROUPS
 _MAX_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
 
@@ -34,8 +34,9 @@ class Tiles:
     """How rows and several tokens are multiplied side by side.
 
     A tile has as many sums as registers hold beside a column of weights. So many tiles at least are
-    read before they are multiplied: their rows stay in the second-level cache. Fewer tokens than
-    `fewest_tokens` go one after the other. docs/lab_log.md has the figures.
+    read before they are multiplied: their rows stay in the second-level cache. Rows that are
+    unpacked for all tokens are so in blocks of `num_tiles`. Fewer tokens than `fewest_tokens` go
+    one after the other. docs/lab_log.md has the figures.
     """
 
     num_rows: int
@@ -99,7 +100,8 @@ def tile_shape(typingctx, weights):
 def fewest_tokens(typingctx, weights):
     """Fewer tokens than these are multiplied one after the other, not in tiles.
 
-    A few tokens read rows of plain bytes and nibbles two at a time as fast as rows are unpacked.
+    A few tokens read rows of plain bytes and nibbles two at a time as fast as rows are unpacked,
+    but short rows that end with a part of a chunk.
     """
     tiles, row_format = tiles_of(weights), format_of(weights.dtype)
     is_plain = UNPACKS and row_format is not None and row_format.is_plain

@@ -1,9 +1,9 @@
 """Vector IR for products of quantized rows with many vectors: a block of rows unpacked for all.
 
-A chunk's codes become bytes, and its factors float32, on the stack, which is in the first-level
+A chunk's codes become bytes, and its factors float32, on the stack, and stay in the first-level
 cache. Vectors meet them in tiles whose integer sums fill the registers; float sums wait on the
-stack too. Each product is added up in the order of `numba_kernels.ir.integer_ir`. A tile of a whole
-chunk is one run of instructions without a branch.
+stack too, and go by. Each product is added up in the order of `numba_kernels.ir.integer_ir`. A tile
+of a whole chunk is one run of instructions without a branch.
 """
 
 from __future__ import annotations
@@ -203,17 +203,17 @@ class _Chunk:
 
             self.each_turn(turn)
             for i, of_vector in enumerate(sums):
-                for part, total in enumerate(of_vector):
-                    self._begin_at(i, part, lane).store(total.get())
+                for half, total in enumerate(of_vector):
+                    self._begin_at(i, half, lane).store(total.get())
 
         self.each_register(register)
 
-    def _begin_at(self, vector: int, part: int, lane: Vec) -> Ptr:
-        place = (vector * self.rows.num_halves + part) * _VECTOR_BYTES
+    def _begin_at(self, vector: int, half: int, lane: Vec) -> Ptr:
+        place = (vector * self.rows.num_halves + half) * _VECTOR_BYTES
         return self.rows.begins_at + place + lane * 4
 
     def tile(self, vectors: list[Vector], totals: list[Ptr], codes: Ptr, factors: Ptr) -> None:
-        """Add the products to `totals`, each a vector's first row's."""
+        """Add the products to `totals`; these, `codes` and `factors` are the first row's."""
         self.each_register(lambda lane: self._register(vectors, totals, codes, factors, lane))
 
     def _register(
@@ -237,7 +237,7 @@ class _Chunk:
                         count = count - (sums[i] << self.multiply.offset.bit_length() - 1)
                     sofar = cell.load(F32, REGISTER_LANES)
                     sofar = count.astype(F32).fma(of_row * scale, sofar)
-                    if rows.format.has_min:
+                    if rows.format.has_min:  # such formats have no halves
                         minima = (own + rows.num_halves * _VECTOR_BYTES).load(F32, REGISTER_LANES)
                         sofar = minima.fma(sums[i].astype(F32) * scale, sofar)
                     cell.store(sofar)

@@ -317,7 +317,7 @@ def held(vectors: list[Vec]) -> list[Vec]:
     LLVM neither adds whole numbers up in another order across this place nor moves loads: it would
     run out of registers.
     """
-    if not vectors or not has_feature("avx2"):
+    if len(vectors) == 1 or not has_feature("avx2"):  # of one LLVM wants no struct
         return vectors
     builder, kinds = vectors[0].builder, [vector.value.type for vector in vectors]
     kind = ir.FunctionType(ir.LiteralStructType(kinds), kinds)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numba.core import types
+from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import QUANT_GROUP
@@ -38,7 +39,11 @@ _FACTOR = types.float32
 @intrinsic
 def any_layout(typingctx, array):
     """The same array as one of any strides: what takes it is compiled once for all layouts."""
-    return array.copy(layout="A")(array), lambda context, builder, signature, given: given[0]
+
+    def emit(context, builder, signature, given):
+        return impl_ret_borrowed(context, builder, signature.return_type, given[0])
+
+    return array.copy(layout="A")(array), emit
 
 
 @intrinsic

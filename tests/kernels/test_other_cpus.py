@@ -58,7 +58,7 @@ OLDER = {
     # The numbers of AVX-VNNI: the same instruction as AVX-512 encodes it.
     "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], QUANTIZED),
     "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], QUANTIZED),
-    "plain": ("", [], ("f16", "q8", "q5", "q6", "mxfp4")),
+    "plain": ("", [], ("f16", "q8", "q4_1", "q5", "q5_k", "q6", "mxfp4")),
 }
 
 NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avxvnni": ("avxvnni",)}
@@ -178,9 +178,12 @@ def test_avx_vnni_without_avx512(run_for: Callable[..., Run], kind: str) -> None
     assert not re.search(r"vpmaddubsw|%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[1-7]", assembly)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8", "mxfp4"])
+ARM_KINDS = ("f16", "q8", "q4_1", "mxfp4")
+
+
+@pytest.mark.parametrize("kind", ARM_KINDS)
 def test_arm(run_for: Callable[..., Run], kind: str) -> None:
-    assembly = (run_for("generic", "", "aarch64", "f16", "q8", "mxfp4").folder / kind).read_text()
+    assembly = (run_for("generic", "", "aarch64", *ARM_KINDS).folder / kind).read_text()
     instructions = {line.split()[0] for line in assembly.splitlines() if line.startswith("\t")}
     assert re.search(r"\tfmla\tv\d+\.4s, v\d+\.4s, v\d+\.4s", assembly)
     widens = re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)

@@ -63,8 +63,8 @@ def test_called_kernels_have_no_machine_code() -> None:
     (called,) = {library for library, is_called in variants(half) if is_called}
     (whole,) = {library for library, is_called in variants(quarter) if not is_called}
     assert isinstance(called, KernelLibrary) and isinstance(whole, KernelLibrary)
-    assert called.serialize_using_object_code()[1] == "called"
-    assert whole.serialize_using_object_code()[1] == "whole"
+    assert called.serialize_using_object_code()[1] == "called functions"
+    assert whole.serialize_using_object_code()[1] == "whole program"
 
 
 def variants(function) -> list[tuple[Any, bool]]:
@@ -83,7 +83,7 @@ def test_an_address_makes_machine_code() -> None:
     assert library.get_pointer_to_function("no such function") == 0
     address = library.get_pointer_to_function(name)
     assert address == library.get_pointer_to_function(name) != 0
-    assert library.serialize_using_object_code()[1] == "called"
+    assert library.serialize_using_object_code()[1] == "called functions"
     assert quarter(np.int8(8)) == 2.0
 
 
@@ -172,3 +172,62 @@ def test_no_kernel_is_compiled_again_for_another_kind_of_number(
             assert not written, name
             kinds = {tuple(map(without_width, types)) for types in found}
             assert len(kinds) == len(found) or name.startswith(DOORBELLS), (name, found)
+
+
+PLAIN_NUMBA = """
+import sys
+from hotcold.numba_kernels import numba_parts
+numba_parts.has_compiling_parts = numba_parts.has_cache_parts = lambda: False
+import numpy as np
+from numba import njit
+from hotcold.numba_kernels.decode.rows import block_products
+
+@njit
+def products(weights, x, num_tokens):
+    for _ in range(100):
+        out = np.zeros((num_tokens, weights.shape[0]), np.float32)
+        block_products(weights, x, out, 0, weights.shape[0], 0)
+    return out
+
+rng = np.random.default_rng(0)
+weights, x = (rng.standard_normal((n, 64)).astype(np.float32) for n in (12, 3))
+assert "hotcold.numba_kernels.called_kernels" not in sys.modules
+np.testing.assert_allclose(products(weights, x, 3), x @ weights.T, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_numba_alone_computes_the_same(tmp_path: Path) -> None:
+    """As with a version of Numba whose inner parts are not known: references are counted."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PLAIN_NUMBA]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+OF_OTHERS = """
+import numpy as np
+from numba import njit, vectorize
+import hotcold.numba_kernels.compiler
+
+@njit(cache=True)
+def twice(x):
+    return x + x
+
+assert twice(2.0) == 4.0
+
+@vectorize
+def twice_and_one(x):
+    return twice(x) + 1
+
+assert twice_and_one(np.arange(3.0)).tolist() == [1, 3, 5]
+"""
+
+
+def test_cached_functions_of_others_can_be_linked(tmp_path: Path) -> None:
+    """Also by what Numba's own ways compile, in a process that has read them from disk."""
+    (tmp_path / "others.py").write_text(OF_OTHERS)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        command = [sys.executable, str(tmp_path / "others.py")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
