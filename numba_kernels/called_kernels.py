@@ -101,15 +101,20 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
         super()._finalize_final_module()
         _set_waiting(self._codegen)
 
+    def link_called(self) -> None:
+        """Make a whole module of a called function and all that it reaches, optimized."""
+        self._final_module = llvm.parse_bitcode(self._code[0])
+        self._was_asked_for = True
+        self._link(self._code[1:])
+        self._optimize_final_module()
+
     def get_pointer_to_function(self, name: str) -> int:
         """See numba.core.codegen."""
         self._ensure_finalized()
         if self._code and not self._was_asked_for and not name.startswith(_ENTRY):
             module = llvm.parse_bitcode(self._code[0])
             if name in {each.name for each in _defined(module)}:
-                self._final_module, self._was_asked_for = module, True
-                self._link(self._code[1:])
-                self._optimize_final_module()
+                self.link_called()
                 self._finalize_final_module()
         return int(super().get_pointer_to_function(name))
 

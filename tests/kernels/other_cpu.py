@@ -174,7 +174,9 @@ def assembly(architecture: str, kind: str) -> str:
     kernel = alone(rows_kernel.py_func)
     arguments = weights, np.empty(0, np.float32), vectors, x, 0, 1
     kernel.compile(tuple(numba.typeof(argument) for argument in arguments))
-    (text,) = kernel.inspect_llvm().values()
+    (compiled,) = kernel.overloads.values()
+    compiled.library.link_called()
+    text = compiled.library.get_llvm_str()
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     triple = f"{architecture}-unknown-linux-gnu"
