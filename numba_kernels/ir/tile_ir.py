@@ -165,9 +165,9 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
 
 @intrinsic
 def tile_tokens(typingctx, weights, row, x, token, out, column):
-    """out[t, column + r] = weights[row + r] . x[t] for a block of quantized rows, of tokens.
+    """out[t, column + r] = weights[row + r] . x[t] for a block of quantized rows.
 
-    Those are TOKENS from `token` on, or as many as there are.
+    t goes from `token` on: TOKENS of them, or as many as there are.
     """
 
     def emit(given: Arguments) -> None:
