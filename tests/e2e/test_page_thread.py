@@ -201,21 +201,23 @@ def test_html_of_a_text_stands_for_nothing_of_the_page(open_page, book) -> None:
     page.wait_for_function(f"document.querySelectorAll('{dressed}').length == 4")
 
 
+DROP = """([name, bytes]) => {
+    const data = new DataTransfer();
+    data.items.add(new File([new Uint8Array(bytes)], name));
+    const options = { dataTransfer: data, bubbles: true, cancelable: true };
+    const place = document.querySelector('#main');
+    place.dispatchEvent(new DragEvent('dragover', options));
+    return !place.dispatchEvent(new DragEvent('drop', options));
+}"""
+
+
 def test_dropped_text_is_put_into_the_question(open_page, book) -> None:
     page = open_page()
-    drop = """([name, bytes]) => {
-        const data = new DataTransfer();
-        data.items.add(new File([new Uint8Array(bytes)], name));
-        const options = { dataTransfer: data, bubbles: true, cancelable: true };
-        const place = document.querySelector('#main');
-        place.dispatchEvent(new DragEvent('dragover', options));
-        return !place.dispatchEvent(new DragEvent('drop', options));
-    }"""
     page.fill("#question textarea", "What is this?")
-    assert page.evaluate(drop, ["notes.md", [*b"a ```b``` c\n"]])
+    assert page.evaluate(DROP, ["notes.md", [*b"a ```b``` c\n"]])
     wanted = "What is this?\n\nnotes.md:\n````\na ```b``` c\n````\n"
     until(lambda: page.input_value("#question textarea") == wanted)
-    assert page.evaluate(drop, ["picture.png", [137, 80, 78, 71, 0, 255]])
+    assert page.evaluate(DROP, ["picture.png", [137, 80, 78, 71, 0, 255]])
     page.wait_for_function(
         "document.querySelector('#status').innerText == 'picture.png holds no text.'"
     )
@@ -253,6 +255,27 @@ def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path, view) -
     wait_for_answer(page)
     said = f"{wanted}\nnotes.md:\n```\none\n```"
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": said})
+
+
+LATE = """{
+    const ask = window.fetch;
+    const late = new Promise((done) => { window.letGo = done; });
+    window.fetch = async (...asked) => {
+        if (String(asked[0]?.url ?? asked[0]).includes("/queue/join")) await late;
+        return ask(...asked);
+    };
+    window.addEventListener("hotcold-state", () => { window.words += 1; });
+}"""
+
+
+def test_the_servers_first_word_takes_no_notices_place(open_page) -> None:
+    page = open_page(first=LATE)
+    assert page.evaluate(DROP, ["picture.png", [137, 80, 78, 71, 0, 255]])
+    notice = "document.querySelector('#status p').innerText == 'picture.png holds no text.'"
+    page.wait_for_function(notice)
+    page.evaluate("words = 0; letGo()")
+    page.wait_for_function("words > 0")
+    assert page.evaluate(notice)
 
 
 @pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])

@@ -6,11 +6,14 @@ const LARGEST_FILE = 256 * 1024; // bytes; few contexts hold more
 const { dataset } = document.body;
 const thread = element.closest("#main");
 const line = element.querySelector("p");
+let word = null; // the server's last one for the line; said again, it takes no notice's place
 
 function show() {
   const { state, text, empty, refused } = props.value;
   Object.assign(dataset, { chat: state, empty: empty ? "yes" : "no", refused: refused ? "yes" : "no" });
-  tell(text);
+  const said = JSON.stringify([state, text]);
+  if (said !== word) tell(text);
+  word = said;
   dress();
   window.dispatchEvent(new Event("hotcold-state"));
 }
@@ -24,6 +27,7 @@ function tell(text) {
 window.addEventListener("hotcold-lost", () => {
   if (!["waiting", "answering"].includes(dataset.chat)) return;
   dataset.chat = "error";
+  word = null;
   tell(LOST);
 });
 
