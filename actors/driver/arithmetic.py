@@ -28,6 +28,7 @@ _OPTIONS = (
     "num_host_layers",
     "neuron_upload_tokens",
     "down_transposed",
+    "expert_pieces",
     "has_down_norms",
     "hosts",
 )

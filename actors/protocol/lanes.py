@@ -15,6 +15,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.down_outputs import UNIT
 from hotcold.numba_kernels.decode.lanes import OF_BIASES, first_lanes
 from hotcold.numba_kernels.ffn_arrays import NO_LANES
+from hotcold.numba_kernels.formats import DTYPES, Q8, QUANT_GROUP, ROW_FORMATS
 
 if TYPE_CHECKING:
     from hotcold.actors.protocol.messages import ServicePart
@@ -26,14 +27,21 @@ _NEURONS_A_LANE = 384  # or more, of those that a token computes: else sums of b
 _FEWEST_SHARES, _MOST_SHARES, _NEURONS_A_SHARE = 4, 8, 1024
 # Where down rows are an output each, a block is cut in pieces of so many neurons or more.
 _OUTPUT_LANES, _NEURONS_A_PIECE = 8, 2400
+_GROUPWISE = {dtype for dtype, row in ROW_FORMATS.items() if row.block_groups == 1} - {Q8}
 
 
 class Lanes(NamedTuple):
-    """A service's lanes first..end-1 of the model's `total`, a power of two."""
+    """A service's lanes first..end-1 of the model's `total`, a power of two.
+
+    Where down rows are an output each, blocks have so many `pieces` or more, cut at multiples of
+    `unit` neurons.
+    """
 
     first: int
     end: int
     total: int
+    pieces: int = 1
+    unit: int = UNIT
 
 
 def num_lanes(config: ModelConfig) -> int:
@@ -70,6 +78,26 @@ def _power_of_two(number: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << max(1, number).bit_length() - 1))
 
 
+def output_lanes(
+    config: ModelConfig, threads: Sequence[int], expert_pieces: int = 1
+) -> list[Lanes]:
+    """Each service's lanes, in proportion to its threads, of down rows that are an output each.
+
+    `expert_pieces`: of `SystemConfig`. Experts are cut evenly where all formats have blocks of a
+    group each; what is 8 bits here may be larger blocks in its file.
+    """
+    formats = {DTYPES[name] for of_layer in config.down_formats for name in of_layer}
+    has_cuts = config.experts is not None and expert_pieces > 1
+    cut = Lanes(
+        0,
+        0,
+        num_output_lanes(config),
+        expert_pieces if has_cuts else 1,
+        QUANT_GROUP if has_cuts and formats and formats <= _GROUPWISE else UNIT,
+    )
+    return [cut._replace(first=own.first, end=own.end) for own in share_lanes(cut.total, threads)]
+
+
 def share_lanes(total: int, weights: Sequence[int], at_once: int = 1) -> list[Lanes]:
     """Each service's lanes, in proportion to `weights`, whole multiples of `at_once`.
 
@@ -98,18 +126,19 @@ def in_loading_order(ids: np.ndarray, block_sizes: Sequence[int], lanes: Lanes) 
     return ids[np.lexsort((ids, lane, blocks))].astype(np.int32)
 
 
-def output_run(size: int, block: int, lane: int, total: int) -> tuple[int, int]:
+def output_run(size: int, block: int, lane: int, lanes: Lanes) -> tuple[int, int]:
     """First neuron and end of a lane of a block of `size`, where down rows are an output each.
 
-    A block is in some lanes, mostly an expert in one: its pieces are runs cut at multiples of UNIT.
-    The next block begins in the next lane.
+    A block is in some lanes, equally far apart: its pieces are runs cut at multiples of
+    `lanes.unit`. The next block begins in the next lane.
     """
-    units, turn = -(-size // UNIT), (lane - block) % total
-    pieces = min(_num_pieces(size), total)
+    total, unit = lanes.total, lanes.unit
+    pieces = min(max(lanes.pieces, _num_pieces(size)), total)
+    units, turn = -(-size // unit), (lane - block) % total
     piece, rest = divmod(turn, total // pieces)
     if rest:
         return 0, 0
-    first, end = (min(units * place // pieces * UNIT, size) for place in (piece, piece + 1))
+    first, end = (min(units * place // pieces * unit, size) for place in (piece, piece + 1))
     return first, end
 
 
@@ -123,7 +152,7 @@ def runs_of_lanes(config: ModelConfig, lanes: Lanes | None) -> np.ndarray | None
     for layer, sizes in enumerate(blocks):
         for block, size in enumerate(sizes):
             for place, lane in enumerate(own):
-                found[layer, block, place] = output_run(size, block, lane, lanes.total)
+                found[layer, block, place] = output_run(size, block, lane, lanes)
     return found
 
 

@@ -54,6 +54,7 @@ class SystemConfig:
     draft_predictors_path: str = ""  # of PREDICTED_DRAFT
     thresholds_path: str = ""  # of the mode "threshold"
     down_transposed: bool = False  # CPU services hold down projections as the file has them
+    expert_pieces: int = 1  # of each expert, or more, where they do: services share them evenly
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
     plan_path: str = ""  # where neurons go; shared out by threads without one
     device: str = "cpu"  # of services with attention: "cpu" or "cuda"

@@ -11,7 +11,6 @@ from hotcold.actors.protocol.lanes import (
     Lanes,
     in_loading_order,
     num_lanes,
-    num_output_lanes,
     num_shares,
     share_lanes,
 )
@@ -141,17 +140,9 @@ def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def service_lanes(
-    config: ModelConfig,
-    threads: Sequence[int],
-    planned: list[Layers] | None,
-    of_outputs: bool = False,
+    config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None
 ) -> list[Lanes]:
-    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads.
-
-    With `of_outputs` those of down rows that are an output each.
-    """
-    if of_outputs:
-        return share_lanes(num_output_lanes(config), threads)
+    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads."""
     weights = [sum(ids.size for ids in layers) for layers in planned or []]
     total, at_once = num_lanes(config), num_lanes(config) // num_shares(config)
     return share_lanes(total, weights if any(weights) else threads, at_once)

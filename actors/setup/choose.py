@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,12 @@ from hotcold.model.files.locate import resolved_model
 from hotcold.model.limits import num_cpus
 from hotcold.placement.machine.numa import nodes_with_memory
 from hotcold.placement.machine.survey import usable_cores
-from hotcold.placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
+from hotcold.placement.machine.sysfs import (
+    NumaNode,
+    missing_features,
+    read_cpu,
+    read_numa_nodes,
+)
 from hotcold.predictors.powerinfer import checkpoint_predictors, has_predictors
 from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
@@ -49,7 +55,8 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     cores = usable_cores(root)
     num_threads = _within("--threads", options.num_threads, 1, num_cpus(root), len(cores))
     cores = usable_cores(root, num_threads)
-    num_nodes = len(nodes_with_memory(read_numa_nodes(root), cores))
+    nodes = read_numa_nodes(root)
+    num_nodes = len(nodes_with_memory(nodes, cores))
     num_hosts = max(1, len(options.hosts))
     num_actors = num_hosts * max(1, min(num_nodes, num_threads))
     most_actors = num_hosts * num_threads
@@ -71,6 +78,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         speculate=options.speculate,
         predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
+        expert_pieces=_expert_pieces(nodes),
         thresholds_path=thresholds_file(path, config, mode, options.thresholds),
         has_down_norms=mode == THRESHOLD,
         weight_dtype=options.weight_dtype or "",
@@ -127,6 +135,16 @@ def require_one_mode(options: SystemOptions) -> None:
 def default_mode(config: ModelConfig) -> str:
     """The mode without --mode: `exact` skips nothing where no activation is exactly zero."""
     return "exact" if config.is_sparse else "dense"
+
+
+def _expert_pieces(nodes: Sequence[NumaNode]) -> int:
+    """How many pieces experts are cut in at least, where down rows are an output each.
+
+    Where each NUMA node has its own memory, services of two share every choice of experts evenly;
+    on a machine with one memory pieces would only cost time. They change a token's last bits, so
+    the machine decides, not the number of services, threads or hosts.
+    """
+    return 2 if sum(bool(node.cores and node.total_bytes) for node in nodes) > 1 else 1
 
 
 def _check_hosts(system: SystemConfig) -> None:

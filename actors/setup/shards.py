@@ -15,6 +15,7 @@ from hotcold.actors.protocol.lanes import (
     most_outputs,
     num_outputs,
     num_shares,
+    output_lanes,
     output_shard,
 )
 from hotcold.actors.protocol.messages import (
@@ -67,7 +68,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
     if system.down_transposed:
-        lanes = service_lanes(config, threads, None, of_outputs=True)
+        lanes = output_lanes(config, threads, system.expert_pieces)
         cold = [output_shard(config, own) for own in lanes]
     else:
         planned, others = cold_neurons(system, config, plan, [hot])
@@ -121,7 +122,7 @@ def changed_specs(
     """
     threads = service_threads(system)
     if system.down_transposed:
-        lanes = service_lanes(config, threads, None, of_outputs=True)
+        lanes = output_lanes(config, threads, system.expert_pieces)
         shards = [output_shard(config, own) for own in lanes]
     else:
         hot = [spec.neuron_ids for spec in attention]
@@ -313,7 +314,10 @@ def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
         return 1
     if system.plan_path:
         return most_outputs(num_shares(config), config.ffn_bias)
-    lanes = service_lanes(config, service_threads(system), None, system.down_transposed)
+    threads = service_threads(system)
+    lanes = service_lanes(config, threads, None)
+    if system.down_transposed:
+        lanes = output_lanes(config, threads, system.expert_pieces)
     return num_outputs(lanes, config.ffn_bias)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.protocol.lanes import output_run
+from hotcold.actors.protocol.lanes import output_lanes, output_run
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
-from hotcold.actors.setup.assignment import hot_neurons, service_lanes
+from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.shards import service_threads
@@ -168,17 +169,37 @@ def _mean_expert(system: SystemConfig, config: ModelConfig, layers: Sequence[int
     """Reads of a whole expert, the mean of these layers."""
     assert config.experts is not None
     geometry, number, num_bytes = BundleGeometry.of(config), 0.0, 0.0
+    readers = _readers_of_down(system, config) if geometry.has_outputs else 1
     for layer in layers:
         num_bundles = geometry.block_bundles(layer, [config.experts.size])[0]
         first, second = geometry.part_bytes(layer)
         number += num_bundles
-        num_bytes += num_bundles * (first + second * _readers_of_down(system, geometry))
+        num_bytes += num_bundles * (first + second * readers)
     return Reads(number / len(layers), num_bytes / len(layers))
 
 
-def _readers_of_down(system: SystemConfig, geometry: BundleGeometry) -> int:
-    """How many services of a host read the same down rows: all where a row is an output."""
-    return system.num_cpu_actors // max(1, len(system.hosts)) if geometry.has_outputs else 1
+def _expert_shares(system: SystemConfig, config: ModelConfig) -> np.ndarray:
+    """Neurons of an expert that services have, where down is a row an output: (services, turns).
+
+    Experts take turns: with which lane one begins.
+    """
+    assert config.experts is not None
+    lanes = output_lanes(config, service_threads(system), system.expert_pieces)
+    shares = np.zeros((len(lanes), lanes[0].total), np.int64)
+    for service, own in enumerate(lanes):
+        for block, lane in product(range(own.total), range(own.first, own.end)):
+            first, end = output_run(config.experts.size, block, lane, own)
+            shares[service, block] += end - first
+    return shares
+
+
+def _readers_of_down(system: SystemConfig, config: ModelConfig) -> float:
+    """How many services of a host read an expert's down rows, where a row is an output: the mean.
+
+    All that have a piece of it read whole rows.
+    """
+    readers = (_expert_shares(system, config) > 0).sum(axis=0).mean()
+    return max(1.0, float(readers) / max(1, len(system.hosts)))
 
 
 def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int) -> int:
@@ -189,14 +210,8 @@ def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int
     """
     if config.experts is None or not config.down_formats:
         return 0
-    experts, threads = config.experts, service_threads(system)
-    more = -experts.size
-    for own in service_lanes(config, threads, None, of_outputs=True):
-        turns = [
-            [output_run(experts.size, block, lane, own.total) for lane in range(own.first, own.end)]
-            for block in range(own.total)
-        ]
-        more += max(sum(end - first for first, end in runs) for runs in turns)
+    experts = config.experts
+    more = int(_expert_shares(system, config).max(axis=1).sum()) - experts.size
     return num_layers * experts.router.num_experts * more
 
 

@@ -93,8 +93,7 @@ def read_down_outputs(
     """Read the weights of neurons `neuron_ids[l]` of every layer l, a row for each output.
 
     Those of a block are a run, or the `runs` (L, B, n, 2) int64, which each have a matrix: first
-    neuron and end within the block. The first is a multiple of UNIT, the end one too or the
-    block's.
+    neuron and end within the block. These are whole blocks of the formats, or the block's ends.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
     """
     if runs is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -46,15 +47,19 @@ KINDS = {
 
 @pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
-    ("kind", "num_services"), [("Q4_K_M", 2), ("Q4_0", 1), ("Q4_K_M", 1), ("shared", 1)]
+    ("kind", "num_services", "pieces"),
+    [("Q4_K_M", 2, 2), ("Q4_0", 1, 1), ("Q4_0", 1, 2), ("Q4_K_M", 1, 1), ("shared", 1, 1)],
 )
-def test_quantized_experts_are_served(kind: str, num_services: int, tmp_path: Path) -> None:
+def test_quantized_experts_are_served(
+    kind: str, num_services: int, pieces: int, tmp_path: Path
+) -> None:
     """Down projections keep their rows, one an output; the bits do not depend on a step's size."""
     path = quantized(kind, tmp_path)
     system, config = prepare_system(
         path, SystemOptions(context_length=128, num_cpu_actors=num_services)
     )
     assert system.down_transposed
+    system = replace(system, expert_pieces=pieces)
     gate, down = KINDS[kind][1]
     assert (config.dtype_of("gate"), config.dtype_of("down")) == (gate, down)
     ids = np.random.default_rng(1).integers(0, 101, 40)

@@ -98,12 +98,16 @@ def file_in_blocks(kind: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["dense", "Q4_0", "Q4_K_M", "shared", "mxfp4"])
-def test_rows_of_outputs(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [("dense", 1), ("Q4_0", 1), ("Q4_0", 2), ("Q4_K_M", 1), ("Q4_K_M", 2), ("shared", 1),
+     ("mxfp4", 1), ("mxfp4", 2)],
+)  # fmt: skip
+def test_rows_of_outputs(tmp_path: Path, kind: str, pieces: int) -> None:
     """Of dense models and of mixtures, whose formats differ from layer to layer or within one."""
     path = file_in_blocks(kind, tmp_path)
     one, config = prepare_system(path, SystemOptions(context_length=128))
-    one = replace(one, has_down_norms=True)
+    one = replace(one, has_down_norms=True, expert_pieces=pieces)
     assert one.down_transposed
 
     def start(services: int, threads: int) -> InProcessSystem:

@@ -286,13 +286,15 @@ class Outputs:
     num_services: int = 1
     has_down_norms: bool = False
     mode: str = "dense"
+    pieces: int = 1  # of an expert, at least
 
     def __post_init__(self) -> None:
         services = self.num_services
         options = SystemOptions(mode=self.mode, context_length=128, num_cpu_actors=services)
         system, self.config = prepare_system(self.path, options)
         assert system.down_transposed
-        system = replace(system, has_down_norms=self.has_down_norms)
+        norms, pieces = self.has_down_norms, self.pieces
+        system = replace(system, has_down_norms=norms, expert_pieces=pieces)
         self.specs = service_specs(system, self.config)
         self.file = pack_model(self.path, self.config)
 
@@ -308,24 +310,26 @@ class Outputs:
 @pytest.mark.timeout(400)
 @pytest.mark.sweep(keep=6)
 @pytest.mark.parametrize(
-    ("kind", "num_services"),
+    ("kind", "num_services", "pieces"),
     [
-        ("relu", 1),
-        ("relu", 2),
-        ("Q4_K_M", 2),
-        ("mxfp4", 1),
-        ("Q4_0", 1),
-        ("three", 1),
-        ("Q4_K_M", 1),
-        ("mxfp4", 2),
-        ("Q4_0", 2),
+        ("relu", 1, 1),
+        ("relu", 2, 2),
+        ("Q4_K_M", 2, 1),
+        ("mxfp4", 1, 2),
+        ("Q4_0", 1, 1),
+        ("three", 1, 1),
+        ("relu", 2, 1),
+        ("Q4_K_M", 1, 1),
+        ("mxfp4", 1, 1),
+        ("mxfp4", 2, 1),
+        ("Q4_0", 2, 2),
     ],
 )
 def test_the_same_bits_of_down_rows_that_are_an_output(
-    kind: str, num_services: int, tmp_path: Path
+    kind: str, num_services: int, pieces: int, tmp_path: Path
 ) -> None:
     modes = ["exact", "dense"] if kind == "relu" else ["dense"]
-    model = Outputs(OUTPUTS[kind](tmp_path), num_services, mode=modes[0])
+    model = Outputs(OUTPUTS[kind](tmp_path), num_services, mode=modes[0], pieces=pieces)
     geometry = BundleGeometry.of(model.config)
     assert geometry.has_outputs
     file = read_bundle_file(model.file, geometry, ModelIdentity.of(model.path))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import output_run
+from hotcold.actors.protocol.lanes import Lanes, output_run
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.model.config.build import read_config
@@ -139,19 +139,25 @@ def test_where_rows_are_neurons(
 
 
 @pytest.mark.parametrize(
-    ("size", "block", "total", "sizes"),
+    ("size", "block", "total", "pieces", "unit", "sizes"),
     [
-        (700, 0, 1, [700]),
-        (768, 2, 4, [0, 0, 768, 0]),
-        (5000, 1, 8, [0, 2560, 0, 0, 0, 2440, 0, 0]),
-        (11008, 0, 4, [2560, 2816, 2816, 2816]),
+        (700, 0, 1, 1, 256, [700]),
+        (768, 2, 4, 1, 256, [0, 0, 768, 0]),
+        (256, 2, 4, 2, 256, [256, 0, 0, 0]),
+        (768, 2, 4, 2, 256, [512, 0, 256, 0]),
+        (768, 2, 4, 2, 32, [384, 0, 384, 0]),
+        (5000, 1, 8, 1, 256, [0, 2560, 0, 0, 0, 2440, 0, 0]),
+        (11008, 0, 4, 2, 256, [2560, 2816, 2816, 2816]),
     ],
 )
-def test_runs_of_lanes(size: int, block: int, total: int, sizes: list[int]) -> None:
+def test_runs_of_lanes(
+    size: int, block: int, total: int, pieces: int, unit: int, sizes: list[int]
+) -> None:
     """Whole blocks of every format; together all of a block's neurons, once."""
-    runs = [output_run(size, block, lane, total) for lane in range(total)]
+    lanes = Lanes(0, total, total, pieces, unit)
+    runs = [output_run(size, block, lane, lanes) for lane in range(total)]
     assert [end - first for first, end in runs] == sizes
-    assert all(first % 256 == 0 for first, _ in runs)
+    assert all(first % unit == 0 for first, _ in runs)
     ids = np.concatenate([np.arange(*run) for run in runs])
     assert np.array_equal(np.sort(ids), np.arange(size))
 

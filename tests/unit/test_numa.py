@@ -178,6 +178,29 @@ def test_a_system_follows_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             choose_system(model, config, options)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "memory", "pieces"),
+    [({0: "0-5"}, {}, 1), ({0: "0-1", 1: "2-5"}, {}, 2), ({0: "0-5", 1: ""}, {}, 1),
+     ({0: "0-1", 1: "2-5"}, {1: 0}, 1)],
+)  # fmt: skip
+def test_the_machine_decides_into_how_many_pieces_experts_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, str], memory: dict[int, int],
+    pieces: int,
+) -> None:  # fmt: skip
+    """Where several nodes have cores and memory, whatever part of it a system uses."""
+    model = make_tiny("llama-relu", tmp_path / "model")
+    config = read_model(model)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path / "root", nodes, memory)))
+    for options in (
+        SystemOptions(),
+        SystemOptions(num_threads=1),
+        SystemOptions(num_cpu_actors=3),
+        SystemOptions(hosts=("a", "b")),
+    ):
+        assert choose_system(model, config, options).expert_pieces == pieces
+
+
 def test_one_node_is_assigned_as_before(tmp_path: Path) -> None:
     config = read_model(make_tiny("llama-relu", tmp_path / "model"))
     root = cores_as_nodes(tmp_path / "root", 1)

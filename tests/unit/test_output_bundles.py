@@ -201,16 +201,17 @@ def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize(
-    ("name", "services"), [("Q4_K_M", 1), ("Q4_K_M", 2), ("three", 1), ("mxfp4", 2)]
+    ("name", "services", "pieces"),
+    [("Q4_K_M", 1, 1), ("Q4_K_M", 2, 1), ("three", 1, 1), ("mxfp4", 2, 1), ("mxfp4", 2, 2)],
 )
-def test_slots_take_what_is_promised(name: str, services: int, tmp_path: Path) -> None:
+def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_path: Path) -> None:
     path = MODELS[name](tmp_path)
     options = SystemOptions(context_length=64, num_threads=2, num_cpu_actors=services)
     config = read_model(path)
     system, config = in_memory(path, choose_system(path, config, options), config)
     assert system.down_transposed and system.num_cpu_actors == services
     pack_model(path, config)
-    system = least_of(system, config)
+    system = least_of(replace(system, expert_pieces=pieces), config)
     geometry, taken = BundleGeometry.of(config), 0
     assert system.storage is not None
     file = read_bundle_file(Path(system.storage.path), geometry, ModelIdentity.of(path))
@@ -243,8 +244,10 @@ def test_what_a_token_reads_is_smaller_than_with_a_row_a_neuron(tmp_path: Path) 
     neurons = token_reads(None, system, plain, system.storage).num_bytes
     assert outputs == pytest.approx(neurons * 3 * 4.5 / (2 * 4.5 + 8.5), rel=0.02)
     several = replace(system, num_cpu_actors=2, num_threads=2)
-    more = token_reads(None, several, config, system.storage).num_bytes
-    assert more == pytest.approx(outputs * 4 / 3, rel=0.02)
+    for pieces, factor in ((1, 1), (2, 4 / 3)):
+        cut = replace(several, expert_pieces=pieces)
+        more = token_reads(None, cut, config, system.storage).num_bytes
+        assert more == pytest.approx(outputs * factor, rel=0.02)
 
 
 def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

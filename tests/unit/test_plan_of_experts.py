@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import output_shard
+from hotcold.actors.protocol.lanes import output_lanes, output_shard
 from hotcold.actors.setup.assignment import (
     cold_shards,
     hottest_neurons,
@@ -20,6 +20,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.numba_kernels.formats import WeightDtype
 from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_plan
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import (
@@ -256,18 +257,35 @@ def test_hottest_experts_stay_whole() -> None:
         assert set(np.bincount(ids // 128, minlength=6).tolist()) <= {0, 128}
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("q4", {384}), ("mxfp4", {384}), ("q4_k", {256, 512}), ("q8", {256, 512})]
+)
+def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> None:
+    """Evenly where a block is a group; of blocks of 256 each has the larger part in turn."""
+    config = mixture_config(num_experts=16, size=768)
+    config = replace(config, down_formats=tuple((name,) * 16 for _ in config.layers))
+    lanes = output_lanes(config, [2, 2], expert_pieces=2)
+    shards = [output_shard(config, own)[0] for own in lanes]
+    parts = [[np.isin(ids, shard).sum() for ids in blocks_of(config, 0)] for shard in shards]
+    assert {int(part) for of_service in parts for part in of_service} == sizes
+    assert (np.sum(parts, axis=0) == 768).all() and sum(parts[0]) == sum(parts[1])
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("threads", [[1], [2, 2], [3, 1], [1, 1, 1, 1]])
-def test_lanes_of_experts(threads: list[int]) -> None:
-    """A service has whole experts, its share of them, and pieces of wide ones."""
+def test_lanes_of_experts(threads: list[int], pieces: int) -> None:
+    """A service has its share of experts, whole or in pieces, and pieces of wide ones."""
     config = mixture_config(num_experts=8, size=768, shared_size=5000, dense_layers=(1,))
-    lanes = service_lanes(config, threads, None, of_outputs=True)
+    lanes = output_lanes(config, threads, pieces)
     shards = [output_shard(config, own) for own in lanes]
     require_partition(config, shards)
     for shard in shards:
         for layer in (0, 2):
             for ids in blocks_of(config, layer):
                 own = np.sort(shard[layer][np.isin(shard[layer], ids)]) - ids[0]
-                assert own.size in ((0, 768) if ids.size == 768 else (0, 2560, 2440, 5000))
+                of_experts = (0, 768) if pieces == 1 else (0, 256, 512, 768)
+                sizes = of_experts if ids.size == 768 else (0, 2560, 2440, 5000)
+                assert own.size in sizes
     experts = np.array([(shard[0] < 8 * 768).sum() for shard in shards])
     if len(set(threads)) == 1:
         assert experts.max() == experts.min()
