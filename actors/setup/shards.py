@@ -334,7 +334,7 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         num_outputs=_num_outputs(system, config),
-        num_blocks=0 if config.experts is None else neurons.most_blocks(config),
+        num_blocks=neurons.weighed_blocks(config),
         num_guessed=_num_guessed(system, config),
         num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,

@@ -61,7 +61,7 @@ class ExpertCounts:
 
 def new_block_counts(config: ModelConfig) -> np.ndarray:
     """Zeros for `LayerFacts.block_counts`; without experts there is nothing to count."""
-    num_blocks = 0 if config.experts is None else neurons.most_blocks(config)
+    num_blocks = neurons.weighed_blocks(config)
     return np.zeros((config.num_layers, num_blocks, 2), np.int64)
 
 

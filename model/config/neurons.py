@@ -26,6 +26,11 @@ def most_blocks(config: ModelConfig) -> int:
     return max(len(layer.ffn.block_sizes) for layer in config.layers)
 
 
+def weighed_blocks(config: ModelConfig) -> int:
+    """Blocks that a step has weights for: those of `most_blocks`; 0 in a dense model."""
+    return 0 if config.experts is None else most_blocks(config)
+
+
 def blocks(config: ModelConfig) -> np.ndarray:
     """The block of each neuron: (L, N) int32, -1 where there is none."""
     found = np.full(shape(config), -1, np.int32)

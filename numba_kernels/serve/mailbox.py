@@ -182,7 +182,7 @@ def read_selection(buffers, service):
     masks, weights = NO_MASKS, NO_WEIGHTS
     if num_ids > 0 and num_tokens > 1:
         masks = buffers.active_masks[service, :num_ids]
-    if request[WEIGHS_BLOCKS] and buffers.block_weights.shape[1]:
+    if request[WEIGHS_BLOCKS]:
         weights = buffers.block_weights[:num_tokens]
     return Selection(num_ids >= 0, ids, masks, weights)
 

@@ -13,6 +13,7 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.model.config import neurons
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 
@@ -38,7 +39,7 @@ class CudaInProcess(InProcessSystem):
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
-            num_blocks=self.num_blocks or self.own_blocks(),
+            num_blocks=self.num_blocks or neurons.weighed_blocks(self.config),
             bundle_bytes=self.bundle_bytes,
         )
         return replace(super().gpu_spec(), gpu_layout=layout, lanes=None)

@@ -135,7 +135,7 @@ class InProcessSystem:
             num_pages_of(self.num_positions),
             config.num_layers,
             num_outputs=self.num_outputs(),
-            num_blocks=self.num_blocks or self.own_blocks(),
+            num_blocks=self.num_blocks or neurons.weighed_blocks(self.config),
             num_guessed=self.num_guessed,
             num_buckets=num_buckets(config),
             predictor_words=self.predictor_words,
@@ -213,10 +213,6 @@ class InProcessSystem:
         """Sums that a CPU service passes on at most."""
         lanes = [part.lanes for part in self.topology.parts if part.is_cpu_service and part.lanes]
         return num_outputs(lanes, self.config.ffn_bias) if lanes else 1
-
-    def own_blocks(self) -> int:
-        """Blocks of the layers of a mixture; 0 in a dense model."""
-        return 0 if self.config.experts is None else neurons.most_blocks(self.config)
 
     def _gpu(self) -> Service:
         return load_attention_service(self.gpu_spec(), self.config, lambda num_bytes: None)

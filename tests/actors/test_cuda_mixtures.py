@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.model.config import neurons
 from hotcold.numba_kernels.serve.mailbox import BYTES_READ
 from tests.actors.cuda_in_process import CudaInProcess
 from tests.actors.in_process import InProcessSystem
@@ -100,7 +101,7 @@ def test_hot_experts_begin_with_attention(tiny: Tiny, refuses: bool) -> None:
         hidden = f"in {4 * width}"
         assert place.count(hidden) == system.config.num_layers + 1  # and the head's
         assert len(place) == system.config.num_layers + 2  # positions
-        num_blocks = system.own_blocks()
+        num_blocks = neurons.weighed_blocks(system.config)
         assert device.log.count(f"out {4 * num_blocks}") == system.config.num_layers
         weights = system.exchange.buffers.block_weights[0]
         router = system.config.layers[-1].ffn.router
@@ -137,7 +138,7 @@ def test_only_chosen_experts_are_read(
     with CudaInProcess(tiny(variant).path, hot=every_one, device=device()) as system:
         engine, buffers, layers = system.engine("exact"), system.exchange.buffers, system.config
         model: Any = system.services[0]._model  # type: ignore[attr-defined]
-        chosen = np.zeros((layers.num_layers, system.own_blocks()), bool)
+        chosen = np.zeros((layers.num_layers, neurons.weighed_blocks(system.config)), bool)
         for size, end in zip(sizes, whole, strict=True):
             engine.place(ids[:size].tolist(), range(end - size, end), [0] * size)
             for layer in range(layers.num_layers):
