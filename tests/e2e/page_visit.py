@@ -48,9 +48,16 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
 def wait_for_answer(page: Any) -> str:
     """The last answer, once its figures stand below it and all of it is shown.
 
-    The browser may show figures first: the answer is shown when it is the same for half a second.
+    A question may be shown before the figures of the answer above it go, but its answer has buttons
+    only with its own. The browser may show these first: the answer is shown when it is the same for
+    half a second.
     """
-    page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
+    page.wait_for_function(
+        "() => { const rows = document.querySelectorAll('#chat .message-row:not(.message-row *)');"
+        " return document.body.dataset.chat == 'ready' &&"
+        " [...rows].at(-1)?.querySelector(':scope > .tools') &&"
+        " document.querySelector('#status').innerText.includes('tokens at') }"
+    )
     answer = page.locator("#chat .message.bot").last
     before, num_equal = answer.inner_text(), 0
     while num_equal < 5:
@@ -59,6 +66,13 @@ def wait_for_answer(page: Any) -> str:
         num_equal = num_equal + 1 if shown == before else 0
         before = shown
     return str(before)
+
+
+def begin_anew(page: Any) -> None:
+    """An empty conversation: the browser may show that it is one before it has no more messages."""
+    page.click("#new")
+    page.wait_for_selector("#welcome h2")
+    page.wait_for_selector("#chat .message", state="detached")
 
 
 def wait_until_kept(page: Any) -> None:

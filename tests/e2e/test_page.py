@@ -21,6 +21,7 @@ from tests.e2e.page_visit import (
     OTHER,
     QUESTION,
     ask,
+    begin_anew,
     click_in_row,
     plain,
     set_numbers,
@@ -117,8 +118,7 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     set_numbers(page, {"max-tokens": "250"})
     ask(page, QUESTION)
     page.wait_for_selector("#chat .message.bot")
-    page.click("button#new")
-    page.wait_for_function("document.querySelectorAll('#chat .message').length == 0")
+    begin_anew(page)
     ask(page, OTHER)
     both = [page.locator("#conversations .open").filter(has_text=q) for q in (QUESTION, OTHER)]
     for row, question in zip(both, (QUESTION, OTHER), strict=True):

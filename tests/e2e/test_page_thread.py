@@ -124,7 +124,7 @@ def test_any_message_is_answered_again_and_both_answers_stay(open_page, book) ->
     wait_for_texts(page, QUESTION, "another")
     row(page, 1).get_by_role("button", name="Earlier branch").click()
     wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
-    assert row(page, 1).locator(".tools span").inner_text() == "1/2"
+    row(page, 1).locator(".tools span", has_text="1/2").wait_for()
 
 
 def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:

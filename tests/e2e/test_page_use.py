@@ -20,6 +20,7 @@ from tests.e2e.page_visit import (
     QUESTION,
     TIMEOUT_MS,
     ask,
+    begin_anew,
     click_in_row,
     set_numbers,
     wait_for_answer,
@@ -73,8 +74,8 @@ def test_settings_reach_the_request(open_page, book) -> None:
     page.fill("#seed textarea, #seed input", "no number")
     page.fill("#question textarea", OTHER)
     page.press("#question textarea", "Enter")
+    page.wait_for_selector("body[data-state=error] #chat .problem")
     problem = page.locator("#chat .problem")
-    problem.wait_for()
     assert "Not sent: seed is 'no number'" in problem.inner_text()
     assert page.input_value("#question textarea") == OTHER
     assert page.locator("#bar .state").inner_text() == "Error"
@@ -132,8 +133,8 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     page = open_page()
     book.num_tokens, book.error = 0, ServiceError("the cpu0 service died <b>twice</b>")
     ask(page, QUESTION)
+    page.wait_for_selector("body[data-state=error] #chat .problem")
     problem = page.locator("#chat .problem")
-    problem.wait_for()
     assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
     assert "press Retry" in problem.inner_text()
     assert page.locator("#bar .state").inner_text() == "Error"
@@ -142,10 +143,8 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     book.num_tokens = 5
     wait_until_kept(page)
     page.get_by_role("button", name="Retry").click()
-    page.wait_for_function(
-        "document.querySelector('#chat .problem')?.innerText.includes('broke off')"
-    )
-    assert "textwrap.dedent removes" in page.locator("#chat .message.bot").last.inner_text()
+    problem.filter(has_text="broke off").wait_for()
+    page.locator("#chat .message.bot", has_text="textwrap.dedent removes").wait_for()
     book.error = None
     wait_until_kept(page)
     page.get_by_role("button", name="Retry").click()
@@ -216,8 +215,7 @@ def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> Non
 def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
     page = open_page()
     for question in (QUESTION, OTHER):
-        page.click("#new")
-        page.wait_for_selector("#welcome h2")
+        begin_anew(page)
         ask(page, question)
         wait_for_answer(page)
     wait_for_rows(page, OTHER, QUESTION)
