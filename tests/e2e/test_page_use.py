@@ -22,9 +22,10 @@ from tests.e2e.page_visit import (
     ask,
     begin_anew,
     click_in_row,
+    kept,
     set_numbers,
+    until,
     wait_for_answer,
-    wait_until_kept,
 )
 from tests.e2e.test_page_looks import violations
 
@@ -141,12 +142,12 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     page.mouse.move(5, 5)
     assert page.get_by_role("button", name="Retry").is_visible()  # though nobody points at it
     book.num_tokens = 5
-    wait_until_kept(page)
+    until(lambda: QUESTION in kept(page))
     page.get_by_role("button", name="Retry").click()
     problem.filter(has_text="broke off").wait_for()
     page.locator("#chat .message.bot", has_text="textwrap.dedent removes").wait_for()
     book.error = None
-    wait_until_kept(page)
+    until(lambda: "removes the" in kept(page))
     page.get_by_role("button", name="Retry").click()
     wait_for_answer(page)
     assert problem.count() == 0
@@ -173,6 +174,17 @@ def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> N
     assert page.is_visible("#send") and not page.is_visible("#stop")
     assert page.evaluate(cursors) == 0
     assert page.locator("#conversations li:has(.sr)").count() == 0
+
+
+def test_an_answer_is_shown_as_it_comes(open_page, book) -> None:
+    page = open_page()
+    book.held_at = 3
+    ask(page, QUESTION)
+    answer = page.locator("#chat .message.bot")
+    answer.filter(has_text="textwrap.dedent removes the").wait_for()
+    assert "whitespace" not in answer.inner_text()
+    book.held_at = None
+    assert "Blank lines are normalized" in wait_for_answer(page)
 
 
 @pytest.mark.thorough
@@ -248,13 +260,14 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     click_in_row(page, "Margins", "Delete")
     wait_for_rows(page, OTHER)
     page.get_by_role("status").filter(has_text="“Margins” is deleted.").wait_for()
+    until(lambda: "Margins" not in kept(page))
     undo = page.get_by_role("button", name="Undo")
     assert undo.get_attribute("title") == "Bring back “Margins”"
     undo.click()
     wait_for_rows(page, OTHER, "Margins")
     assert undo.is_disabled()
     assert page.locator("#conversations [aria-current]").inner_text() == "Margins"
-    wait_until_kept(page)
+    until(lambda: "Margins" in kept(page))
     page.reload()
     wait_for_rows(page, OTHER, "Margins")
 
