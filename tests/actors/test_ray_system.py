@@ -240,7 +240,7 @@ def test_nothing_stays_behind(tiny: Tiny) -> None:
     assert all_gone(found["processes"].values())
     assert found["mapped"], "the arena is in shared memory"
     assert all(name.startswith("plasma") for name in found["mapped"])
-    assert wait_until(lambda: not ours(set(os.listdir("/dev/shm")) - before, found), 10)
+    assert wait_until(lambda: not ours(set(os.listdir("/dev/shm")) - before, found))
 
 
 def ours(new_files: set[str], found: dict[str, Any]) -> set[str]:

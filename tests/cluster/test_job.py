@@ -112,7 +112,7 @@ def ends(head: Head) -> None:
     stop = ("python", "-m", "jobs.stop", "--system", "shared")
     status, log = head.run(*stop)
     assert status == 0, log
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while head.actors() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert head.actors() == {}

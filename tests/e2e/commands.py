@@ -23,7 +23,7 @@ from hotcold.jobs.cli import main
 from tests.nothing_starts import nothing_starts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_NO_PROCESS_LEFT_S = 15.0
+_NO_PROCESS_LEFT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import time
 from collections.abc import Callable
@@ -48,9 +50,16 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
 def wait_for_answer(page: Any) -> str:
     """The last answer, once its figures stand below it and all of it is shown.
 
-    The browser may show figures first: the answer is shown when it is the same for half a second.
+    A question may be shown before the figures of the answer above it go, but its answer has buttons
+    only with its own. The browser may show these first: the answer is shown when it is the same for
+    half a second.
     """
-    page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
+    page.wait_for_function(
+        "() => { const rows = document.querySelectorAll('#chat .message-row:not(.message-row *)');"
+        " return document.body.dataset.chat == 'ready' &&"
+        " [...rows].at(-1)?.querySelector(':scope > .tools') &&"
+        " document.querySelector('#status').innerText.includes('tokens at') }"
+    )
     answer = page.locator("#chat .message.bot").last
     before, num_equal = answer.inner_text(), 0
     while num_equal < 5:
@@ -61,17 +70,31 @@ def wait_for_answer(page: Any) -> str:
     return str(before)
 
 
-def wait_until_kept(page: Any) -> None:
-    """Until the browser has kept the same for a second: what is asked is kept bit by bit."""
-    before, num_equal = None, 0
-    for _ in range(100):
-        kept = page.evaluate("localStorage.getItem('hotcold-conversations')")
-        num_equal = num_equal + 1 if kept == before else 0
-        if num_equal == 4:
-            return
-        before = kept
-        page.wait_for_timeout(250)
-    raise AssertionError("the browser keeps something else all the time")
+def begin_anew(page: Any) -> None:
+    """An empty conversation: the browser may show that it is one before it has no more messages."""
+    page.click("#new")
+    page.wait_for_selector("#welcome h2")
+    page.wait_for_selector("#chat .message", state="detached")
+
+
+def kept(page: Any) -> str:
+    """What the browser keeps of the conversations, as JSON.
+
+    Gradio has CryptoJS encrypt it, by a passphrase that is the SHA-256 of `BrowserState`'s secret.
+    """
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    stored = page.evaluate("localStorage.getItem('hotcold-conversations')")
+    if stored is None:
+        return ""
+    content = base64.b64decode(stored.rpartition(":")[2])
+    secret = hashlib.sha256(b"hotcold").hexdigest().encode() + content[8:16]  # a salt
+    hashes = [b""]
+    for _ in range(3):
+        hashes.append(hashlib.md5(hashes[-1] + secret).digest())
+    cipher = Cipher(algorithms.AES(hashes[1] + hashes[2]), modes.CBC(hashes[3])).decryptor()
+    text = cipher.update(content[16:]) + cipher.finalize()
+    return text[: -text[-1]].decode()
 
 
 def click_in_row(page: Any, title: str, what: str) -> None:

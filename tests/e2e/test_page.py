@@ -21,12 +21,13 @@ from tests.e2e.page_visit import (
     OTHER,
     QUESTION,
     ask,
+    begin_anew,
     click_in_row,
+    kept,
     plain,
     set_numbers,
     until,
     wait_for_answer,
-    wait_until_kept,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,23 +74,6 @@ def test_an_answer_equals_the_systems(open_page, system) -> None:
     assert page.input_value("#question textarea") == ""
 
 
-def test_an_answer_comes_in_a_stream(open_page, system, long_winded) -> None:
-    page = open_page()
-    page.evaluate(
-        """() => {
-            window.lengths = new Set();
-            new MutationObserver(() => {
-                const said = document.querySelector('#chat .message.bot');
-                if (said) window.lengths.add(said.innerText.length);
-            }).observe(document.querySelector('#chat'), {subtree: true, childList: true,
-                                                         characterData: true});
-        }"""
-    )
-    ask(page, QUESTION)
-    page.wait_for_function("window.lengths.size >= 4")
-    wait_for_answer(page)
-
-
 @pytest.mark.thorough
 def test_stop_ends_an_answer(open_page, system, long_winded) -> None:
     """A thousand tokens take less than a second: a click before or after them is tried again."""
@@ -117,8 +101,7 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     set_numbers(page, {"max-tokens": "250"})
     ask(page, QUESTION)
     page.wait_for_selector("#chat .message.bot")
-    page.click("button#new")
-    page.wait_for_function("document.querySelectorAll('#chat .message').length == 0")
+    begin_anew(page)
     ask(page, OTHER)
     both = [page.locator("#conversations .open").filter(has_text=q) for q in (QUESTION, OTHER)]
     for row, question in zip(both, (QUESTION, OTHER), strict=True):
@@ -132,11 +115,9 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
             wait_for_answer(page)
     asked = [request.prompt_ids for request in system.requests[-2:]]
     assert asked == [ids_of({"role": "user", "content": q}) for q in (QUESTION, OTHER)]
-    kept = page.evaluate("localStorage.getItem('hotcold-conversations')")
     click_in_row(page, OTHER, "Delete")
     page.wait_for_function("document.querySelectorAll('#conversations .open').length == 1")
-    page.wait_for_function("k => localStorage.getItem('hotcold-conversations') != k", arg=kept)
-    wait_until_kept(page)
+    until(lambda: QUESTION in kept(page) and OTHER not in kept(page))
     page.reload()
     page.wait_for_function(
         "q => document.querySelector('#conversations')?.innerText.includes(q)", arg=QUESTION

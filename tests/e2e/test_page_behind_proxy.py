@@ -12,6 +12,7 @@ import pytest
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
 from tests.e2e.page_server import served, served_page
+from tests.e2e.page_visit import OTHER, ask, wait_for_answer
 
 pytestmark = pytest.mark.timeout(300)
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -86,10 +87,8 @@ def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
     page.on("pageerror", lambda error: told.append(f"error: {error}"))
     page.goto(address)
     page.wait_for_selector("body[data-chat=ready] #question textarea")
-    page.fill("#question textarea", "What does os.path.join do?")
-    page.press("#question textarea", "Enter")
-    page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
-    assert page.locator("#chat .message.bot").last.inner_text().strip()
+    ask(page, OTHER)
+    assert wait_for_answer(page).strip()
     # Nothing went past the proxy, and nothing in the clear.
     assert [each for each in told if not each.startswith((address, "data:", "blob:"))] == []
     context.close()

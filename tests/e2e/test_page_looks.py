@@ -79,7 +79,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, book) -> None:
 
     def width(name: str) -> int:
         shown = page.locator(name)
-        assert shown.is_visible()
+        shown.wait_for()
         return shown.evaluate("shown => Math.max(shown.scrollWidth, shown.offsetWidth)")
 
     ask(page, "What is a_very_long_name_" + "x" * 200 + "?")

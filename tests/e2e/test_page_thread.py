@@ -12,7 +12,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
-from tests.e2e.page_visit import OTHER, QUESTION, ask, until, wait_for_answer, wait_until_kept
+from tests.e2e.page_visit import OTHER, QUESTION, ask, kept, until, wait_for_answer
 from tests.e2e.test_page_looks import PHONE, violations
 from tests.e2e.test_page_use import ids_of
 
@@ -117,14 +117,14 @@ def test_any_message_is_answered_again_and_both_answers_stay(open_page, book) ->
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
     assert row(page, 1).locator(".tools span").inner_text() == "2/2"
     assert row(page, 1).get_by_role("button", name="Later branch").is_disabled()
-    wait_until_kept(page)
+    until(lambda: "another" in kept(page))
     page.reload()
     page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
     page.locator("#conversations .open").click()
     wait_for_texts(page, QUESTION, "another")
     row(page, 1).get_by_role("button", name="Earlier branch").click()
     wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
-    assert row(page, 1).locator(".tools span").inner_text() == "1/2"
+    row(page, 1).locator(".tools span", has_text="1/2").wait_for()
 
 
 def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:

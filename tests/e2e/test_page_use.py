@@ -20,10 +20,12 @@ from tests.e2e.page_visit import (
     QUESTION,
     TIMEOUT_MS,
     ask,
+    begin_anew,
     click_in_row,
+    kept,
     set_numbers,
+    until,
     wait_for_answer,
-    wait_until_kept,
 )
 from tests.e2e.test_page_looks import violations
 
@@ -73,8 +75,8 @@ def test_settings_reach_the_request(open_page, book) -> None:
     page.fill("#seed textarea, #seed input", "no number")
     page.fill("#question textarea", OTHER)
     page.press("#question textarea", "Enter")
+    page.wait_for_selector("body[data-state=error] #chat .problem")
     problem = page.locator("#chat .problem")
-    problem.wait_for()
     assert "Not sent: seed is 'no number'" in problem.inner_text()
     assert page.input_value("#question textarea") == OTHER
     assert page.locator("#bar .state").inner_text() == "Error"
@@ -132,22 +134,20 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     page = open_page()
     book.num_tokens, book.error = 0, ServiceError("the cpu0 service died <b>twice</b>")
     ask(page, QUESTION)
+    page.wait_for_selector("body[data-state=error] #chat .problem")
     problem = page.locator("#chat .problem")
-    problem.wait_for()
     assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
     assert "press Retry" in problem.inner_text()
     assert page.locator("#bar .state").inner_text() == "Error"
     page.mouse.move(5, 5)
     assert page.get_by_role("button", name="Retry").is_visible()  # though nobody points at it
     book.num_tokens = 5
-    wait_until_kept(page)
+    until(lambda: QUESTION in kept(page))
     page.get_by_role("button", name="Retry").click()
-    page.wait_for_function(
-        "document.querySelector('#chat .problem')?.innerText.includes('broke off')"
-    )
-    assert "textwrap.dedent removes" in page.locator("#chat .message.bot").last.inner_text()
+    problem.filter(has_text="broke off").wait_for()
+    page.locator("#chat .message.bot", has_text="textwrap.dedent removes").wait_for()
     book.error = None
-    wait_until_kept(page)
+    until(lambda: "removes the" in kept(page))
     page.get_by_role("button", name="Retry").click()
     wait_for_answer(page)
     assert problem.count() == 0
@@ -174,6 +174,17 @@ def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> N
     assert page.is_visible("#send") and not page.is_visible("#stop")
     assert page.evaluate(cursors) == 0
     assert page.locator("#conversations li:has(.sr)").count() == 0
+
+
+def test_an_answer_is_shown_as_it_comes(open_page, book) -> None:
+    page = open_page()
+    book.held_at = 3
+    ask(page, QUESTION)
+    answer = page.locator("#chat .message.bot")
+    answer.filter(has_text="textwrap.dedent removes the").wait_for()
+    assert "whitespace" not in answer.inner_text()
+    book.held_at = None
+    assert "Blank lines are normalized" in wait_for_answer(page)
 
 
 @pytest.mark.thorough
@@ -216,8 +227,7 @@ def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> Non
 def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
     page = open_page()
     for question in (QUESTION, OTHER):
-        page.click("#new")
-        page.wait_for_selector("#welcome h2")
+        begin_anew(page)
         ask(page, question)
         wait_for_answer(page)
     wait_for_rows(page, OTHER, QUESTION)
@@ -250,13 +260,14 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     click_in_row(page, "Margins", "Delete")
     wait_for_rows(page, OTHER)
     page.get_by_role("status").filter(has_text="“Margins” is deleted.").wait_for()
+    until(lambda: "Margins" not in kept(page))
     undo = page.get_by_role("button", name="Undo")
     assert undo.get_attribute("title") == "Bring back “Margins”"
     undo.click()
     wait_for_rows(page, OTHER, "Margins")
     assert undo.is_disabled()
     assert page.locator("#conversations [aria-current]").inner_text() == "Margins"
-    wait_until_kept(page)
+    until(lambda: "Margins" in kept(page))
     page.reload()
     wait_for_rows(page, OTHER, "Margins")
 

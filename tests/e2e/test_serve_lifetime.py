@@ -112,8 +112,7 @@ def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
 def test_it_ends_when_the_system_has_ended() -> None:
     """Whoever keeps it running then starts it again."""
     with serving() as server:
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        (driver,) = (one for one in children if "ray::DriverActor" in " ".join(one.cmdline()))
+        (driver,) = actors_of(server, "DriverActor")
         driver.kill()
         status, err = server.end()
         assert status == 1

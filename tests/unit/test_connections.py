@@ -27,22 +27,30 @@ HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
 
 
 @contextmanager
-def serving(app: Callable[..., Any], **limits: float) -> Iterator[Callable[[], socket.socket]]:
-    """connect() to a server of `app` whose clients may keep it waiting as long as `limits` say."""
+def serving(
+    app: Callable[..., Any], asked: bytes = b"", **limits: float
+) -> Iterator[Callable[[], socket.socket]]:
+    """connect() to a server of `app` whose clients may keep it waiting as long as `limits` say.
+
+    The first has sent `asked` before the server begins: in time, however busy the machine is.
+    """
     patient = {"head_s": _LONG_S, "body_s": _LONG_S, "send_s": _LONG_S}
     listener = socket.create_server(("127.0.0.1", 0))
     gate = LoadingGate("demo")
     gate.use(app)
     allowed = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
-    server = ServerThread(listener, gate, [], True, 1 << 20, allowed)
     made: list[socket.socket] = []
 
     def connect() -> socket.socket:
         made.append(socket.create_connection(listener.getsockname(), timeout=_TIMEOUT_S))
         return made[-1]
 
+    early = [connect()] if asked else []
+    for client in early:
+        client.sendall(asked)
+    server = ServerThread(listener, gate, [], True, 1 << 20, allowed)
     try:
-        yield connect
+        yield lambda: early.pop() if early else connect()
     finally:
         for one in made:
             one.close()
@@ -180,10 +188,8 @@ def test_a_body_that_does_not_come_is_cut_off() -> None:
 
 
 def test_a_connection_is_cut_off_after_its_last_answer_too() -> None:
-    with serving(echo, head_s=0.2) as connect:
-        client = connect()
-        client.sendall(HEAD + b"\r\nabc")
-        assert read_to_end(client).endswith(b"\r\n\r\nabc")
+    with serving(echo, HEAD + b"\r\nabc", head_s=0.2) as connect:
+        assert read_to_end(connect()).endswith(b"\r\n\r\nabc")
 
 
 def test_an_answer_may_take_as_long_as_it_takes() -> None:
@@ -194,9 +200,9 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
         await asyncio.to_thread(may_answer.wait, _TIMEOUT_S)
         await echo(scope, receive, send)
 
-    with serving(slow, head_s=0.05, body_s=0.05, send_s=0.05) as connect:
+    asked = HEAD + b"\r\nabc"
+    with serving(slow, asked, head_s=0.05, body_s=0.05, send_s=0.05) as connect:
         request_state = connect()
-        request_state.sendall(HEAD + b"\r\nabc")
         assert read_to_end(connect()) == b""
         may_answer.set()
         assert b"abc" in read_to_end(request_state)

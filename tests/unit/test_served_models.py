@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +265,7 @@ async def test_waiting_for_a_model_counts(house: House) -> None:
     status, _, text = await house.ask("b")
     assert status == 504 and "longer than 0.2 s" in text
     assert house.of["b"].num_active == 0
+    house.of["b"].settings = replace(house.of["b"].settings, request_timeout_s=WAIT_S)
     house.may_load.set()
     await until(lambda: house.loaded == "b")
     assert await house.ask("b") == "b" and house.starts == ["start b"]

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,15 +43,20 @@ Deliver = Callable[[TokenEvent | BaseException], None]
 class Client:
     """Delivers `events` to each request as soon as it is queued."""
 
-    def __init__(self, *events: TokenEvent | BaseException) -> None:
+    def __init__(self, *events: TokenEvent | BaseException, last: int = 0) -> None:
+        """With the request of number `last` the time of all is up."""
         self.events = events
         self.cancelled: list[str] = []
         self.num_submitted = 0
+        self.backend: Backend
+        self._last = last
 
     async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
         self.num_submitted += 1
         for event in self.events:
             deliver(event)
+        if self.num_submitted == self._last:
+            self.backend.settings = replace(self.backend.settings, request_timeout_s=0.0)
         return str(self.num_submitted)
 
     def cancel(self, request_id: str) -> None:
@@ -73,6 +79,7 @@ def make_backend(client: Client, num_active: int = 0, timeout_s: float = _TIMEOU
 def give_client(backend: Backend, client: Any) -> None:
     """Have it ask `client`, and no system."""
     system: Any = object()
+    client.backend = backend
     backend.attach(system, client)
 
 
@@ -197,15 +204,15 @@ def test_an_answer_is_put_together() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_too_long_is_cancelled(stream: bool) -> None:
-    client = Client()
-    answer, backend = ask(client, timeout_s=0.2, prompt=[1, 2], n=2, stream=stream)
+    client = Client(last=2)
+    answer, backend = ask(client, prompt=[1, 2], n=2, stream=stream)
     assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout"
     assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
-    client = Client(TokenEvent("a", None, 1))
-    answer, backend = ask(client, timeout_s=1, prompt=[1, 2], stream=True)
+    client = Client(TokenEvent("a", None, 1), last=1)
+    answer, backend = ask(client, prompt=[1, 2], stream=True)
     first, last = (json.loads(line[6:]) for line in answer.text.split("\n\n")[:2])
     assert answer.status_code == 200
     assert first["choices"][0]["text"] == "a" and last["error"]["type"] == "timeout"

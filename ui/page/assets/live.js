@@ -235,6 +235,11 @@ const isAnswering = () => ["waiting", "answering"].includes(document.body.datase
 // While an answer is under way, that the server is there is asked for by the whole page.
 const isWanted = () => !document.hidden && (element.checkVisibility() || isAnswering());
 
+function plan(afterMs) {
+  timer = setTimeout(poll, afterMs);
+  element.dataset.polling = "yes";
+}
+
 async function poll() {
   timer = 0;
   polledAt = performance.now();
@@ -249,13 +254,13 @@ async function poll() {
   show(found);
   const isRunning = isAnswering() || found.running + found.waiting > 0;
   quiet = found.error || isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && isWanted() && timer === 0) timer = setTimeout(poll, found.error ? GLANCE_MS : POLL_MS);
-  element.dataset.polling = timer === 0 ? "no" : "yes";
+  if (quiet < QUIET_POLLS && isWanted() && timer === 0) plan(found.error ? GLANCE_MS : POLL_MS);
+  if (timer === 0) element.dataset.polling = "no";
 }
 
 function watch() {
   quiet = 0;
-  if (timer === 0 && isWanted()) timer = setTimeout(poll, 0);
+  if (timer === 0 && isWanted()) plan(0);
 }
 
 element.addEventListener("change", showMap);
