@@ -3,6 +3,7 @@
 # Not `signal`: until the command is imported, modules of the current folder are found.
 import _signal  # type: ignore[import-not-found]
 import os
+import sys
 
 
 def run() -> None:
@@ -12,9 +13,17 @@ def run() -> None:
     """
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _end)
+    _be_the_package()
     from hotcold.jobs import cli
 
     cli.run()
+
+
+def _be_the_package() -> None:
+    """Where Python took a folder `hotcold` for it, as the one around a checkout, find it anew."""
+    if getattr(sys.modules.get("hotcold"), "__file__", None) is None:
+        sys.modules.pop("hotcold", None)
+        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def _end(number: int, frame: object) -> None:

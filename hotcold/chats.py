@@ -59,7 +59,10 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _template_message(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"{shown(message)} is no message; it needs a role and a content")
-    content = message.get("content") or ""
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise PromptError(f"{shown(message)} has no content, which only an assistant's may lack")
+    content = content or ""
     if not isinstance(content, str):
         content = "".join(map(_text_of, content))
     found: dict[str, Any] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Unpack, overload
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.actors.protocol.options import OPTIONS, SystemOptions, seconds_of
+from hotcold.actors.protocol.options import OPTIONS, SystemOptions, in_keywords, seconds_of
 from hotcold.answers import Answer, Answers, progress_bar
 from hotcold.connections import Connection, Deliver, InFlight, find, start
 from hotcold.inputs import Given, Inputs
@@ -88,7 +88,11 @@ class LLM:
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)
         text = None if model is None else os.fspath(model)
-        self._use(_connect(text, options, keep_s, own), progress)
+        try:
+            self._use(_connect(text, options, keep_s, own), progress)
+        except HotcoldError as error:
+            error.args = (in_keywords(str(error)),)
+            raise
 
     def _use(self, connection: Connection, progress: bool | None) -> None:
         self._connection = connection

@@ -63,10 +63,11 @@ class Prompts:
         self.require_in_vocabulary([token_id for token_id, _ in request.sampling.biases])
         if len(ids) + (not request.wants_embedding) > self.context_length:
             answer = "" if request.wants_embedding else " with the answer"
+            most = self.config.max_positions
+            more = f" or start with a larger --context (this model allows {most})"
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.context_length}{answer}"
-                f"; shorten it or give a larger --context (this model allows "
-                f"{self.config.max_positions})"
+                f"; shorten it{more if most > self.context_length else ''}"
             )
         return ids
 

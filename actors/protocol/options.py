@@ -147,7 +147,13 @@ class SystemOptions:
 
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(SystemOptions)}
+_KEYWORDS = {one.flag: one.keyword for one in OPTIONS.values()}
 PATHS = tuple(name for name, one in OPTIONS.items() if one.reads == "path")
+
+
+def in_keywords(text: str) -> str:
+    """`text` with options as the Python API names them: context_length where it says --context."""
+    return re.sub(r"--[a-z][a-z-]*", lambda found: _KEYWORDS.get(found[0], found[0]), text)
 
 
 def bytes_of(size: str) -> int:

@@ -283,6 +283,11 @@ def test_a_bar_is_shown_where_it_is_wanted(
     assert out == "" and f"{len(PROMPTS)}/{len(PROMPTS)}" in err
 
 
+def test_a_message_without_content_is_refused(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="has no content, which only an assistant's may lack"):
+        llm.chat([{"role": "user"}], GREEDY)
+
+
 def test_a_second_one_of_this_process_and_one_that_is_closed(llm: LLM) -> None:
     if llm._connection.system.owns_ray:  # type: ignore[attr-defined]
         with pytest.raises(UsageError, match="this process runs a model already"):
@@ -300,11 +305,12 @@ def test_a_second_one_of_this_process_and_one_that_is_closed(llm: LLM) -> None:
         ({"mode": "fast"}, "mode is 'fast'; give one of dense, exact"),
         ({"dtype": "q3"}, "dtype is 'q3'; give one of f16"),
         ({"cpu_memory": "much"}, "cpu_memory: 'much' is no size; write it like 8GiB"),
+        ({"cpu_memory": 1000}, "allowed by cpu_memory;.* context_length"),
         ({"keep": "soon"}, "'soon' is no time"),
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
 )
-def test_what_is_refused(options: dict[str, str], told: str) -> None:
+def test_what_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(HotcoldError, match=told) as refused:
-        LLM(**options)  # type: ignore[arg-type]
+        LLM(**options)
     assert "\n" not in str(refused.value)

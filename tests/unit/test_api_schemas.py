@@ -114,6 +114,8 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing, which only an assis"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages.0: content is missing"),
         (
             {
                 "messages": [

@@ -188,6 +188,17 @@ run()
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
 
 
+def test_a_folder_of_its_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    """As the one of a checkout is, seen from the folder that it is in."""
+    (tmp_path / "hotcold").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "hotcold", "--version"], cwd=tmp_path, capture_output=True,
+        text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert hotcold.__version__ in done.stdout
+
+
 def test_end_of_input(run: Run) -> None:
     status, _out, err = run("fails", error=EOFError())
     assert (status, err.strip()) == (1, "hotcold: error: standard input ended")

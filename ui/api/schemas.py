@@ -1,6 +1,6 @@
 """Schemas of completion requests, by OpenAI's and vLLM's names."""
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -157,6 +157,12 @@ class ChatMessage(StrictModel):
             if isinstance(kind, str) and kind in _MEDIA:
                 raise ValueError(f"{kind} parts are not read here; models are given text alone")
         return content
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing, which only an assistant's message may lack")
+        return self
 
     @property
     def for_template(self) -> dict[str, Any]:
