@@ -84,6 +84,8 @@ def mapped(path: Path) -> mmap.mmap:
     """Return the file mapped for reading. Errors: CheckpointError."""
     try:
         with path.open("rb") as stream:
+            if not os.fstat(stream.fileno()).st_size:
+                raise CheckpointError(f"{path}: the file is empty; download it again")
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path}: cannot be mapped ({problem})") from None

@@ -46,7 +46,10 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 @click.option("--context", type=int, help="Positions.")
 @click.option("--activation", type=click.Choice(_ACTIVATIONS), help="Of the FFN.")
 @click.option(
-    "--density", type=float, help="Mean share of active neurons; in a mixture, of chosen experts'."
+    "--density",
+    type=float,
+    help="Mean share of active neurons; in a mixture, of chosen experts'. Only with a ReLU-type "
+    "activation are the others exactly zero, and left out in `exact`.",
 )
 @click.option("--experts", type=int, help="Experts a layer.")
 @click.option("--chosen", type=int, help="Experts that a token has.")

@@ -14,20 +14,24 @@ from hotcold.model.errors import ServiceError, UsageError
 
 
 @click.command()
+@click.argument("given", metavar="[NAME]", required=False)
 @click.option("--cpu-actors", type=click.IntRange(min=1), required=True, help="CPU services.")
 @click.option(
     "--system",
     "name",
-    help="The system's name, as `hotcold ps` lists it, or in the Ray cluster of this machine or of "
+    help="The same as NAME: as `hotcold ps` lists it, or in the Ray cluster of this machine or of "
     "RAY_ADDRESS; the only one that runs without it.",
 )
 @json_option
-def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
-    """Change how many CPU services a running system has; its requests go on.
+def scale(given: str | None, cpu_actors: int, name: str | None, as_json: bool) -> None:
+    """Change how many CPU services the running system NAME has; its requests go on.
 
     The system's threads are assigned again, and neurons move. Where the new services cannot be
     loaded the old ones go on.
     """
+    if given is not None and name not in (None, given):
+        raise UsageError(f"two systems are named, {given!r} and {name!r}; leave out --system")
+    name = given or name
     listed = _listed(name)
     if listed is not None:
         name, found = listed.record.name, listed.scale(cpu_actors)

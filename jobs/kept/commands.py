@@ -22,7 +22,7 @@ from hotcold.model.errors import ServiceError, UsageError
 _POLL_S = 0.05
 _TIMEOUT_S = 60.0  # for running requests
 _ENDING_S = 15.0
-_HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "STAYS")
+_HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "STAYS", "AT")
 
 
 @click.command()
@@ -31,7 +31,7 @@ def ps(as_json: bool) -> None:
     """List the running systems of this user: those that are kept, and those of `hotcold serve`.
 
     MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is the time since the
-    last request, STAYS how long a system goes on if no other comes.
+    last request, STAYS how long a system goes on if no other comes, AT where one is served.
     """
     found = [_state(folder, record) for folder, record in running_systems()]
     if not as_json or found:
@@ -45,16 +45,15 @@ def ps(as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", required=False)
-def stop(name: str | None) -> None:
-    """End the running system NAME (see `hotcold ps`); all that are kept without it.
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+def stop(names: tuple[str, ...]) -> None:
+    """End the running systems of these NAMEs (see `hotcold ps`); all that are kept without one.
 
     Requests that run are answered first.
     """
     running = running_systems()
-    if name is not None:
-        chosen = [system_named(name, running)]
-    else:
+    chosen = [system_named(name, running) for name in dict.fromkeys(names)]
+    if not names:
         chosen = [one for one in running if one[1].is_kept]
     with ExitStack() as stack:
         processes = [_Process(folder, _with_pid(folder, record)) for folder, record in chosen]
@@ -106,13 +105,13 @@ def _state(folder: Path, record: registry.Record) -> dict[str, Any]:
 def _row(state: dict[str, Any]) -> tuple[str, ...]:
     name, model = state["name"], Path(state["model"]).name if state["kept"] else state["model"]
     if state["status"] != "ready":
-        return (name, model, state["status"], "", "", "", "")
+        return (name, model, state["status"], "", "", "", "", state["url"])
     left_s = state["left_s"]
     until = "until stopped" if left_s is None else f"{_time(left_s)} more"
     busy = "busy" if state["num_active"] else _time(state["idle_s"])
     memory = binary_text(state["memory_bytes"])
     speed = f"{state['tokens_per_s']:.1f}" if state["tokens_per_s"] else "-"
-    return (name, model, state["mode"], memory, speed, busy, until)
+    return (name, model, state["mode"], memory, speed, busy, until, state["url"])
 
 
 def _time(seconds: float) -> str:

@@ -177,7 +177,7 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     _, err = chat.communicate("/exit\n", timeout=WAIT_S)
     assert chat.returncode == 0 and err.startswith("using the system 'words' that is kept\n")
     await_that(machine.has_nothing)
-    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  STAYS\n", "")
+    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  STAYS  AT\n", "")
 
 
 def test_services_are_scaled_and_run_answers(machine: Machine) -> None:
@@ -185,7 +185,7 @@ def test_services_are_scaled_and_run_answers(machine: Machine) -> None:
     before, _ = machine.ask("--keep", "-1")
     assert machine.run("ps")[0].splitlines()[1].endswith("  until stopped")
     for count, had in ((2, 1), (1, 2)):
-        named = [] if count == 2 else ["--system", "words"]
+        named = [] if count == 2 else ["words"]
         out, err = machine.run("scale", "--cpu-actors", str(count), *named, "--json")
         told, report = out.splitlines()
         found = json.loads(report)

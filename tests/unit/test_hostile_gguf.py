@@ -50,6 +50,12 @@ def use(path: Path) -> Tokenizer | None:
     return tokenizer
 
 
+def test_an_empty_file_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(CheckpointError, match="the file is empty; download it again"):
+        use(tmp_path / "m.gguf")
+
+
 def truncated() -> Iterator[tuple[str, bytes]]:
     pieces, length = GOOD.pieces(), 0
     for piece in pieces:

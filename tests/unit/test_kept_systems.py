@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.connections import KeptConnection
 from hotcold.jobs.chat.conversation import Facts
 from hotcold.jobs.commands.chat import chat
+from hotcold.jobs.commands.scale import scale
 from hotcold.jobs.kept import commands as kept_commands
 from hotcold.jobs.kept import find as find_module
 from hotcold.jobs.kept import folder as folders
@@ -260,6 +261,30 @@ def test_the_process_that_holds_a_system_is_ended(
         ended_by = signal.SIGKILL if is_deaf else signal.SIGTERM
         assert process.wait(60) == -ended_by
     assert list(folder.iterdir()) == []
+
+
+def test_several_are_ended_by_their_names(base: Path) -> None:
+    folder, program = folders.own_folder(), _HOLDS.replace('"model", pid', "sys.argv[2], pid")
+    program = program.replace("sys.argv[2:]", "[]")
+    with ExitStack() as stack:
+        processes = []
+        for name in ("a", "b", "c"):
+            arguments = [sys.executable, "-c", program, str(folder), name]
+            process = stack.enter_context(subprocess.Popen(arguments, stdout=subprocess.PIPE))
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            processes.append(process)
+        said = "".join(f"the system '{name}' has ended\n" for name in ("c", "a"))
+        assert CliRunner().invoke(stop, ["c", "a", "c"]).output == said
+        assert [process.wait(60) for process in processes[::2]] == [-signal.SIGTERM] * 2
+        refused = CliRunner().invoke(stop, ["b", "d"]).exception
+        assert "no system named 'd' is running; these do: b" in str(refused)
+        assert processes[1].poll() is None  # nothing is ended by a list with a wrong name
+        processes[1].kill()
+
+
+def test_scale_takes_one_name() -> None:
+    refused = CliRunner().invoke(scale, ["a", "--system", "b", "--cpu-actors", "1"]).exception
+    assert "two systems are named, 'a' and 'b'" in str(refused)
 
 
 def same(asked: SystemOptions, running: SystemOptions, **resolved: Any) -> bool:

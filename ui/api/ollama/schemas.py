@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from hotcold.model.errors import shown
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
 
-_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
+# As Go writes durations.
+_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")
+_TIME = re.compile(r"[+-]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _MAX_MESSAGES = 10_000
 _MAX_INPUTS = 2048
 _MAX_TOOLS = 128
@@ -40,6 +43,15 @@ class OllamaRequest(OllamaModel):
 
     keep_alive: str | float | None = None  # only 0 has an effect: the model is unloaded
     options: dict[str, Any] | None = None
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _is_a_time(cls, given: str | float | None) -> str | float | None:
+        if isinstance(given, str) and not _TIME.fullmatch(given):
+            raise ValueError(
+                f"{shown(given)} is no time; write it like 10m, or a number of seconds"
+            )
+        return given
 
     @property
     def stays(self) -> bool:
