@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import signal
 import sys
 import tomllib
 import warnings
@@ -81,7 +80,8 @@ def _parse_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
         patch.setattr(sys, "stdout", sys.stdout)  # which they replace by their own
         patch.setattr(sys, "stderr", sys.stderr)
         patch.setattr(atexit, "_run_exitfuncs", lambda: None)
-        patch.setattr(signal, "signal", lambda *_: None)
+        for module_of_signals in ("signal", "_signal"):  # handlers would stay
+            patch.setattr(f"{module_of_signals}.signal", lambda *_: None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert not ended.value.code, f"python -m {module} refuses {shlex.join(words)}"
 
