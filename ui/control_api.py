@@ -274,6 +274,7 @@ def _line(event: TokenEvent) -> dict[str, Any]:
         "text": event.text,
         "num_tokens": event.num_tokens,
         "token_ids": event.token_ids,
+        "num_prompt_tokens": event.num_prompt_tokens,
     }
     for name in ("logprobs", "prompt_logprobs"):
         if scored := getattr(event, name):

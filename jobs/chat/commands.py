@@ -202,8 +202,7 @@ class Commands:
         """/load."""
         path = self._path(rest)
         prompt, messages = load_conversation(path)
-        self.conversation.clear()
-        self.conversation.system_prompt, self.conversation.messages = prompt, messages
+        self.conversation.load(prompt, messages)
         return f"{len(messages)} messages of {path}"
 
     def _path(self, rest: str) -> Path:

@@ -272,5 +272,6 @@ def _event(line: dict[str, Any]) -> TokenEvent:
         )
         for name in ("logprobs", "prompt_logprobs")
     )
-    ids = tuple(line["token_ids"])
-    return TokenEvent(line["text"], whole, line["num_tokens"], logprobs, prompt_logprobs, ids)
+    ids, num_asked = tuple(line["token_ids"]), line.get("num_prompt_tokens", 0)
+    new = line["num_tokens"]
+    return TokenEvent(line["text"], whole, new, logprobs, prompt_logprobs, ids, num_asked)

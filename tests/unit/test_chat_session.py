@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,9 +16,14 @@ import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
 from hotcold.jobs.chat import history
-from hotcold.jobs.chat.commands import COMMANDS, Settings
+from hotcold.jobs.chat.commands import COMMANDS, Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
-from hotcold.jobs.chat.files import load_conversation, mentioned, read_attachment
+from hotcold.jobs.chat.files import (
+    load_conversation,
+    mentioned,
+    read_attachment,
+    save_conversation,
+)
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.chat.session import HELP, Session
 from hotcold.model.errors import PromptError, UsageError
@@ -230,6 +237,48 @@ def test_figures() -> None:
     assert last.startswith("[3 tokens, stop; prefill 100.0 tokens/s, decode 10.0 tokens/s, ")
     assert step == "a token takes 2.00 ms: attention 0.50, ffn 1.50"
     assert screen.told[-1].startswith("[2 tokens, stop; ")
+
+
+def test_the_context_that_is_taken_counts_the_prompt_from_the_first_token(tmp_path: Path) -> None:
+    running, path = StandIn(), tmp_path / "talk.json"
+    talk = conversation(running)
+
+    def used() -> str:
+        return talk.status.split(" · ")[2]
+
+    def ask(question: str, num_events: int) -> list[str]:
+        """What is told at each event; after so many the answer is cancelled."""
+        name, seen = talk.begin(), list[str]()
+
+        def show(event: TokenEvent) -> None:
+            seen.append(used())
+            if len(seen) == num_events:
+                running.cancel(name)
+
+        talk.ask(question, show)
+        return seen
+
+    counted = [f"{number} of 1,000 tokens (1%)" for number in (11, 12, 13)]
+    assert ask("abcd", 4) == [*counted, counted[-1]] and used() == counted[-1]
+    save_conversation(path, "", talk.messages, "words")
+    assert ask("endless", 2) == counted[:2] and used() == counted[1]
+
+    Commands(talk, Settings()).run(f"/load {path}")
+    assert used() == "? of 1,000 tokens"  # nothing has counted it yet
+    assert ask("abcd", 4)[0] == counted[0] and used() == counted[-1]
+
+    name, before = talk.begin(), len(running.requests)
+
+    def stop() -> None:
+        while len(running.requests) == before:
+            time.sleep(0.001)
+        running.cancel(name)
+
+    threading.Thread(target=stop).start()
+    talk.ask("never", lambda event: None)
+    assert used() == "? of 1,000 tokens"  # more than before: it holds that question, too
+    talk.clear()
+    assert used() == "0 of 1,000 tokens (0%)"
 
 
 def test_help_names_all_of_them() -> None:

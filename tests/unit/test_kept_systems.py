@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -21,11 +22,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.connections import KeptConnection
 from hotcold.jobs.chat.conversation import Conversation, Facts
 from hotcold.jobs.commands.chat import chat
+from hotcold.jobs.kept import client as client_module
 from hotcold.jobs.kept import commands as kept_commands
 from hotcold.jobs.kept import find as find_module
 from hotcold.jobs.kept import folder as folders
@@ -39,6 +47,8 @@ from hotcold.jobs.kept.registry import Record, socket_path
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
+from hotcold.ui import control_api
+from hotcold.ui.api import sse
 from hotcold.ui.control_api import IdleTimer, create_control_app
 from tests.documents import ROOT
 
@@ -504,6 +514,14 @@ def test_who_takes_a_connection_and_ends_is_no_system(
     registration.listener.close()
 
 
+def take_request(client: socket.socket) -> None:
+    """Read one to its end: the body comes behind the head."""
+    with client.makefile("rb") as file:
+        head = list(iter(file.readline, b"\r\n"))
+        (length,) = (line.split()[1] for line in head if line.startswith(b"Content-Length"))
+        file.read(int(length))
+
+
 @contextmanager
 def accepting(folder: Path, answer: bytes) -> Iterator[tuple[KeptSystem, threading.Event]]:
     """A system that takes requests, and answers only so much; the event says it has."""
@@ -515,7 +533,7 @@ def accepting(folder: Path, answer: bytes) -> Iterator[tuple[KeptSystem, threadi
 
         def take() -> None:
             with listener.accept()[0] as client:
-                client.recv(1 << 16)
+                take_request(client)
                 client.sendall(answer)
                 has_answered.set()
                 while client.recv(1 << 16):
@@ -561,6 +579,12 @@ def test_a_cancelled_request_is_no_lost_system(
 
         threading.Thread(target=cancel).start()
         assert [event.text for event in system.generate(request)] == texts
+
+
+def test_an_event_comes_whole_over_the_socket() -> None:
+    scored = TokenLogprob(5, -0.5, ((5, -0.5), (7, -1.5)))
+    event = TokenEvent("\u2028a", None, 2, (scored,), (TokenLogprob(3, None),), (5, 6), 11)
+    assert client_module._event(json.loads(sse.line(control_api._line(event)))) == event
 
 
 def test_a_request_is_cancelled_before_it_begins(tmp_path: Path) -> None:
@@ -621,7 +645,7 @@ def test_a_system_that_ends_is_told_of(
 
         def end() -> None:
             with listener.accept()[0] as client:
-                client.recv(1 << 16)
+                take_request(client)
                 client.sendall(answer)
 
         thread = threading.Thread(target=end)
