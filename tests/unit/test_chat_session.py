@@ -312,6 +312,42 @@ def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
     assert talk.last_question == "b" and asked(running)[3][2] == "b"
 
 
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        ("what is in @nofile.txt?", "nofile.txt cannot be read: No such file or directory"),
+        ("what is in @no/file", "no/file cannot be read: No such file or directory"),
+        ('what is in @"no file of mine.md"', "no file of mine.md cannot be read: No such file"),
+        ("what is in @/nowhere/x.", "/nowhere/x cannot be read: No such file or directory"),
+        ("what is in @~/nowhere-at-all/x.py!", "x.py cannot be read: No such file or directory"),
+        ("what is in @folder, please", "folder cannot be read: Is a directory"),
+        ("what is in @none.md", "none.md is no text"),
+        ("what is in @good.txt and @bad.txt", "bad.txt cannot be read: No such file or directory"),
+        ("what does @property do?", ""),
+        ("@functools.wraps, @app.get or @types.coroutine?", ""),
+        ('@app.route("/hello") and @GetMapping("/users/{id}")', ""),
+        ("thanks to @someone, me@example.org/x and @...", ""),
+        ('NSString *s = @"hello";', ""),
+        (f"@{'a' * 5000}", ""),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_and_nothing_is_asked(
+    question: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is a word is asked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "none.md").write_bytes(b"\0")
+    (tmp_path / "good.txt").write_text("good")
+    screen, talk, running = typed(question)
+    if told:
+        (line,) = screen.told
+        assert told in line and line.endswith("; nothing was asked (without its @ it is a word)")
+        assert running.requests == [] and talk.messages == []
+    else:
+        assert screen.told == [] and asked(running) == [[question]]
+
+
 def test_a_program_that_types_touches_no_file(tmp_path: Path) -> None:
     note = tmp_path / "note.txt"
     note.write_text("secret")
