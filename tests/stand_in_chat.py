@@ -16,6 +16,7 @@ from hotcold.model.errors import PromptError
 from hotcold.model.sampling import SamplingParams
 
 FACTS = Facts("words", "exact", "cpu", 1000)
+NUM_ASKED = 10  # tokens of a prompt, as the system counts it
 ANSWER = """# A title
 
 Some **bold** words and a <tag>.
@@ -33,7 +34,8 @@ def f(x):
 class StandIn:
     """Answers with what was asked last, in pieces; some questions are special.
 
-    "cut" is answered up to a length, "full" up to the context's end.
+    "cut" is answered up to a length, "full" up to the context's end; "endless" and "never" until
+    they are cancelled, the one with words.
     """
 
     def __init__(self, pause_s: float = 0.0) -> None:
@@ -42,26 +44,29 @@ class StandIn:
         self._cancelled = threading.Event()
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        self.requests.append(request)
         self._cancelled.clear()
+        self.requests.append(request)
         question = (request.messages or [])[-1]["content"]
         if question == "too much":
             raise PromptError("the prompt has 1001 tokens, the context holds 1000")
         if question == "endless":
             while not self._cancelled.wait(0.02):
-                yield TokenEvent("w ", None, 1)
+                yield TokenEvent("w ", None, 1, num_prompt_tokens=NUM_ASKED)
+            return
+        if question == "never":
+            self._cancelled.wait()
             return
         text = ANSWER if question == "markdown" else f"echo of {question}"
         pieces = [text[at : at + 5] for at in range(0, len(text), 5)]
+        num_asked = FACTS.context_length - len(pieces) if question == "full" else NUM_ASKED
         for piece in pieces:
             time.sleep(self._pause_s * (1 + 20 * question.startswith("slow")))
-            yield TokenEvent(piece, None, 1)
+            yield TokenEvent(piece, None, 1, num_prompt_tokens=num_asked)
         ids = list(range(len(pieces)))
         times = {"attention": 0.5, "ffn": 1.5, "python": 0.0, "total": 2.0}
-        num_asked = FACTS.context_length - len(ids) if question == "full" else 10
         reason = "length" if question in ("cut", "full") else "stop"
         result = Generation(text, ids, reason, num_asked, 0.1, 0.2, per_token_ms=times)
-        yield TokenEvent("", result, 0)
+        yield TokenEvent("", result, 0, num_prompt_tokens=num_asked)
 
     def cancel(self, request_id: str) -> None:
         assert request_id == self.requests[-1].request_id

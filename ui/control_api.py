@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -228,7 +228,12 @@ def create_control_app(
             Route("/own/telemetry", telemetry),
             Route("/own/scale", scale, methods=["POST"]),
         ],
-        exception_handlers={sse.ClientGoneError: gone, ApiError: as_answer, Exception: as_answer},
+        exception_handlers={
+            sse.ClientGoneError: gone,
+            ClientDisconnect: gone,
+            ApiError: as_answer,
+            Exception: as_answer,
+        },
     )
 
 
@@ -269,6 +274,7 @@ def _line(event: TokenEvent) -> dict[str, Any]:
         "text": event.text,
         "num_tokens": event.num_tokens,
         "token_ids": event.token_ids,
+        "num_prompt_tokens": event.num_prompt_tokens,
     }
     for name in ("logprobs", "prompt_logprobs"):
         if scored := getattr(event, name):

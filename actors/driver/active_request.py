@@ -322,6 +322,7 @@ class ActiveRequest:
                 self._logprobs.take(num_shown),
                 self._prompt_logprobs.take(),
                 tuple(self.tokens[self._num_prompt_tokens + self._num_emitted :]),
+                self._num_prompt_tokens,
             )
         )
         self._num_emitted = num_new

@@ -370,6 +370,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
     token_ids: tuple[int, ...] = ()  # those chosen since the last event
+    num_prompt_tokens: int = 0  # of the request, in each of its events
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one as one."""
@@ -380,6 +381,7 @@ class TokenEvent:
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
             self.token_ids + later.token_ids,
+            later.num_prompt_tokens,
         )
 
 

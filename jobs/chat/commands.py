@@ -122,10 +122,14 @@ class Commands:
         return f"system prompt: {prompt}" if prompt else "there is no system prompt"
 
     def set(self, rest: str) -> str:
-        """/set."""
-        name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
+        """/set: one thing; without any, what is set and how to."""
+        name, _, value = f"{rest} ".removeprefix("parameter ").strip().partition(" ")
         name = name.replace("-", "_")
         match _OLLAMAS.get(name, name):
+            case "":
+                usage = "write it like /set temperature 0.2 (none: the model's default)"
+                others = ", ".join(["system TEXT", *SWITCHES])
+                return f"{self._parameters()}\n{usage}; it also takes {others}"
             case "system":
                 return self.system(value.strip() or '""')
             case "history" | "nohistory":
@@ -138,7 +142,7 @@ class Commands:
                 return self._set_parameter(parameter, value.strip())
             case _:
                 known = ", ".join([*PARAMETERS, "system", *SWITCHES])
-                raise UsageError(f"{shown(name) if name else 'nothing'} cannot be set; {known} can")
+                raise UsageError(f"{shown(name)} cannot be set; {known} can")
         return f"{name} is set"
 
     def _set_parameter(self, name: str, text: str) -> str:
@@ -151,13 +155,16 @@ class Commands:
         found = self.conversation.given.get(name) or PARAMETERS[name].default
         return _shown_value(getattr(self.conversation.sampling, name, found))
 
+    def _parameters(self) -> str:
+        return "\n".join(f"{name} {self._value(name)}" for name in PARAMETERS)
+
     def show(self, rest: str) -> str:
         """/show: one of SHOWN, or most of them."""
         facts = self.conversation.facts
         parts = {
             "info": f"model {facts.model}\nmode {facts.mode} on {facts.device}\n"
             f"context {facts.context_length:,} tokens",
-            "parameters": "\n".join(f"{name} {self._value(name)}" for name in PARAMETERS),
+            "parameters": self._parameters(),
             "system": self._system_shown(),
         }
         if rest == "messages":
@@ -202,8 +209,7 @@ class Commands:
         """/load."""
         path = self._path(rest)
         prompt, messages = load_conversation(path)
-        self.conversation.clear()
-        self.conversation.system_prompt, self.conversation.messages = prompt, messages
+        self.conversation.load(prompt, messages)
         return f"{len(messages)} messages of {path}"
 
     def _path(self, rest: str) -> Path:
@@ -237,7 +243,7 @@ COMMANDS = (
     Command(
         ("/system",), "[TEXT]", 'what the model is told first; "" for nothing', Commands.system
     ),
-    Command(("/set",), "NAME [VALUE]", "temperature and the like; verbose; nohistory",
+    Command(("/set",), "[NAME [VALUE]]", "temperature and the like; verbose; nohistory",
             Commands.set),
     Command(("/show",), "[WHAT]", ", ".join(SHOWN), Commands.show),
     Command(("/stats",), "", "tokens, speed, where the time goes", Commands.stats),

@@ -51,6 +51,7 @@ class Answering:
     """The answer that is being read."""
 
     num_tokens: int = 0
+    num_prompt_tokens: int = 0  # known from the first event on
     _first_at: float = 0.0
     _num_first: int = 0
     _last_at: float = 0.0
@@ -61,6 +62,12 @@ class Answering:
         if not self.num_tokens:
             self._first_at, self._num_first = self._last_at, event.num_tokens
         self.num_tokens += event.num_tokens
+        self.num_prompt_tokens = event.num_prompt_tokens
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        """Of prompt and answer; None before they are known."""
+        return self.num_prompt_tokens + self.num_tokens if self.num_prompt_tokens else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,7 +89,7 @@ class Conversation:
     attached: list[str] = field(default_factory=list)  # texts that go with the next question
     result: Generation | None = None  # of the last answer, if it has one
     counts: Counts = field(default_factory=Counts)
-    num_context_tokens: int = 0  # that the conversation takes of the context
+    num_context_tokens: int | None = 0  # that it takes of the context; None: no answer has told
     tokens_per_s: float = 0.0  # of the last answer, after its first token
     answering: Answering | None = None
     request_id: str = ""  # of what is being answered
@@ -111,6 +118,12 @@ class Conversation:
         """Forget what was said."""
         self.messages, self.attached = [], []
         self.num_context_tokens, self.tokens_per_s, self.result = 0, 0.0, None
+
+    def load(self, system_prompt: str, messages: list[Message]) -> None:
+        """Go on with what was said elsewhere."""
+        self.clear()
+        self.system_prompt, self.messages = system_prompt, messages
+        self.num_context_tokens = None if messages else 0
 
     def begin(self) -> str:
         """Return the id of the next request, by which it can be cancelled."""
@@ -194,7 +207,7 @@ class Conversation:
         self.counts.seconds += seconds
         self.counts.num_new_tokens += answering.num_tokens
         if result is None:
-            self.num_context_tokens += answering.num_tokens
+            self.num_context_tokens = answering.num_context_tokens
             self.tokens_per_s = answering.tokens_per_s
             return
         self.counts.num_prompt_tokens += result.num_prompt_tokens
@@ -207,9 +220,12 @@ class Conversation:
         facts, used = self.facts, self.num_context_tokens
         speed = self.tokens_per_s
         if self.answering is not None:
-            used, speed = used + self.answering.num_tokens, self.answering.tokens_per_s
-        share = used / facts.context_length
+            used, speed = self.answering.num_context_tokens, self.answering.tokens_per_s
         told = [facts.model, f"{facts.mode} on {facts.device}"]
-        told.append(f"{used:,} of {facts.context_length:,} tokens ({share:.0%})")
+        if used is None:
+            told.append(f"? of {facts.context_length:,} tokens")
+        else:
+            share = used / facts.context_length
+            told.append(f"{used:,} of {facts.context_length:,} tokens ({share:.0%})")
         told += [f"{speed:.1f} tokens/s"] if speed else []
         return " · ".join(told)

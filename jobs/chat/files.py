@@ -18,6 +18,15 @@ _MAX_SAVED = 16 << 20
 _ROLES = ("user", "assistant")
 _KIND = "hotcold conversation"
 _MENTION = re.compile(r'(?:^|(?<=\s))@(?:"([^"]+)"|(\S+))')
+# A path, not @app.route("/") of a program; without "/" it ends as files do of which one may ask,
+# not as @functools.wraps.
+_PLAINLY_PATH = re.compile(
+    r"[\w.~+ -]*/[\w./~+ -]*|[\w.~+ -]+\."
+    r"(?:c|cc|cfg|conf|cpp|cs|css|csv|diff|docx?|gguf|go|gz|h|hpp|html?|ini|ipynb|java|jpe?g|js|"
+    r"jsonl?|jsx|kt|log|lua|md|odt|patch|pdf|php|pl|png|pptx?|pyi?|r|rb|rs|rst|sh|sql|svg|swift|"
+    r"tar|tex|toml|tsv|tsx?|txt|xlsx?|xml|ya?ml|zip)",
+    re.IGNORECASE,
+)
 
 
 def read_attachment(path: Path) -> str:
@@ -38,12 +47,17 @@ def read_attachment(path: Path) -> str:
 
 
 def mentioned(question: str) -> list[Path]:
-    """The files that a question names as @path or @"path"; a word that is no file is just one."""
+    """The files that a question names as @path or @"path", also those that there are not.
+
+    What is at no path, has no "/" and does not end as files do is just a word.
+    """
     found = []
     for quoted, plain in _MENTION.findall(question):
         names = [quoted] if quoted else [plain, plain.rstrip(".,;:?!)")]
-        path = next((path for name in names if (path := _path(name)).is_file()), None)
-        if path is not None and path not in found:
+        meant = [name for name in names if name and os.path.exists(_path(name))]
+        if not meant and _PLAINLY_PATH.fullmatch(names[-1]):
+            meant = names[-1:]
+        if meant and (path := _path(meant[0])) not in found:
             found.append(path)
     return found
 

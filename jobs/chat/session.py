@@ -79,12 +79,15 @@ class Session:
         return True
 
     def _ask(self, question: str, again: bool) -> None:
-        """Answer. Errors: UsageError of a file that a question names."""
-        conversation, named = self._conversation, []
-        if self._settings.can_use_files:
-            for path in mentioned(question):
-                named.append(read_attachment(path))
-                self._screen.say(f"{path} goes with it")
+        """Answer. Errors: UsageError of a file that a question names, and nothing was asked."""
+        conversation = self._conversation
+        paths = mentioned(question) if self._settings.can_use_files else []
+        try:
+            named = [read_attachment(path) for path in paths]
+        except UsageError as error:
+            raise UsageError(f"{error}; nothing was asked (without its @ it is a word)") from None
+        for path in paths:
+            self._screen.say(f"{path} goes with it")
         self._show(lambda show: conversation.ask(question, show, again, named))
 
     def _show(self, answer: Callable[[Callable[[TokenEvent], None]], None]) -> None:

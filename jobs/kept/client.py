@@ -10,6 +10,8 @@ import http.client
 import json
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
@@ -28,7 +30,10 @@ from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageE
 
 GONE = "it has just ended, so this command starts its own"  # said where one falls back
 _ASK_S = 10.0
+_POLL_S = 0.02
 _LOADING = "loading"  # the error code of a system that still loads
+_LOST = (OSError, http.client.HTTPException, json.JSONDecodeError, StopIteration)
+_MOST_EARLY = 1000
 
 
 class GoneError(ServiceError):
@@ -40,14 +45,41 @@ class LoadingError(ServiceError):
 
 
 class _Connection(http.client.HTTPConnection):
+    """To the socket at a path; another thread may cut it off at any moment, also beforehand."""
+
     def __init__(self, path: Path, timeout_s: float | None) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = str(path)
+        self._cut_off = threading.Event()
+        self._socket: socket.socket | None = None  # `sock` is None where the answer is the last one
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self._cut_off.is_set()
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """See HTTPConnection; waits where the system has many to accept. Errors: OSError."""
+        self.sock = self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self.sock.setblocking(False)
+        while not self.is_cut_off:
+            try:
+                self.sock.connect(self._path)
+                break
+            except BlockingIOError:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError from None
+                self._cut_off.wait(_POLL_S)
+        if self.is_cut_off:  # what is cut off from now on has a connection
+            raise ConnectionAbortedError
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+
+    def cut_off(self) -> None:
+        """Whoever reads an answer comes to its end, and no other one begins."""
+        self._cut_off.set()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class KeptSystem:
@@ -60,6 +92,7 @@ class KeptSystem:
         self._keep_s = keep_s
         self._lock = threading.Lock()
         self._running: dict[str, _Connection] = {}  # by request id
+        self._cancelled_early: deque[str] = deque(maxlen=_MOST_EARLY)  # or when they had ended
 
     def __reduce__(self) -> Any:
         return KeptSystem, (self._path.parent, self.record, self._keep_s)
@@ -86,37 +119,43 @@ class KeptSystem:
 
     def answer(self, request: GenerateRequest) -> Iterator[tuple[TokenEvent, dict[str, Any]]]:
         """As `generate`, with facts about the system beside the last event."""
-        name, connection = request.request_id, _Connection(self._path, None)
-        with closing(connection):
-            with self._lock:
-                self._running[name] = connection
+        has_begun = False
+        with self._cancellable(request.request_id) as connection:
             try:
                 body = {"request": asdict(request), "keep_s": self._keep_s}
                 for line in _lines(connection, "POST", "/own/generate", body):
+                    has_begun = True
                     yield _event(line), line.get("about", {})
                     if "result" in line:
                         return
-                self._require_cancelled(name)
-            except (OSError, http.client.HTTPException, json.JSONDecodeError):
-                self._require_cancelled(name)
+            except _LOST:
+                pass
+            if not connection.is_cut_off:
+                raise self._ended(ServiceError if has_begun else GoneError)
+
+    @contextmanager
+    def _cancellable(self, request_id: str) -> Iterator[_Connection]:
+        """A connection that `cancel` of this request cuts off."""
+        with closing(_Connection(self._path, None)) as connection:
+            with self._lock:
+                self._running[request_id] = connection
+                if request_id in self._cancelled_early:
+                    self._cancelled_early.remove(request_id)
+                    connection.cut_off()
+            try:
+                yield connection
             finally:
                 with self._lock:
-                    self._running.pop(name, None)
-
-    def _require_cancelled(self, request_id: str) -> None:
-        """An answer ended without a result. Errors: ServiceError unless it was cancelled."""
-        with self._lock:
-            is_cancelled = request_id not in self._running
-        if not is_cancelled:
-            raise ServiceError(f"the system {self.record.name!r} has ended") from None
+                    self._running.pop(request_id, None)
 
     def cancel(self, request_id: str) -> None:
-        """End a request that another thread reads; its events end without a result."""
+        """End a request that another thread reads, or is to; its events end without a result."""
         with self._lock:
-            connection = self._running.pop(request_id, None)
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            connection = self._running.get(request_id)
+            if connection is None:
+                self._cancelled_early.append(request_id)
+        if connection is not None:
+            connection.cut_off()
 
     def state(self) -> dict[str, Any]:
         """The system's state; while it loads, its progress.
@@ -149,8 +188,8 @@ class KeptSystem:
         with closing(_Connection(self._path, None)) as connection:
             try:
                 return next(_lines(connection, "POST", "/own/scale", body))
-            except (OSError, http.client.HTTPException, StopIteration):
-                raise GoneError(f"the system {self.record.name!r} has ended") from None
+            except _LOST:
+                raise self._ended() from None
 
     def _get(self, path: str) -> dict[str, Any]:
         """The object that a route answers. Errors: GoneError, TimeoutError; those of `_lines`."""
@@ -163,8 +202,8 @@ class KeptSystem:
             return next(_lines(connection, "GET", path))
         except TimeoutError:
             raise
-        except (OSError, http.client.HTTPException, StopIteration):
-            raise GoneError(f"the system {self.record.name!r} has ended") from None
+        except _LOST:
+            raise self._ended() from None
 
     @contextmanager
     def attended(self) -> Iterator[dict[str, Any]]:
@@ -180,6 +219,9 @@ class KeptSystem:
                 raise self._silent() from None
             yield state
 
+    def _ended(self, kind: type[ServiceError] = GoneError) -> ServiceError:
+        return kind(f"the system {self.record.name!r} has ended")
+
     def _silent(self) -> ServiceError:
         name = self.record.name
         return ServiceError(
@@ -190,20 +232,15 @@ class KeptSystem:
 def _lines(
     connection: _Connection, method: str, path: str, body: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an answer, as they come. Errors: HotcoldError, OSError, HTTPException."""
+    """The JSON objects of an answer, as they come. Errors: HotcoldError; those of `_LOST`."""
     try:
         content = None if body is None else json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise PromptError(
             "the prompt, or an option, is no valid Unicode text; give it in UTF-8"
         ) from None
-    try:
-        connection.request(method, path, content)
-        response = connection.getresponse()
-    except TimeoutError:
-        raise
-    except (OSError, http.client.HTTPException):
-        raise GoneError("the system has ended") from None
+    connection.request(method, path, content)
+    response = connection.getresponse()
     if response.status != 200:
         raise _error(json.loads(response.read()))
     while line := response.readline():
@@ -235,5 +272,6 @@ def _event(line: dict[str, Any]) -> TokenEvent:
         )
         for name in ("logprobs", "prompt_logprobs")
     )
-    ids = tuple(line["token_ids"])
-    return TokenEvent(line["text"], whole, line["num_tokens"], logprobs, prompt_logprobs, ids)
+    ids, num_asked = tuple(line["token_ids"]), line.get("num_prompt_tokens", 0)
+    new = line["num_tokens"]
+    return TokenEvent(line["text"], whole, new, logprobs, prompt_logprobs, ids, num_asked)

@@ -75,6 +75,7 @@ def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
     for number, ids in enumerate(prompts):
         event = found[str(number)]
         assert event.result is not None and event.num_tokens == 6
+        assert event.num_prompt_tokens == len(ids)
         new = event.result.ids
         expected = log_softmax(reference_logits(checkpoint.path, ids + new))
         scored = [*event.prompt_logprobs, *event.logprobs]

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,9 +16,14 @@ import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
 from hotcold.jobs.chat import history
-from hotcold.jobs.chat.commands import COMMANDS, Settings
+from hotcold.jobs.chat.commands import COMMANDS, SWITCHES, Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
-from hotcold.jobs.chat.files import load_conversation, mentioned, read_attachment
+from hotcold.jobs.chat.files import (
+    load_conversation,
+    mentioned,
+    read_attachment,
+    save_conversation,
+)
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.chat.session import HELP, Session
 from hotcold.model.errors import PromptError, UsageError
@@ -123,6 +130,11 @@ def test_what_the_model_is_told_first() -> None:
         ("/set top_p 2", "top_p is 2.0; give a number from 0 to 1"),
         ("/set ignore_eos perhaps", "ignore_eos is 'perhaps'; give true or false"),
         ("/set stop 'a", '"\'a": a quotation mark is missing'),
+        (
+            "/set",
+            "/set NAME VALUE changes one of these, to none: the model's default; also /set sys",
+        ),
+        ("/set parameter", "/set NAME VALUE changes one of these"),
         ("/set nothing", "'nothing' cannot be set; max_tokens, temperature, "),
         ("/show nothing", "'nothing' cannot be shown; info, parameters, system, messages can"),
         ("/show info", "model words\nmode exact on cpu\ncontext 1,000 tokens"),
@@ -143,6 +155,13 @@ def test_what_is_told(line: str, told: str) -> None:
     (found,) = screen.told
     assert found.startswith(told)
     assert talk.messages == []
+
+
+def test_set_alone_says_how_and_what_is_set() -> None:
+    screen, _, _ = typed("/set top_k 7", "/set", "/show parameters")
+    usage, *values = screen.told[1].split("\n")
+    assert "top_k 7" in values and "\n".join(values) == screen.told[2]
+    assert all(f"/set {name}" in usage for name in ("system TEXT", *SWITCHES))
 
 
 def test_parameters_are_those_of_the_next_request() -> None:
@@ -232,6 +251,48 @@ def test_figures() -> None:
     assert screen.told[-1].startswith("[2 tokens, stop; ")
 
 
+def test_the_context_that_is_taken_counts_the_prompt_from_the_first_token(tmp_path: Path) -> None:
+    running, path = StandIn(), tmp_path / "talk.json"
+    talk = conversation(running)
+
+    def used() -> str:
+        return talk.status.split(" · ")[2]
+
+    def ask(question: str, num_events: int) -> list[str]:
+        """What is told at each event; after so many the answer is cancelled."""
+        name, seen = talk.begin(), list[str]()
+
+        def show(event: TokenEvent) -> None:
+            seen.append(used())
+            if len(seen) == num_events:
+                running.cancel(name)
+
+        talk.ask(question, show)
+        return seen
+
+    counted = [f"{number} of 1,000 tokens (1%)" for number in (11, 12, 13)]
+    assert ask("abcd", 4) == [*counted, counted[-1]] and used() == counted[-1]
+    save_conversation(path, "", talk.messages, "words")
+    assert ask("endless", 2) == counted[:2] and used() == counted[1]
+
+    Commands(talk, Settings()).run(f"/load {path}")
+    assert used() == "? of 1,000 tokens"  # nothing has counted it yet
+    assert ask("abcd", 4)[0] == counted[0] and used() == counted[-1]
+
+    name, before = talk.begin(), len(running.requests)
+
+    def stop() -> None:
+        while len(running.requests) == before:
+            time.sleep(0.001)
+        running.cancel(name)
+
+    threading.Thread(target=stop).start()
+    talk.ask("never", lambda event: None)
+    assert used() == "? of 1,000 tokens"  # more than before: it holds that question, too
+    talk.clear()
+    assert used() == "0 of 1,000 tokens (0%)"
+
+
 def test_help_names_all_of_them() -> None:
     screen, _, _ = typed("/help")
     assert all(name in screen.told[0] for one in COMMANDS for name in one.names)
@@ -261,6 +322,42 @@ def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
     assert asked(running)[0] == ["a\n\nnote.txt:\n```\nof the file\n```"]
     assert asked(running)[1:3] == [["c\n\nnote.txt:\n```\nof the file\n```"]] * 2
     assert talk.last_question == "b" and asked(running)[3][2] == "b"
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        ("what is in @nofile.txt?", "nofile.txt cannot be read: No such file or directory"),
+        ("what is in @no/file", "no/file cannot be read: No such file or directory"),
+        ('what is in @"no file of mine.md"', "no file of mine.md cannot be read: No such file"),
+        ("what is in @/nowhere/x.", "/nowhere/x cannot be read: No such file or directory"),
+        ("what is in @~/nowhere-at-all/x.py!", "x.py cannot be read: No such file or directory"),
+        ("what is in @folder, please", "folder cannot be read: Is a directory"),
+        ("what is in @none.md", "none.md is no text"),
+        ("what is in @good.txt and @bad.txt", "bad.txt cannot be read: No such file or directory"),
+        ("what does @property do?", ""),
+        ("@functools.wraps, @app.get or @types.coroutine?", ""),
+        ('@app.route("/hello") and @GetMapping("/users/{id}")', ""),
+        ("thanks to @someone, me@example.org/x and @...", ""),
+        ('NSString *s = @"hello";', ""),
+        (f"@{'a' * 5000}", ""),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_and_nothing_is_asked(
+    question: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is a word is asked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "none.md").write_bytes(b"\0")
+    (tmp_path / "good.txt").write_text("good")
+    screen, talk, running = typed(question)
+    if told:
+        (line,) = screen.told
+        assert told in line and line.endswith("; nothing was asked (without its @ it is a word)")
+        assert running.requests == [] and talk.messages == []
+    else:
+        assert screen.told == [] and asked(running) == [[question]]
 
 
 def test_a_program_that_types_touches_no_file(tmp_path: Path) -> None:
