@@ -136,7 +136,7 @@ def test_logprobs_are_those_of_openais_route() -> None:
             "tools.0.function",
         ),
         ("/api/chat", {"messages": HELLO, "keep_alive": "bogus"}, 400, "keep_alive: 'bogus' is no"),
-        ("/api/generate", {"prompt": "a", "keep_alive": "300"}, 400, "keep_alive: '300' is no"),
+        ("/api/generate", {"prompt": "a", "keep_alive": "5 m"}, 400, "keep_alive: '5 m' is no"),
         ("/api/embed", {"input": [1]}, 400, "input"),
         ("/api/embed", {"input": "a " * 999, "truncate": False}, 400, "the context holds 512"),
         ("/api/pull", {"model": "demo"}, 403, "hotcold pull"),

@@ -14,7 +14,7 @@ from hotcold.ui.api.ollama.options import sampling_fields
 
 # As Go writes durations.
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")
-_TIME = re.compile(r"[+-]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
+_TIME = re.compile(r"[+-]?(\d+\.?\d*|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _MAX_MESSAGES = 10_000
 _MAX_INPUTS = 2048
 _MAX_TOOLS = 128
