@@ -16,7 +16,7 @@ import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
 from hotcold.jobs.chat import history
-from hotcold.jobs.chat.commands import COMMANDS, SWITCHES, Commands, Settings
+from hotcold.jobs.chat.commands import COMMANDS, Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import (
     load_conversation,
@@ -130,11 +130,7 @@ def test_what_the_model_is_told_first() -> None:
         ("/set top_p 2", "top_p is 2.0; give a number from 0 to 1"),
         ("/set ignore_eos perhaps", "ignore_eos is 'perhaps'; give true or false"),
         ("/set stop 'a", '"\'a": a quotation mark is missing'),
-        (
-            "/set",
-            "/set NAME VALUE changes one of these, to none: the model's default; also /set sys",
-        ),
-        ("/set parameter", "/set NAME VALUE changes one of these"),
+        ("/set parameter", "max_tokens none\n"),
         ("/set nothing", "'nothing' cannot be set; max_tokens, temperature, "),
         ("/show nothing", "'nothing' cannot be shown; info, parameters, system, messages can"),
         ("/show info", "model words\nmode exact on cpu\ncontext 1,000 tokens"),
@@ -159,9 +155,12 @@ def test_what_is_told(line: str, told: str) -> None:
 
 def test_set_alone_says_how_and_what_is_set() -> None:
     screen, _, _ = typed("/set top_k 7", "/set", "/show parameters")
-    usage, *values = screen.told[1].split("\n")
-    assert "top_k 7" in values and "\n".join(values) == screen.told[2]
-    assert all(f"/set {name}" in usage for name in ("system TEXT", *SWITCHES))
+    values, _, usage = screen.told[1].rpartition("\n")
+    assert "\ntop_k 7\n" in values and values == screen.told[2]
+    assert usage == (
+        "write it like /set temperature 0.2 (none: the model's default); it also takes "
+        "system TEXT, history, nohistory, markdown, nomarkdown, verbose, quiet"
+    )
 
 
 def test_parameters_are_those_of_the_next_request() -> None:
