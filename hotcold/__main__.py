@@ -23,7 +23,7 @@ def _be_the_package() -> None:
     """Where Python took a folder `hotcold` for it, as the one around a checkout, find it anew."""
     if getattr(sys.modules.get("hotcold"), "__file__", None) is None:
         sys.modules.pop("hotcold", None)
-        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def _end(number: int, frame: object) -> None:

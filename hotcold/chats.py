@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _ROLES = {"developer": "system", "function": "tool"}
+_ALWAYS_SAY = ("system", "developer", "user")  # as of the HTTP API
 _KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -60,8 +61,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"{shown(message)} is no message; it needs a role and a content")
     content = message.get("content")
-    if content is None and message["role"] != "assistant":
-        raise PromptError(f"{shown(message)} has no content, which only an assistant's may lack")
+    if content is None and message["role"] in _ALWAYS_SAY:
+        raise PromptError(f"{shown(message)} has no content; a message of its role needs one")
     content = content or ""
     if not isinstance(content, str):
         content = "".join(map(_text_of, content))

@@ -86,16 +86,12 @@ def output_lanes(
     `expert_pieces`: of `SystemConfig`. Experts are cut evenly where all formats have blocks of a
     group each; what is 8 bits here may be larger blocks in its file.
     """
-    formats = {DTYPES[name] for of_layer in config.down_formats for name in of_layer}
-    has_cuts = config.experts is not None and expert_pieces > 1
-    cut = Lanes(
-        0,
-        0,
-        num_output_lanes(config),
-        expert_pieces if has_cuts else 1,
-        QUANT_GROUP if has_cuts and formats and formats <= _GROUPWISE else UNIT,
-    )
-    return [cut._replace(first=own.first, end=own.end) for own in share_lanes(cut.total, threads)]
+    pieces, unit = 1, UNIT
+    if config.experts is not None and expert_pieces > 1:
+        formats = {DTYPES[name] for of_layer in config.down_formats for name in of_layer}
+        pieces, unit = expert_pieces, QUANT_GROUP if formats and formats <= _GROUPWISE else UNIT
+    shares = share_lanes(num_output_lanes(config), threads)
+    return [own._replace(pieces=pieces, unit=unit) for own in shares]
 
 
 def share_lanes(total: int, weights: Sequence[int], at_once: int = 1) -> list[Lanes]:

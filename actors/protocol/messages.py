@@ -370,7 +370,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
     token_ids: tuple[int, ...] = ()  # those chosen since the last event
-    num_prompt_tokens: int = 0  # of the request, in each of its events
+    num_prompt_tokens: int = 0  # of the request; 0: not known
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one as one."""

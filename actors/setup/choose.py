@@ -142,7 +142,7 @@ def _expert_pieces(nodes: Sequence[NumaNode]) -> int:
 
     Where each NUMA node has its own memory, services of two share every choice of experts evenly;
     on a machine with one memory pieces would only cost time. They change a token's last bits, so
-    the machine decides, not the number of services, threads or hosts.
+    this machine decides, not the number of services, threads or hosts.
     """
     return 2 if sum(bool(node.cores and node.total_bytes) for node in nodes) > 1 else 1
 

@@ -315,9 +315,10 @@ def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
     if system.plan_path:
         return most_outputs(num_shares(config), config.ffn_bias)
     threads = service_threads(system)
-    lanes = service_lanes(config, threads, None)
     if system.down_transposed:
         lanes = output_lanes(config, threads, system.expert_pieces)
+    else:
+        lanes = service_lanes(config, threads, None)
     return num_outputs(lanes, config.ffn_bias)
 
 

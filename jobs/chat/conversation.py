@@ -114,6 +114,10 @@ class Conversation:
         """What was typed last; "" before the first question."""
         return self._last()[0]
 
+    def is_loaded(self, question: str) -> bool:
+        """Whether it is the last one, and was not typed here: files' texts are part of it."""
+        return bool(self.messages) and question == self.messages[-2]["content"] != self._told
+
     def clear(self) -> None:
         """Forget what was said."""
         self.messages, self.attached = [], []

@@ -18,10 +18,10 @@ _MAX_SAVED = 16 << 20
 _ROLES = ("user", "assistant")
 _KIND = "hotcold conversation"
 _MENTION = re.compile(r'(?:^|(?<=\s))@(?:"([^"]+)"|(\S+))')
-# A path, not @app.route("/") of a program; without "/" it ends as files do of which one may ask,
-# not as @functools.wraps.
+# A path that begins as one, or ends as files do of which one may ask: not @angular/core, and not
+# @functools.wraps.
 _PLAINLY_PATH = re.compile(
-    r"[\w.~+ -]*/[\w./~+ -]*|[\w.~+ -]+\."
+    r"(?:~|\.{1,2})?/[\w./~+ -]+|[\w./~+ -]+\."
     r"(?:c|cc|cfg|conf|cpp|cs|css|csv|diff|docx?|gguf|go|gz|h|hpp|html?|ini|ipynb|java|jpe?g|js|"
     r"jsonl?|jsx|kt|log|lua|md|odt|patch|pdf|php|pl|png|pptx?|pyi?|r|rb|rs|rst|sh|sql|svg|swift|"
     r"tar|tex|toml|tsv|tsx?|txt|xlsx?|xml|ya?ml|zip)",
@@ -49,13 +49,14 @@ def read_attachment(path: Path) -> str:
 def mentioned(question: str) -> list[Path]:
     """The files that a question names as @path or @"path", also those that there are not.
 
-    What is at no path, has no "/" and does not end as files do is just a word.
+    What is at no path, and neither begins as one nor ends as files do, is just a word.
     """
     found = []
     for quoted, plain in _MENTION.findall(question):
         names = [quoted] if quoted else [plain, plain.rstrip(".,;:?!)")]
-        meant = [name for name in names if name and os.path.exists(_path(name))]
-        if not meant and _PLAINLY_PATH.fullmatch(names[-1]):
+        names = [name for name in names if name.strip("./~")]
+        meant = [name for name in names if os.path.exists(_path(name))]
+        if not meant and names and _PLAINLY_PATH.fullmatch(names[-1]):
             meant = names[-1:]
         if meant and (path := _path(meant[0])) not in found:
             found.append(path)

@@ -81,7 +81,8 @@ class Session:
     def _ask(self, question: str, again: bool) -> None:
         """Answer. Errors: UsageError of a file that a question names, and nothing was asked."""
         conversation = self._conversation
-        paths = mentioned(question) if self._settings.can_use_files else []
+        can_use_files = self._settings.can_use_files and not conversation.is_loaded(question)
+        paths = mentioned(question) if can_use_files else []
         try:
             named = [read_attachment(path) for path in paths]
         except UsageError as error:

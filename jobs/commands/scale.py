@@ -31,7 +31,9 @@ def scale(given: str | None, cpu_actors: int, name: str | None, as_json: bool) -
     """
     if given is not None and name not in (None, given):
         raise UsageError(f"two systems are named, {given!r} and {name!r}; leave out --system")
-    name = given or name
+    name = name if given is None else given
+    if not name and name is not None:
+        raise UsageError("the system's name is empty; leave it out, or see `hotcold ps`")
     listed = _listed(name)
     if listed is not None:
         name, found = listed.record.name, listed.scale(cpu_actors)

@@ -33,7 +33,7 @@ _ASK_S = 10.0
 _POLL_S = 0.02
 _LOADING = "loading"  # the error code of a system that still loads
 _LOST = (OSError, http.client.HTTPException, json.JSONDecodeError, StopIteration)
-_MOST_EARLY = 1000
+_MOST_UNKNOWN = 1000
 
 
 class GoneError(ServiceError):
@@ -51,7 +51,8 @@ class _Connection(http.client.HTTPConnection):
         super().__init__("localhost", timeout=timeout_s)
         self._path = str(path)
         self._cut_off = threading.Event()
-        self._socket: socket.socket | None = None  # `sock` is None where the answer is the last one
+        # http.client drops `sock` where an answer ends the connection.
+        self._socket: socket.socket | None = None
 
     @property
     def is_cut_off(self) -> bool:
@@ -92,7 +93,8 @@ class KeptSystem:
         self._keep_s = keep_s
         self._lock = threading.Lock()
         self._running: dict[str, _Connection] = {}  # by request id
-        self._cancelled_early: deque[str] = deque(maxlen=_MOST_EARLY)  # or when they had ended
+        # Ids that were cancelled while no request had them: it is to come, or has ended.
+        self._cancelled_unknown: deque[str] = deque(maxlen=_MOST_UNKNOWN)
 
     def __reduce__(self) -> Any:
         return KeptSystem, (self._path.parent, self.record, self._keep_s)
@@ -139,8 +141,8 @@ class KeptSystem:
         with closing(_Connection(self._path, None)) as connection:
             with self._lock:
                 self._running[request_id] = connection
-                if request_id in self._cancelled_early:
-                    self._cancelled_early.remove(request_id)
+                if request_id in self._cancelled_unknown:
+                    self._cancelled_unknown.remove(request_id)
                     connection.cut_off()
             try:
                 yield connection
@@ -153,7 +155,7 @@ class KeptSystem:
         with self._lock:
             connection = self._running.get(request_id)
             if connection is None:
-                self._cancelled_early.append(request_id)
+                self._cancelled_unknown.append(request_id)
         if connection is not None:
             connection.cut_off()
 

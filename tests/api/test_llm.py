@@ -284,7 +284,7 @@ def test_a_bar_is_shown_where_it_is_wanted(
 
 
 def test_a_message_without_content_is_refused(llm: LLM) -> None:
-    with pytest.raises(PromptError, match="has no content, which only an assistant's may lack"):
+    with pytest.raises(PromptError, match="has no content; a message of its role needs one"):
         llm.chat([{"role": "user"}], GREEDY)
 
 

@@ -114,8 +114,8 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
-        ({"messages": [{"role": "user"}]}, "messages.0: content is missing, which only an assis"),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages.0: content is missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages.0: content is missing"),
         (
             {
                 "messages": [
@@ -138,6 +138,13 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
 )
 def test_a_refusal_is_a_sentence(changes: dict[str, Any], said: str) -> None:
     assert refused(ChatRequest, {**CHAT, **changes}).message.startswith(said)
+
+
+def test_who_may_say_nothing() -> None:
+    """An answer of calls alone, and a tool that returned nothing, as OpenAI's own client types."""
+    said = [{"role": role, "content": None} for role in ("assistant", "tool", "function")]
+    asked = parse(ChatRequest, json.dumps({**CHAT, "messages": said}).encode())
+    assert [one.for_template["content"] for one in asked.messages] == ["", "", ""]
 
 
 def test_what_does_nothing_is_taken() -> None:

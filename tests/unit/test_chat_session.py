@@ -323,11 +323,20 @@ def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
     assert talk.last_question == "b" and asked(running)[3][2] == "b"
 
 
+def test_a_loaded_question_names_no_files(tmp_path: Path) -> None:
+    """Its text may be a file's, which nobody typed."""
+    note, saved = tmp_path / "note.txt", tmp_path / "saved.json"
+    note.write_text(f"see @{note} and @./gone.md\n")
+    typed(f"a @{note}", f"/save {saved}")
+    screen, _, running = typed(f"/load {saved}", "/regen")
+    assert len(screen.told) == 1 and asked(running) == [[f"a @{note}\n\n{read_attachment(note)}"]]
+
+
 @pytest.mark.parametrize(
     ("question", "told"),
     [
         ("what is in @nofile.txt?", "nofile.txt cannot be read: No such file or directory"),
-        ("what is in @no/file", "no/file cannot be read: No such file or directory"),
+        ("what is in @./no/file", "no/file cannot be read: No such file or directory"),
         ('what is in @"no file of mine.md"', "no file of mine.md cannot be read: No such file"),
         ("what is in @/nowhere/x.", "/nowhere/x cannot be read: No such file or directory"),
         ("what is in @~/nowhere-at-all/x.py!", "x.py cannot be read: No such file or directory"),
@@ -335,6 +344,8 @@ def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
         ("what is in @none.md", "none.md is no text"),
         ("what is in @good.txt and @bad.txt", "bad.txt cannot be read: No such file or directory"),
         ("what does @property do?", ""),
+        ("what is npm install @angular/core, @types/node or @and/or?", ""),
+        ("up is @.. and home is @~", ""),
         ("@functools.wraps, @app.get or @types.coroutine?", ""),
         ('@app.route("/hello") and @GetMapping("/users/{id}")', ""),
         ("thanks to @someone, me@example.org/x and @...", ""),

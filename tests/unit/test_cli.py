@@ -189,11 +189,16 @@ run()
 
 
 def test_a_folder_of_its_name_is_not_taken_for_it(tmp_path: Path) -> None:
-    """As the one of a checkout is, seen from the folder that it is in."""
-    (tmp_path / "hotcold").mkdir()
+    """As the one of a checkout is, seen from the folder that it is in, after `pip install -e`."""
+    code = f"""
+import runpy, sys, types
+sys.modules["hotcold"] = types.ModuleType("hotcold")  # as of a folder without code
+sys.argv = ["hotcold", "--version"]
+runpy.run_path({str(Path(hotcold.__file__).with_name("__main__.py"))!r}, run_name="__main__")
+"""
     done = subprocess.run(
-        [sys.executable, "-m", "hotcold", "--version"], cwd=tmp_path, capture_output=True,
-        text=True, timeout=50, check=False,
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50,
+        check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert hotcold.__version__ in done.stdout

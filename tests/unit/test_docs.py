@@ -80,8 +80,7 @@ def _parse_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
         patch.setattr(sys, "stdout", sys.stdout)  # which they replace by their own
         patch.setattr(sys, "stderr", sys.stderr)
         patch.setattr(atexit, "_run_exitfuncs", lambda: None)
-        for module_of_signals in ("signal", "_signal"):  # handlers would stay
-            patch.setattr(f"{module_of_signals}.signal", lambda *_: None)
+        patch.setattr("_signal.signal", lambda *_: None)  # that of `signal` calls it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert not ended.value.code, f"python -m {module} refuses {shlex.join(words)}"
 

@@ -285,6 +285,7 @@ def test_several_are_ended_by_their_names(base: Path) -> None:
         for name in ("a", "b", "c"):
             arguments = [sys.executable, "-c", program, str(folder), name]
             process = stack.enter_context(subprocess.Popen(arguments, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
             processes.append(process)
         said = "".join(f"the system '{name}' has ended\n" for name in ("c", "a"))
@@ -293,7 +294,6 @@ def test_several_are_ended_by_their_names(base: Path) -> None:
         refused = CliRunner().invoke(stop, ["b", "d"]).exception
         assert "no system named 'd' is running; these do: b" in str(refused)
         assert processes[1].poll() is None  # nothing is ended by a list with a wrong name
-        processes[1].kill()
 
 
 def test_scale_takes_one_name() -> None:
@@ -637,7 +637,9 @@ def test_a_request_is_cancelled_while_it_waits_for_its_connection(tmp_path: Path
         found: list[Any] = []
         reading = threading.Thread(target=lambda: found.append(list(system.generate(request))))
         reading.start()
+        end = time.monotonic() + _TIMEOUT_S
         while not (connection := system._running.get("one")) or connection.sock is None:
+            assert time.monotonic() < end
             time.sleep(0.001)
         system.cancel("one")
         reading.join(_TIMEOUT_S)

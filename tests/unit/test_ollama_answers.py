@@ -155,6 +155,16 @@ def test_what_is_refused_is_a_text(path: str, body: dict[str, Any], status: int,
     assert backend.num_active == 0
 
 
+def test_a_message_without_content_is_an_empty_one() -> None:
+    """As Ollama takes what its own client sends of a tool that returned nothing."""
+    asked = Recording()
+    for content in ({}, {"content": None}, {"content": ""}):
+        messages = [{"role": "user", **content}, {"role": "tool", "tool_name": "f", **content}]
+        assert post(asked, "/api/chat", messages=messages, stream=False).status_code == 200
+    first, *others = (request.prompt_ids for request in asked.requests)
+    assert others == [first] * 2
+
+
 def test_what_fails_on_the_way_is_the_last_line() -> None:
     failing = Recording(TokenEvent("a", None, 1), ServiceError("the driver died"))
     first, last = lines(post(failing, "/api/chat", messages=HELLO))

@@ -122,6 +122,10 @@ class SamplingRequest(ConstrainedRequest, Drawn, Cached):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+# Whose messages have a content: an answer may be calls alone, and a tool may return nothing.
+ALWAYS_SAY = ("system", "developer", "user")
+
+
 class ContentPart(StrictModel):
     """A part of a message; only text is understood."""
 
@@ -160,8 +164,8 @@ class ChatMessage(StrictModel):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise ValueError("content is missing, which only an assistant's message may lack")
+        if self.content is None and self.role in ALWAYS_SAY:
+            raise ValueError(f"content is missing; a message of {self.role} needs one")
         return self
 
     @property

@@ -13,8 +13,8 @@ from hotcold.ui.api.fields import Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
 
 # As Go writes durations.
-_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")
-_TIME = re.compile(r"[+-]?(\d+\.?\d*|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
+_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|[uµμ]s|ms|s|m|h))+")
+_TIME = re.compile(r"[+-]?(\d+\.?\d*|((\d+\.?\d*|\.\d+)(ns|[uµμ]s|ms|s|m|h))+)")
 _MAX_MESSAGES = 10_000
 _MAX_INPUTS = 2048
 _MAX_TOOLS = 128
@@ -186,7 +186,7 @@ class OllamaMessage(StrictModel):
         ]
         return {
             "role": self.role.lower(),
-            "content": self.content,
+            "content": self.content or "",
             "reasoning_content": self.thinking,
             "name": self.tool_name,
             "tool_calls": calls or None,
