@@ -166,8 +166,8 @@ def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPa
         ([], ["a"], "no system named 'a' is running; none does"),
         (["a", "b"], [], "several systems run: a, b; name one, as in `hotcold top NAME`"),
         (["a", "b"], ["c"], "no system named 'c' is running; these do: a, b"),
-        (["a", "b"], ["b"], "the system has ended"),  # nobody answers there
-        (["a"], [], "the system has ended"),
+        (["a", "b"], ["b"], "the system 'b' has ended"),  # nobody answers there
+        (["a"], [], "the system 'a' has ended"),
     ],
 )
 def test_whom_it_asks(
