@@ -312,7 +312,7 @@ CASES = [
          stdin_errors="surrogateescape"),
     Case("prompt-huge", ("5000000 characters", "shorten"), add_tokenizer, arguments=(),
          stdin="w1 w" * 1_250_000),
-    Case("prompt-too-long", (f"{MAX_POSITIONS} tokens", "--context"),
+    Case("prompt-too-long", (f"{MAX_POSITIONS} tokens", "shorten it"),
          arguments=("--prompt-ids", ",".join(["1"] * MAX_POSITIONS))),
     Case("prompt-beyond-context", ("4 tokens", "--context"),
          arguments=("--prompt-ids", "1,2,3,4", "--context", "4")),
