@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.errors import PromptError, UsageError, shown
+from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.outputs import ToolCall
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Message = Mapping[str, Any]
-_ROLES = {"developer": "system", "function": "tool"}
-_ALWAYS_SAY = ("system", "developer", "user")  # as of the HTTP API
 _KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -61,13 +60,13 @@ def _template_message(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"{shown(message)} is no message; it needs a role and a content")
     content = message.get("content")
-    if content is None and message["role"] in _ALWAYS_SAY:
+    if content is None and message["role"] in ALWAYS_SAY:
         raise PromptError(f"{shown(message)} has no content; a message of its role needs one")
     content = content or ""
     if not isinstance(content, str):
         content = "".join(map(_text_of, content))
     found: dict[str, Any] = {
-        "role": _ROLES.get(message["role"], message["role"]),
+        "role": TEMPLATE_ROLES.get(message["role"], message["role"]),
         "content": content,
     }
     if calls := message.get("tool_calls"):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
@@ -122,10 +123,6 @@ class SamplingRequest(ConstrainedRequest, Drawn, Cached):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-# Whose messages have a content: an answer may be calls alone, and a tool may return nothing.
-ALWAYS_SAY = ("system", "developer", "user")
-
-
 class ContentPart(StrictModel):
     """A part of a message; only text is understood."""
 
@@ -173,7 +170,7 @@ class ChatMessage(StrictModel):
         """The message for a chat template."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        role = TEMPLATE_ROLES.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": text}
         if role == "assistant":
             calls = list(self.tool_calls or ())
