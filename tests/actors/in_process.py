@@ -20,7 +20,7 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.lanes import Lanes, every_lane, num_lanes, num_outputs
+from hotcold.actors.protocol.lanes import Lanes, every_lane, num_lanes, num_outputs, output_lanes
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import cold_shards, require_partition, service_lanes
@@ -246,6 +246,8 @@ class InProcessSystem:
     def lanes(self) -> list[Lanes]:
         """Each CPU service's lanes of neurons."""
         threads = [self.num_threads] * self.num_services
+        if self.system().down_transposed:
+            return output_lanes(self.config, threads, self.system().expert_pieces)
         return service_lanes(self.config, threads, None)
 
     def layer_shards(self) -> list[list[np.ndarray]]:
