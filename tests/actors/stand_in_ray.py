@@ -305,7 +305,10 @@ def _no_relay(*arguments: Any) -> Any:
 
 @contextmanager
 def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
-    """Put a stand-in in Ray's place in all modules of `actors`; end what was started with it."""
+    """Put a stand-in in Ray's place in all modules of `actors`; end what was started with it.
+
+    `monkeypatch` takes it away again, after what a test puts in its place by the same.
+    """
     host = StandInRay()
     request, change = ArenaExchange.request, RecoveringExchange.change
 
@@ -322,26 +325,25 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
         change(recovering, inner, replace, topology)
         recovering.request_state = NO_DOORBELLS
 
-    with monkeypatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if not name.startswith("hotcold.actors."):
-                continue
-            for replaced, stand_in in (
-                ("ray", host),
-                ("placement_group", lambda *arguments, **options: None),
-                ("remove_placement_group", lambda group: None),
-                ("put_arena", lambda arena: (host.put(arena), arena)),
-                ("ServiceProcess", lambda pid, is_local: StandInProcess(host, pid)),
-            ):
-                if replaced in vars(module) and name not in _LEFT_ALONE:
-                    patch.setattr(module, replaced, stand_in)
-        patch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
-        patch.setattr(ArenaExchange, "request", requested)
-        patch.setattr(RecoveringExchange, "change", changed)
-        yield host
-        host.on_request = lambda services: None
-        for actor in host.alive():
-            actor.kill(restart=False)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("hotcold.actors."):
+            continue
+        for replaced, stand_in in (
+            ("ray", host),
+            ("placement_group", lambda *arguments, **options: None),
+            ("remove_placement_group", lambda group: None),
+            ("put_arena", lambda arena: (host.put(arena), arena)),
+            ("ServiceProcess", lambda pid, is_local: StandInProcess(host, pid)),
+        ):
+            if replaced in vars(module) and name not in _LEFT_ALONE:
+                monkeypatch.setattr(module, replaced, stand_in)
+    monkeypatch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
+    monkeypatch.setattr(ArenaExchange, "request", requested)
+    monkeypatch.setattr(RecoveringExchange, "change", changed)
+    yield host
+    host.on_request = lambda services: None
+    for actor in host.alive():
+        actor.kill(restart=False)
 
 
 @contextmanager
