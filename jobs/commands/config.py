@@ -6,22 +6,20 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from hotcold.jobs.support.settings import (
-    SHARED_OPTIONS,
     Setting,
     SharedOption,
     let_settings_decide,
     read_settings,
     settings_of,
     settings_path,
+    unknown_variables,
 )
 from hotcold.model.files.artifact_places import ARTIFACTS
-from hotcold.model.secret_variable import API_KEY
 
 _SECRET = {"api-key"}
 # Of options without a default, for the example.
@@ -29,12 +27,6 @@ _VALUES: dict[str, int | str] = {
     "max-tokens": 512, "max-tokens-limit": 4096, "threads": 4, "context": 8192, "parallel": 4,
     "kv-tokens": 32768, "prefix-cache": "20GiB", "cpu-memory": "8GiB", "gpu-memory": "8GiB",
 }  # fmt: skip
-# Variables that are not called after an option.
-OTHER_VARIABLES = {
-    API_KEY, "HOTCOLD_ARTIFACTS", "HOTCOLD_CONFIG", "HOTCOLD_FORK_SERVER",
-    "HOTCOLD_NUMA_ROOT",
-}  # fmt: skip
-_TOP = {"model"}.union(*SHARED_OPTIONS.values())
 
 
 @click.command()
@@ -68,14 +60,10 @@ def config(ctx: click.Context, example: bool) -> None:
 
 def _unknown_variables(commands: dict[tuple[str, ...], click.Command]) -> Iterator[str]:
     """A line for each variable HOTCOLD_... that nothing reads, with the nearest that is read."""
-    known = {*OTHER_VARIABLES}
-    for names, command in commands.items():
-        known.update(name for one in settings_of(command, names) for name in one.variables)
-    for name in sorted(os.environ):
-        if name.startswith("HOTCOLD_") and name not in known:
-            nearest = get_close_matches(name, known, 1)
-            maybe = f"; did you mean {nearest[0]}?" if nearest else ""
-            yield f"{name} is set, but no setting is called that{maybe}"
+    settings = (one for names, command in commands.items() for one in settings_of(command, names))
+    for name, nearest in unknown_variables(name for one in settings for name in one.variables):
+        maybe = f"; did you mean {nearest}?" if nearest else ""
+        yield f"{name} is set, but no setting is called that{maybe}"
 
 
 def _commands(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +32,16 @@ from click.core import ParameterSource
 from hotcold.actors.protocol.options import OPTIONS
 from hotcold.jobs.support.other_names import explained
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.files.artifact_places import ARTIFACTS
 from hotcold.model.sampling import PARAMETERS
+from hotcold.model.secret_variable import API_KEY
 
+_PREFIX = "HOTCOLD_"
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
+# Variables that are not called after an option.
+OTHER_VARIABLES = {
+    API_KEY, ARTIFACTS, _FILE_VARIABLE, "HOTCOLD_FORK_SERVER", "HOTCOLD_NUMA_ROOT",
+}  # fmt: skip
 _MAX_BYTES = 1 << 20
 
 
@@ -208,8 +215,39 @@ def settings_of(command: click.Command, names: tuple[str, ...]) -> Iterator[Sett
         is_shared = isinstance(param, (SharedOption, click.Argument))
         spellings = [own] if is_shared else []
         spellings.append("-".join((*names, own)))
-        variables = [f"HOTCOLD_{text.replace('-', '_').upper()}" for text in reversed(spellings)]
+        variables = [variable_of(text) for text in reversed(spellings)]
         yield Setting(param, own, tuple(variables), is_shared)
+
+
+def variable_of(name: str) -> str:
+    """The variable of an option or a command of that name."""
+    return _PREFIX + name.replace("-", "_").upper()
+
+
+def unknown_variables(known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Variables HOTCOLD_... that are set and not `known`, each with the nearest one or ""."""
+    ends = {name.removeprefix(_PREFIX): name for name in [*known, *OTHER_VARIABLES]}
+    for name in sorted(os.environ):
+        end = name.removeprefix(_PREFIX)
+        if end != name and end not in ends:
+            nearest = get_close_matches(end, ends, 1)
+            yield name, ends[nearest[0]] if nearest else ""
+
+
+def misspelt_variables(
+    command: click.Command, names: tuple[str, ...], commands: Sequence[str]
+) -> Iterator[str]:
+    """A line for each variable that is nearly one of the command called by `names`.
+
+    Those that begin with another of `commands` are for that one, and others may be anybody's.
+    """
+    known = {variable_of(key) for keys in SHARED_OPTIONS.values() for key in keys}
+    known.update(name for one in settings_of(command, names) for name in one.variables)
+    own = variable_of("-".join(names))
+    others = tuple(f"{variable_of(name)}_" for name in commands)
+    for name, nearest in unknown_variables(known):
+        if nearest and (name.startswith(f"{own}_") or not name.startswith(others)):
+            yield f"{name} is set, but no setting is called that; did you mean {nearest}?"
 
 
 def _setting_name(param: click.Parameter) -> str | None:

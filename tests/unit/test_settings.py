@@ -11,9 +11,9 @@ import click
 import pytest
 
 from hotcold.jobs.cli import COMMANDS, cli, main
-from hotcold.jobs.commands.config import OTHER_VARIABLES
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import (
+    OTHER_VARIABLES,
     SHARED_OPTIONS,
     GroupedCommand,
     ModelsArgument,
@@ -271,6 +271,32 @@ def test_config_says_what_holds(
     path.write_text("[serve]\nprot = 1")
     assert main(["config"]) == 1
     assert "did you mean port?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "nearest"),
+    [
+        ("HOTCOLD_TEMPRATURE", "run", "HOTCOLD_TEMPERATURE"),
+        ("HOTCOLD_MODELL", "run", "HOTCOLD_MODEL"),
+        ("HOTCOLD_RUN_PROT", "run", "HOTCOLD_RUN_PORT"),
+        ("HOTCOLD_CONFIGS", "serves", "HOTCOLD_CONFIG"),
+        ("HOTCOLD_RUN_PROT", "serves", None),
+        ("HOTCOLD_RUN_PORT", "serves", None),
+        ("HOTCOLD_ZZZ", "run", None),
+    ],
+)
+def test_a_command_tells_a_misspelt_variable(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    line: str,
+    nearest: str | None,
+) -> None:
+    """It runs all the same; what is for another command, or near to nothing, is not its own."""
+    monkeypatch.setenv(name, "1")
+    assert main([line], group) == 0
+    told = f"hotcold: {name} is set, but no setting is called that; did you mean {nearest}?\n"
+    assert capsys.readouterr().err == (told if nearest else "")
 
 
 def test_the_example_is_a_file_of_settings(
