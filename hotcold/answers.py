@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
+from hotcold.actors.protocol.options import in_keywords
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.outputs import CompletionOutput, RequestOutput, StreamPiece, work_of
 
@@ -93,10 +94,11 @@ class Answers:
         """Take an event of one answer. Errors: what is not this prompt's own fault."""
         if isinstance(event, TokenEvent):
             self.answers[index].add(event)
-        elif isinstance(event, HotcoldError) and not isinstance(event, ServiceError):
-            self.problem = event
-        else:
-            raise event
+            return
+        problem = in_keywords(event) if isinstance(event, HotcoldError) else event
+        if not isinstance(problem, HotcoldError) or isinstance(problem, ServiceError):
+            raise problem
+        self.problem = problem
 
     def output(self) -> RequestOutput:
         """All of it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
+from hotcold.actors.protocol.options import in_keywords
 from hotcold.answers import Task
 from hotcold.connections import new_id
 from hotcold.model import sampling
@@ -152,7 +153,7 @@ def _given(
             except ServiceError:
                 raise
             except HotcoldError as problem:
-                yield Task(prompt, problem=problem)
+                yield Task(prompt, problem=in_keywords(problem))
 
     return Given(tasks(), len(inputs), is_one)
 

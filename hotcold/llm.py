@@ -91,7 +91,7 @@ class LLM:
         try:
             self._use(_connect(text, options, keep_s, own), progress)
         except HotcoldError as error:
-            error.args = (in_keywords(str(error)),)
+            in_keywords(error)
             raise
 
     def _use(self, connection: Connection, progress: bool | None) -> None:
@@ -256,10 +256,14 @@ class LLM:
         answer. `options` are for conversations, as of `chat`.
         Errors:  as `generate`
         """
-        task = self._inputs.of_stream(prompt, sampling_params, options)
-        answer = Answer(task, 0)
-        for event in self._in_flight.events(task.requests[0]):
-            yield answer.add(event)
+        try:
+            task = self._inputs.of_stream(prompt, sampling_params, options)
+            answer = Answer(task, 0)
+            for event in self._in_flight.events(task.requests[0]):
+                yield answer.add(event)
+        except HotcoldError as error:
+            in_keywords(error)
+            raise
 
     async def astream(
         self,
@@ -268,10 +272,16 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamPiece]:
         """As `stream`, for `async for`."""
-        task = await _in_thread(lambda: self._inputs.of_stream(prompt, sampling_params, options))
-        answer = Answer(task, 0)
-        async for event in self._in_flight.async_events(task.requests[0]):
-            yield answer.add(event)
+        try:
+            task = await _in_thread(
+                lambda: self._inputs.of_stream(prompt, sampling_params, options)
+            )
+            answer = Answer(task, 0)
+            async for event in self._in_flight.async_events(task.requests[0]):
+                yield answer.add(event)
+        except HotcoldError as error:
+            in_keywords(error)
+            raise
 
     async def agenerate(self, prompts: Any, sampling_params: Params = None) -> Any:
         """As `generate`, for `await`. A task that is cancelled ends what it asked for."""
@@ -305,7 +315,10 @@ class LLM:
 
         given = self._inputs.to_read(texts, wants_embedding=True)
         results = self._finished(given, progress)
-        found = np.array([_first(one).embedding for one in results], np.float32)
+        rows = [_first(one).embedding for one in results]
+        found = np.array(rows, np.float32).reshape(
+            len(rows), self._inputs.prompts.config.hidden_size
+        )
         if normalize:
             found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return found[0] if given.is_one else found

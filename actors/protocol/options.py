@@ -15,7 +15,7 @@ from hotcold.actors.protocol.messages import (
     MODES,
     SPECULATE,
 )
-from hotcold.model.errors import UsageError, shown
+from hotcold.model.errors import HotcoldError, UsageError, shown
 
 QUANTIZED = ("q8", "q4_1", "q4", "mxfp4")
 DTYPES = ("f16", "bf16", *QUANTIZED)
@@ -151,9 +151,14 @@ _KEYWORDS = {one.flag: one.keyword for one in OPTIONS.values()}
 PATHS = tuple(name for name, one in OPTIONS.items() if one.reads == "path")
 
 
-def in_keywords(text: str) -> str:
-    """`text` with options as the Python API names them: context_length where it says --context."""
-    return re.sub(r"--[a-z][a-z-]*", lambda found: _KEYWORDS.get(found[0], found[0]), text)
+def in_keywords(error: HotcoldError) -> HotcoldError:
+    """The error, which names options as the Python API does: context_length for --context."""
+
+    def keyword(flag: re.Match[str]) -> str:
+        return _KEYWORDS.get(flag[0], flag[0])
+
+    error.args = (re.sub(r"--[a-z][a-z-]*", keyword, str(error)),)
+    return error
 
 
 def bytes_of(size: str) -> int:

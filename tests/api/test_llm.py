@@ -61,8 +61,9 @@ def test_a_result_is_that_of_the_command() -> None:
         "--temperature", "1", "--speculate", "off",
     )  # fmt: skip
     assert done.status == 0, done.err
-    with LLM(own=True, speculate="off", progress=False) as made:
+    with LLM(own=True, speculate="off", progress=False, context_length=64) as made:
         result = made.generate(PROMPTS[0], DRAWN)
+        require_errors_in_keywords(made, PROMPTS[0] * 20)
     told, own = json.loads(done.out.splitlines()[-1]), result.as_json()
     assert told["ids"] == list(result.token_ids)
     names = ("text", "finish_reason", "prompt_tokens")
@@ -70,6 +71,22 @@ def test_a_result_is_that_of_the_command() -> None:
         assert told[name] == own[name], name
     assert 0 < own["neurons_computed"] < own["gates_computed"] == 1
     assert told.keys() - {"system"} == own.keys()
+
+
+def require_errors_in_keywords(llm: LLM, prompt: str) -> None:
+    """What answering says of options, too, has their names here."""
+    told = "start with a larger context_length"
+    with pytest.raises(PromptError, match=told):
+        llm.generate(prompt, GREEDY)
+    assert told in str(llm.generate([prompt], GREEDY)[0].error)
+    with pytest.raises(PromptError, match=told):
+        next(llm.stream(prompt, GREEDY))
+    with pytest.raises(PromptError, match=told):
+        asyncio.run(anext(llm.astream(prompt, GREEDY)))
+    with pytest.raises(PromptError, match=told):
+        llm.chat([{"role": "user", "content": prompt}], GREEDY)
+    with pytest.raises(PromptError, match=told):
+        next(llm.stream([{"role": "user", "content": prompt}], GREEDY))
 
 
 def test_a_batch_keeps_order_and_each_answer_is_as_of_a_lone_request(llm: LLM) -> None:
@@ -270,6 +287,7 @@ def test_embeddings(llm: LLM) -> None:
     np.testing.assert_allclose(unit, vectors[0] / np.linalg.norm(vectors[0]), rtol=1e-5)
     with pytest.raises(PromptError):
         llm.embed(["a", ""])
+    assert llm.embed([]).shape == (0, 384)
 
 
 def test_a_bar_is_shown_where_it_is_wanted(
