@@ -50,6 +50,7 @@ from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
 from hotcold.placement.machine.pinning import HostShare, not_pinned_because
 from hotcold.placement.machine.survey import usable_cores
 from hotcold.placement.machine.sysfs import read_numa_nodes
+from hotcold.placement.plan import PlacementPlan
 
 # Rows of logits in the arena: generation needs one a request, scoring is faster with more. Eight
 # rows are 4 MiB of shared memory for a vocabulary of 128 thousand.
@@ -64,18 +65,10 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     running system: profile and plan may have changed since it started.
     Errors:  ArtifactError
     """
-    threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
-    if system.down_transposed:
-        lanes = output_lanes(config, threads, system.expert_pieces)
-        cold = [output_shard(config, own) for own in lanes]
-    else:
-        planned, others = cold_neurons(system, config, plan, [hot])
-        lanes = service_lanes(config, threads, planned)
-        cold = cold_shards(config, planned, others, lanes)
     gpu = _attention_spec(system, config, hot)
-    return [gpu, *_cpu_specs(system, [gpu], threads, cold, lanes)]
+    return [gpu, *_cpu_specs(system, [gpu], *_cold_shards(system, config, plan, [hot]))]
 
 
 def attention_spec(system: SystemConfig, config: ModelConfig) -> ServiceSpec:
@@ -120,36 +113,52 @@ def changed_specs(
     Services with attention, which come first, keep their neurons; the others are assigned to CPU
     services round-robin.
     """
-    threads = service_threads(system)
-    if system.down_transposed:
-        lanes = output_lanes(config, threads, system.expert_pieces)
-        shards = [output_shard(config, own) for own in lanes]
-    else:
-        hot = [spec.neuron_ids for spec in attention]
-        _, others = cold_neurons(system, config, None, hot)
-        lanes = service_lanes(config, threads, None)
-        shards = cold_shards(config, None, others, lanes)
-    share, layout = host_share(system, threads, None), arena_layout(system, config)
+    hot = [spec.neuron_ids for spec in attention]
+    cold = _cold_shards(system, config, None, hot)
+    share = host_share(system, service_threads(system), None)
+    layout = arena_layout(system, config)
     kept = [
         replace(spec, system=system, share=share, gpu_layout=layout if spec.on_gpu else None)
         for spec in attention
     ]
-    return [*kept, *_cpu_specs(system, kept, threads, shards, lanes)]
+    return [*kept, *_cpu_specs(system, kept, *cold)]
+
+
+def _cold_shards(
+    system: SystemConfig,
+    config: ModelConfig,
+    plan: PlacementPlan | None,
+    hot: Sequence[Layers | None],
+) -> tuple[list[Lanes], list[Layers]]:
+    """Each CPU service's lanes, and its neurons: those that no service of `hot` has."""
+    planned, others = cold_neurons(system, config, plan, hot)
+    lanes = _cpu_lanes(system, config, planned)
+    if system.down_transposed:
+        return lanes, [output_shard(config, own) for own in lanes]
+    return lanes, cold_shards(config, planned, others, lanes)
+
+
+def _cpu_lanes(
+    system: SystemConfig, config: ModelConfig, planned: list[Layers] | None
+) -> list[Lanes]:
+    """Each CPU service's lanes; `planned`: its neurons by the plan."""
+    threads = service_threads(system)
+    if system.down_transposed:
+        return output_lanes(config, threads, system.expert_pieces)
+    return service_lanes(config, threads, planned)
 
 
 def _cpu_specs(
     system: SystemConfig,
     attention: Sequence[ServiceSpec],
-    threads: Sequence[int],
-    shards: Sequence[Layers],
     lanes: Sequence[Lanes],
+    shards: Sequence[Layers],
 ) -> list[ServiceSpec]:
     """The CPU services after those with attention, which have the same model and formats.
 
-    CPU service i has threads[i] threads and neurons shards[i], in lanes[i]. Hosts have them
-    round-robin.
+    CPU service i has neurons shards[i], in lanes[i]. Hosts have them round-robin.
     """
-    like = attention[0]
+    like, threads = attention[0], service_threads(system)
     return [
         ServiceSpec(
             f"cpu{i}",
@@ -314,12 +323,7 @@ def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
         return 1
     if system.plan_path:
         return most_outputs(num_shares(config), config.ffn_bias)
-    threads = service_threads(system)
-    if system.down_transposed:
-        lanes = output_lanes(config, threads, system.expert_pieces)
-    else:
-        lanes = service_lanes(config, threads, None)
-    return num_outputs(lanes, config.ffn_bias)
+    return num_outputs(_cpu_lanes(system, config, None), config.ffn_bias)
 
 
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 
 import hotcold.answers
 from hotcold import LLM, HotcoldError, PromptError, RequestOutput, SamplingParams, UsageError
+from hotcold.outputs import StreamPiece
 from tests.e2e.commands import run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -73,6 +74,10 @@ def test_a_result_is_that_of_the_command() -> None:
     assert told.keys() - {"system"} == own.keys()
 
 
+async def first_of(pieces: AsyncIterator[StreamPiece]) -> StreamPiece:
+    return await anext(pieces)
+
+
 def require_errors_in_keywords(llm: LLM, prompt: str) -> None:
     """What answering says of options, too, has their names here."""
     told = "start with a larger context_length"
@@ -82,7 +87,7 @@ def require_errors_in_keywords(llm: LLM, prompt: str) -> None:
     with pytest.raises(PromptError, match=told):
         next(llm.stream(prompt, GREEDY))
     with pytest.raises(PromptError, match=told):
-        asyncio.run(anext(llm.astream(prompt, GREEDY)))
+        asyncio.run(first_of(llm.astream(prompt, GREEDY)))
     with pytest.raises(PromptError, match=told):
         llm.chat([{"role": "user", "content": prompt}], GREEDY)
     with pytest.raises(PromptError, match=told):
