@@ -259,7 +259,11 @@ class SystemServices:
         """Let services prepare for long prompts, and the driver for all else, once it is idle."""
         driver, num_steps = self.driver, -1
         while not self._stopping.wait(_IDLE_S):
-            load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
+            try:
+                load = driver.load()
+            except ServiceError:
+                return  # the system has ended, and tells those who ask
+            before, num_steps = num_steps, driver.engine.num_steps
             if num_steps == before and not (load.num_running or load.num_waiting):
                 self.connection.begin_prompts(self.connection.topology.services)
                 driver.generator.compile_extras()

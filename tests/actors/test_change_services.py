@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,7 @@ from tests.actors.changing_services import (
     tokens,
     with_plan,
 )
+from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_ray, stand_in_system
 from tests.conftest import TinyCheckpoint
 
@@ -246,10 +248,14 @@ def test_without_room_for_new_services_the_old_ones_go_on(
         assert tokens(system) == expected
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_fails_half_way_ends_the_system(
     copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one line for every caller: none gets tokens of a system that is not whole."""
+    """With one line for every caller: none gets tokens of a system that is not whole.
+
+    The thread that would prepare long prompts ends, too, and says nothing.
+    """
     with stand_in_system(host, config_of(copied.path)) as system:
 
         def break_down(*arguments: Any) -> None:
@@ -266,6 +272,7 @@ def test_what_fails_half_way_ends_the_system(
             with pytest.raises(ServiceError) as caught:
                 call()
             assert str(caught.value) == line
+        assert wait_until(lambda: all(one.name != "prompts" for one in threading.enumerate()))
 
 
 def test_a_gpu_service_that_never_comes_back_ends_the_system(
