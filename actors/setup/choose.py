@@ -97,6 +97,12 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts, has_experts)
     system = replace(system, neuron_upload_tokens=tokens)
     system = with_draft(path, system, config, options)
+    _require_possible(system, options)
+    return system
+
+
+def _require_possible(system: SystemConfig, options: SystemOptions) -> None:
+    """Raise UsageError for options that cannot be had together, or are none."""
     _check_hosts(system)
     if system.kv_dtype == "q8" and system.device == "cuda":
         raise UsageError(
@@ -120,7 +126,6 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
             f"--speculate is {options.speculate!r}; give auto, off or a number from 1 to "
             f"{MOST_DRAFTED}"
         )
-    return system
 
 
 def require_one_mode(options: SystemOptions) -> None:
