@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
-from hotcold.model.errors import PromptError, UsageError, shown
+from hotcold.model.errors import PromptError, UsageError, shown, unknown_option
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.outputs import ToolCall
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
+_OTHER_NAMES = {"chat_template_kwargs": "template_variables", "use_tqdm": "progress"}  # vLLM's
 
 
 class ChatOptions(TypedDict, total=False):
@@ -226,9 +227,11 @@ def tools_of(options: ChatOptions) -> Tools | None:
     """What answers may call. Errors: UsageError, also for an option that is not known."""
     known = ChatOptions.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
-        raise UsageError(f"chat has no option {unknown[0]!r}; known are {', '.join(known)}")
-    tools = options.get("tools")
-    return None if tools is None else Tools(tools, options.get("tool_choice", "auto"))
+        raise UsageError(unknown_option("chat", unknown[0], list(known), _OTHER_NAMES))
+    tools, choice = options.get("tools"), options.get("tool_choice", "auto")
+    if tools is None and choice not in ("auto", "none", None):
+        raise UsageError("tool_choice is for chats with tools")
+    return None if tools is None else Tools(tools, choice)
 
 
 def variables_of(options: ChatOptions) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Inputs:
 
     def of_stream(self, prompt: Any, params: SamplingParams | None, options: ChatOptions) -> Task:
         """One prompt or conversation. Errors: PromptError, UsageError."""
-        params = params or SamplingParams()
+        params = _params(params)
         if params.n > 1:
             raise UsageError(f"n is {params.n}, but a stream is of one answer; use generate")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
@@ -136,10 +136,10 @@ def _given(
         inputs = list(given)
         is_one = bool(inputs) and isinstance(inputs[0], item)
         inputs = [inputs] if is_one else inputs
-    if params is None or isinstance(params, sampling.SamplingParams):
-        each: Iterable[Any] = [params or SamplingParams()] * len(inputs)
+    if not isinstance(params, list | tuple):
+        each = [_params(params)] * len(inputs)
     else:
-        each = list(params)
+        each = [_params(one) for one in params]
         if len(each) != len(inputs):
             raise UsageError(
                 f"{len(inputs)} prompts and {len(each)} sampling params were given; give one "
@@ -156,6 +156,15 @@ def _given(
                 yield Task(prompt, problem=in_keywords(problem))
 
     return Given(tasks(), len(inputs), is_one)
+
+
+def _params(given: Any) -> SamplingParams:
+    """Those of one prompt. Errors: UsageError for what are none."""
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, SamplingParams):
+        raise UsageError(f"sampling_params is {shown(given)}; give SamplingParams(...)")
+    return given
 
 
 def _request(drawn: sampling.SamplingParams, prompt: Any) -> GenerateRequest:

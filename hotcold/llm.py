@@ -16,8 +16,7 @@ from hotcold.actors.protocol.options import OPTIONS, SystemOptions, in_keywords,
 from hotcold.answers import Answer, Answers, progress_bar
 from hotcold.connections import Connection, Deliver, InFlight, find, start
 from hotcold.inputs import Given, Inputs
-from hotcold.model import sampling
-from hotcold.model.errors import HotcoldError, PromptError
+from hotcold.model.errors import HotcoldError, PromptError, shown, unknown_option
 from hotcold.outputs import RequestOutput, ScoreOutput, StreamPiece
 from hotcold.sampling_params import SamplingParams
 
@@ -70,7 +69,7 @@ class LLM:
         draft: str = "auto",
         pin: str = "auto",
         hosts: Sequence[str] = (),
-        keep: float | str = 0,
+        keep: float | str | None = None,
         own: bool = False,
         progress: bool | None = None,
         **unknown: Never,
@@ -86,7 +85,7 @@ class LLM:
             "speculate": str(speculate), "draft": draft,
         }  # fmt: skip
         options = SystemOptions.of_keywords(given)
-        keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep)
+        keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep or 0)
         text = None if model is None else os.fspath(model)
         try:
             self._use(_connect(text, options, keep_s, own), progress)
@@ -142,9 +141,9 @@ class LLM:
         return self._config.context_length
 
     @property
-    def default_sampling(self) -> sampling.SamplingParams:
+    def default_sampling(self) -> SamplingParams:
         """The model's own sampling, which counts where a request says nothing else."""
-        return self._inputs.default_sampling
+        return SamplingParams.of_model(self._inputs.default_sampling)
 
     @cached_property
     def _config(self) -> Any:
@@ -156,6 +155,8 @@ class LLM:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Errors: PromptError."""
+        if not isinstance(text, str):
+            raise PromptError(f"{shown(text)} is no text")
         return self._inputs.prompts.encode(text, add_special_tokens)
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -447,19 +448,17 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
 
 def _unknown_option(name: str) -> TypeError:
     """With the option that may be meant, by this name in another program or one that is like it."""
-    from difflib import get_close_matches
     from inspect import signature
 
     from hotcold.jobs.support.other_names import OTHER_NAMES
 
     own = list(signature(LLM).parameters)[:-1]
-    known = {keyword: keyword for keyword in own}
-    for one in OPTIONS.values():
-        for other in (one.flag, *OTHER_NAMES.get(one.flag, ())):
-            known[other.lstrip("-").replace("-", "_")] = one.keyword
-    nearest = get_close_matches(name, known, 1, cutoff=0.7)
-    told = f"did you mean {known[nearest[0]]}?" if nearest else f"known are {', '.join(own)}"
-    return TypeError(f"LLM has no option {name!r}; {told}")
+    others = {
+        other.lstrip("-").replace("-", "_"): one.keyword
+        for one in OPTIONS.values()
+        for other in (one.flag, *OTHER_NAMES.get(one.flag, ()))
+    }
+    return TypeError(unknown_option("LLM", name, own, others))
 
 
 def _end(in_flight: InFlight, connection: Connection) -> None:

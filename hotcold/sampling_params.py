@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hotcold.model import sampling
-from hotcold.model.errors import UsageError, shown
+from hotcold.model.errors import UsageError, shown, unknown_option
 from hotcold.model.parameters import LARGEST_SEED, require_int
 
 if TYPE_CHECKING:
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 _MAX_ANSWERS = 2048
 _MAX_TOP = 1024  # likeliest tokens beside a logprob
 _SHAPES = ("json_schema", "regex", "choice", "grammar")
+_HELD = f"one of {', '.join(_SHAPES)}"
+_OTHER_NAMES = {  # elsewhere: here
+    **dict.fromkeys(("max_new_tokens", "num_predict", "n_predict", "max_length"), "max_tokens"),
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format"), _HELD),
+    "best_of": "n",
+}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,8 +35,8 @@ class SamplingParams(sampling.SamplingParams):
     all of prompt and answer. Presence and frequency penalties count all of the answer, unless
     `repeat_last_n` or `penalize_prompt` say otherwise.
 
-    An answer may be held to one of: `json_schema`, an object or JSON text; `regex`, which all of it
-    matches; `choice`, of some texts; `grammar`, in Lark's language.
+    An answer may be held to one of: `json_schema`, an object, JSON text or a Pydantic class;
+    `regex`, which all of it matches; `choice`, of some texts; `grammar`, in Lark's language.
 
     A prompt that begins as an earlier one did takes that from the KV cache, where it still is; with
     `cache` False it is computed anew, and kept for no other. Prompts of another `cache_salt` have
@@ -42,7 +48,7 @@ class SamplingParams(sampling.SamplingParams):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
+    json_schema: dict[str, Any] | bool | str | type[Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -55,9 +61,7 @@ class SamplingParams(sampling.SamplingParams):
             raise UsageError("SamplingParams takes options by name, like SamplingParams(seed=1)")
         known = [field.name for field in fields(cls)] if given else []
         if unknown := sorted(set(given).difference(known)):
-            raise UsageError(
-                f"SamplingParams has no option {unknown[0]!r}; known are {', '.join(known)}"
-            )
+            raise UsageError(unknown_option("SamplingParams", unknown[0], known, _OTHER_NAMES))
         made = super().__new__(cls)
         object.__setattr__(made, "_given", tuple(given))
         return made
@@ -98,6 +102,14 @@ class SamplingParams(sampling.SamplingParams):
         """The same with some options changed."""
         return SamplingParams(**self._own | options)
 
+    @classmethod
+    def of_model(cls, own: sampling.SamplingParams) -> SamplingParams:
+        """What a model's own sampling says beside the defaults."""
+        plain = sampling.SamplingParams()
+        names = (one.name for one in fields(plain))
+        given = {name: getattr(own, name) for name in names}
+        return cls(**{name: one for name, one in given.items() if one != getattr(plain, name)})
+
     def of_requests(self, defaults: sampling.SamplingParams) -> list[sampling.SamplingParams]:
         """The sampling of each of `n` requests; `defaults` are the model's own."""
         given = {name: one for name, one in self._own.items() if name in sampling.PARAMETERS}
@@ -133,9 +145,11 @@ def _are_texts(given: Any) -> bool:
     return is_list and all(isinstance(one, str) for one in given)
 
 
-def _json_text(schema: dict[str, Any] | bool | str) -> str:
-    """A schema as JSON text. Errors: UsageError."""
+def _json_text(schema: Any) -> str:
+    """A schema as JSON text; a Pydantic class has one. Errors: UsageError."""
     try:
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
         return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
     except (TypeError, ValueError, RecursionError):
         raise UsageError(f"json_schema is {shown(schema)}; give a JSON schema") from None

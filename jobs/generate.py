@@ -41,6 +41,7 @@ from hotcold.jobs.support.options import own_option, split_system_options, syste
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.model.sampling import SamplingParams
 
 # Requests at the driver and answers that wait for an earlier one, for each that runs: so that one
 # long answer does not leave the system idle. A job that is killed loses those that wait.
@@ -85,7 +86,7 @@ def generate(
             config = connection.config
             click.echo(f"ready after {time.monotonic() - started:.1f} s: {_told(config)}")
             answers.begin()
-            lines = read_requests(requests, llm.default_sampling)
+            lines = read_requests(requests, SamplingParams.defaults(config.model_path))
             try:
                 counts = _serve(lines, answers, llm, config.max_batch)
             except ServiceError as error:

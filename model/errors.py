@@ -4,7 +4,8 @@ The text of each is one line that says what is wrong and what to do. The command
 without a traceback; everything else that is raised is a defect of the program.
 """
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
+from difflib import get_close_matches
 from pathlib import Path
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -51,6 +52,19 @@ def shown(value: object, limit: int = 120) -> str:
     """Return `value` as one printable line of at most `limit` characters, for an error text."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def unknown_option(
+    owner: str, name: str, known: Sequence[str], others: Mapping[str, str] | None = None
+) -> str:
+    """In one line that `owner` has no option of that name, and which one is meant, or known.
+
+    `others`: what some are called elsewhere -> here
+    """
+    names = {**(others or {}), **{one: one for one in known}}
+    nearest = get_close_matches(name, names, 1, cutoff=0.7)
+    told = f"did you mean {names[nearest[0]]}?" if nearest else f"known are {', '.join(known)}"
+    return f"{owner} has no option {name!r}; {told}"
 
 
 def first_line(problem: BaseException, limit: int = 120) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from hotcold.model.errors import HotcoldError, UsageError, shown
@@ -26,11 +27,18 @@ class Kind:
 
 @dataclass(frozen=True)
 class Whole(Kind):
-    """Whole numbers from `low` to `high`, and perhaps none."""
+    """Whole numbers from `low` to `high`, and perhaps none, or -1 for 0."""
 
     low: int
     high: int
     or_none: bool = False
+    or_minus: bool = False
+
+    def kept(self, value: Any) -> Any:
+        """NumPy's as Python's own, and -1 as 0 where it stands for that."""
+        if isinstance(value, Integral) and hasattr(value, "item"):
+            value = value.item()
+        return 0 if self.or_minus and _is_int(value, -1, -1) else value
 
     def check(self, name: str, value: Any) -> None:
         """As `Kind`."""
@@ -45,6 +53,10 @@ class Number(Kind):
     low: float
     high: float
     above: bool = False
+
+    def kept(self, value: Any) -> Any:
+        """NumPy's as Python's own."""
+        return value.item() if isinstance(value, Real) and hasattr(value, "item") else value
 
     def check(self, name: str, value: Any) -> None:
         """As `Kind`."""

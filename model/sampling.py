@@ -73,7 +73,7 @@ class SamplingParams:
         0.8, Number(0.0, 100.0), "0 takes the likeliest token every time.",
         http=Number(0.0, 2.0), ollama="temperature", is_models=True)
     top_k: int = _parameter(
-        40, Whole(0, _MANY), "Choose among so many likeliest tokens; 0: all.",
+        40, Whole(0, _MANY, or_minus=True), "Choose among so many likeliest tokens; 0: all.",
         http=Whole(-1, _MANY), ollama="top_k", is_models=True)
     top_p: float = _parameter(
         0.95, Number(0.0, 1.0), "Choose among those that hold so much probability.",

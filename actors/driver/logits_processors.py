@@ -25,6 +25,8 @@ _MARKED = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
 _FEW_TOKENS = 512  # are counted anew for each token
 _MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
 
+_CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex
+
 
 class _Window:
     """How often each token stands in the last part of a text that only grows."""
@@ -164,7 +166,7 @@ class Grammars:
             elif grammar.kind == "regex":
                 if re.search(r"(?<!\\)(\\\\)*\\\Z", grammar.text):  # llguidance leaves it out
                     raise ValueError("a backslash ends it")
-                source = LLMatcher.grammar_from_regex(grammar.text)
+                source = LLMatcher.grammar_from_regex(_with_usual_classes(grammar.text))
             else:
                 source = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as problem:
@@ -193,6 +195,25 @@ class Grammars:
                     table = LLTokenizer(tokens, self._vocab_size, eos)
                 self._table = table
         return self._table
+
+
+def _with_usual_classes(regex: str) -> str:
+    r"""`regex`, where \d is a digit of ASCII, and \w of the basic multilingual plane.
+
+    Otherwise a model that would begin with an emoji goes on, byte by byte, to digits and letters
+    that nobody means. What is left out of a negated class would be let in, so none of these change.
+    """
+    is_negated: list[bool] = []
+
+    def changed(found: re.Match[str]) -> str:
+        text = found[0]
+        if text.startswith("["):
+            is_negated.append(text.startswith("[^"))
+        elif text == "]" and is_negated:
+            is_negated.pop()
+        return text if any(is_negated) else _CLASSES.get(text, text)
+
+    return re.sub(r"\\.|\[\^?\]?|\]", changed, regex, flags=re.DOTALL)
 
 
 class _Tokens:

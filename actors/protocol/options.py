@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,8 @@ class Option(NamedTuple):
                 return bytes_of(given)
             except UsageError as problem:
                 raise UsageError(f"{self.keyword}: {problem}") from None
+        if self.reads == "number" and (not isinstance(given, Integral) or isinstance(given, bool)):
+            raise UsageError(f"{self.keyword} is {shown(given)}; give a whole number")
         kept: dict[str, Callable[[Any], Any]] = {"path": Path, "addresses": tuple}
         return kept.get(self.reads, lambda value: value)(given)
 

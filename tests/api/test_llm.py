@@ -207,6 +207,36 @@ def test_tools_and_shapes(llm: LLM) -> None:
     assert llm.generate("a", params.changed(grammar='start: "yes"')).text == "yes"
     with pytest.raises(UsageError, match="cannot be used"):
         llm.generate("a", params.changed(grammar="start: ("))
+    for choice in ("required", "take"):
+        with pytest.raises(UsageError, match="tool_choice is for chats with tools"):
+            llm.chat(QUESTION, params, tool_choice=choice)
+    wrong: dict[str, Any] = {"chat_template_kwargs": {}}
+    with pytest.raises(UsageError, match=r"did you mean template_variables\?"):
+        llm.chat(QUESTION, params, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 1}, 5, "a", ["a"]])
+def test_params_that_are_none(llm: LLM, wrong: Any) -> None:
+    """Dicts, as some pass them; of a list as many as prompts."""
+    told = r"sampling_params is .*; give SamplingParams\(\.\.\.\)"
+    with pytest.raises(UsageError, match=told):
+        llm.generate("a", wrong)
+    with pytest.raises(UsageError, match=told):
+        llm.generate(["a"], wrong)
+    with pytest.raises(UsageError, match=told):
+        next(llm.stream("a", wrong))
+    with pytest.raises(UsageError, match=told):
+        asyncio.run(llm.agenerate("a", wrong))
+
+
+def test_the_models_own_sampling_is_what_is_not_given(llm: LLM) -> None:
+    own = llm.default_sampling.changed(seed=5, max_tokens=12)
+    assert (
+        llm.generate("a", own).token_ids
+        == llm.generate("a", SamplingParams(seed=5, max_tokens=12)).token_ids
+    )
+    with pytest.raises(PromptError, match="is no text"):
+        llm.tokenize(["a"])  # type: ignore[arg-type]
 
 
 def test_pieces_make_the_answer(llm: LLM) -> None:
@@ -330,6 +360,8 @@ def test_a_second_one_of_this_process_and_one_that_is_closed(llm: LLM) -> None:
         ({"cpu_memory": "much"}, "cpu_memory: 'much' is no size; write it like 8GiB"),
         ({"cpu_memory": 1000}, "allowed by cpu_memory;.* context_length"),
         ({"keep": "soon"}, "'soon' is no time"),
+        ({"threads": "2"}, "threads is '2'; give a whole number"),
+        ({"parallel": True}, "parallel is True; give a whole number"),
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
 )

@@ -9,7 +9,9 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
 import hotcold
 from hotcold import LLM, SamplingParams, UsageError
@@ -101,6 +103,29 @@ def test_penalties_count_as_those_of_vllm() -> None:
     assert (found.repeat_last_n, found.penalize_prompt) == (8, True)
 
 
+def test_values_as_other_programs_have_them() -> None:
+    """vLLM's -1 for all; NumPy's numbers."""
+    params = SamplingParams(top_k=-1, seed=np.int64(3), temperature=np.float32(0.5))
+    assert params == SamplingParams(top_k=0, seed=3, temperature=0.5)
+    assert [type(one) for one in (params.seed, params.temperature)] == [int, float]
+
+
+def test_a_models_own_sampling_can_be_given() -> None:
+    own = sampling.SamplingParams(temperature=0.25, top_k=7)
+    params = SamplingParams.of_model(own)
+    assert repr(params) == "SamplingParams(temperature=0.25, top_k=7)"
+    assert params.of_requests(own) == params.of_requests(DEFAULTS) == [own]
+
+
+def test_a_pydantic_class_is_a_schema() -> None:
+    class Place(BaseModel):
+        name: str
+        size: int
+
+    shape = SamplingParams(json_schema=Place).shape()
+    assert shape == SamplingParams(json_schema=Place.model_json_schema()).shape() is not None
+
+
 def test_params_are_copied_and_shown() -> None:
     params = SamplingParams(temperature=0.5, seed=3)
     assert repr(params) == "SamplingParams(temperature=0.5, seed=3)"
@@ -112,7 +137,12 @@ def test_params_are_copied_and_shown() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"temprature": 1}, "no option 'temprature'; known are max_tokens"),
+        ({"temprature": 1}, r"no option 'temprature'; did you mean temperature\?"),
+        ({"max_new_tokens": 1}, r"no option 'max_new_tokens'; did you mean max_tokens\?"),
+        ({"structured_outputs": 1}, "did you mean one of json_schema, regex, choice, grammar"),
+        ({"zzz": 1}, "no option 'zzz'; known are max_tokens"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"seed": np.int64(-1)}, "seed is -1"),
         ({"temperature": -1}, "temperature is -1"),
         ({"n": 0}, "n is 0"),
         ({"logprobs": True}, "logprobs is True"),

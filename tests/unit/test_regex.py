@@ -31,6 +31,33 @@ def test_a_regex_matches_what_python_takes_for_it(frame: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text", "others"),
+    [
+        (r"\d+", "7", "\U0001fbf8٣é"),
+        (r"[x\d]", "7", "\U0001fbf8٣é"),
+        (r"\w", "é", "\U0001e900\U0001fbf8-"),
+        (r"[\w-]", "-", "\U0001e900\U0001fbf8."),
+        (r"\\d", "\\", "7"),
+        (r"\[\d", "[", "7"),
+        (r"[^\d]", "x", "7\U0001fbf8"),
+        (r"[^]\w]", "-", "]é\U0001e900"),
+    ],
+)
+def test_classes_of_a_regex_mean_usual_characters(pattern: str, text: str, others: str) -> None:
+    """A text that begins an answer matches in Python, too; none of `others` begins one."""
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [0])
+    constraint = grammars.constraint(Grammar("regex", pattern))
+
+    def begins(text: str) -> bool:
+        ids = tokenizer.encode(text, False)
+        return constraint.beginning(ids) == ids
+
+    assert begins(text) and not any(map(begins, others))
+
+
+@pytest.mark.parametrize(
     ("pattern", "told"),
     [
         ("(ab)/(c", "the regex '(ab)/(c' cannot be used: unclosed group, at '(c'"),

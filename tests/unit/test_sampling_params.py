@@ -33,7 +33,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         {"temperature": float("nan")},
         {"temperature": "1"},
         {"temperature": True},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_p": 1.1},
         {"min_p": -1},
         {"seed": -1},

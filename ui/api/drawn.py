@@ -75,8 +75,6 @@ class Drawn(_Fields):
     def sampling(self, max_tokens: int | None, defaults: SamplingParams) -> SamplingParams:
         """The sampling; `defaults` are the model's own. Errors: UsageError."""
         values = {**self.drawn(), "max_tokens": max_tokens}
-        if values["top_k"] == -1:  # vLLM's for all
-            values["top_k"] = 0
         if values["seed"] is not None:
             values["seed"] &= LARGEST_SEED
         return SamplingParams.of_given(values, defaults)
