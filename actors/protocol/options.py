@@ -55,7 +55,7 @@ class Option(NamedTuple):
                 return bytes_of(given)
             except UsageError as problem:
                 raise UsageError(f"{self.keyword}: {problem}") from None
-        if self.reads == "number" and (not isinstance(given, Integral) or isinstance(given, bool)):
+        if self.reads == "number" and (isinstance(given, bool) or not isinstance(given, Integral)):
             raise UsageError(f"{self.keyword} is {shown(given)}; give a whole number")
         kept: dict[str, Callable[[Any], Any]] = {"path": Path, "addresses": tuple}
         return kept.get(self.reads, lambda value: value)(given)

@@ -105,7 +105,8 @@ def test_penalties_count_as_those_of_vllm() -> None:
 
 def test_values_as_other_programs_have_them() -> None:
     """vLLM's -1 for all; NumPy's numbers."""
-    params = SamplingParams(top_k=-1, seed=np.int64(3), temperature=np.float32(0.5))
+    given: dict[str, Any] = {"seed": np.int64(3), "temperature": np.float32(0.5)}
+    params = SamplingParams(top_k=-1, **given)
     assert params == SamplingParams(top_k=0, seed=3, temperature=0.5)
     assert [type(one) for one in (params.seed, params.temperature)] == [int, float]
 
