@@ -265,7 +265,7 @@ class CpuService(Service):
             self.function,
             partial,
             self.buffers.more_partials[self.index][:, wanted.start :],
-            skip_silent=bool(decode_thresholds(request).gate >= 0),
+            skip_silent=bool(decode_thresholds.py_func(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
             block_weights=self.prompt_weights(),
