@@ -1,5 +1,6 @@
 """The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,21 +30,50 @@ from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
 
-class OffloadedCpuService(CpuService):
-    """`CpuService` over a `NeuronStore`."""
+class _StoredService(CpuService):
+    """`CpuService` over a store, which reads rows when they are needed."""
+
+    store: NeuronStore | ExpertStore
 
     def __init__(
         self,
         name: str,
         index: int,
         num_threads: int,
-        store: NeuronStore,
+        store: NeuronStore | ExpertStore,
         function: Activation,
         buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
     ) -> None:
-        """Serve the neurons of `store`; the rest as `CpuService`."""
-        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        """Serve what `store` holds; the rest as `CpuService`."""
+        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
+
+    @abstractmethod
+    def request_ahead(self, layer: int) -> None:
+        """Start to read what prompts need of a layer."""
+
+    def answer_in_python(self) -> None:
+        """As `CpuService`; the next layer is read while attention computes the prompt."""
+        super().answer_in_python()
+        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        if following not in (0, layer + 1):
+            self.request_ahead(following - 1)
+
+    def explain(self, service: int) -> str:
+        """Why the last read failed, if it did; else as `Service.explain`."""
+        return self.store.failure() or super().explain(service)
+
+    def release(self) -> None:
+        """End the reading threads too."""
+        super().release()
+        self.store.close()
+
+
+class OffloadedCpuService(_StoredService):
+    """`CpuService` over a `NeuronStore`."""
+
+    store: NeuronStore
 
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; predictors' bits may be in the arena."""
@@ -51,12 +81,9 @@ class OffloadedCpuService(CpuService):
         self.store.use_bits(self.buffers.predictor_bits)
         self.source = self.store.stored
 
-    def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention computes the prompt."""
-        super().answer_in_python()
-        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
-        if following not in (0, layer + 1):
-            self.store.request_layer(following - 1)
+    def request_ahead(self, layer: int) -> None:
+        """Start to read all of a layer that is not in memory."""
+        self.store.request_layer(layer)
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
@@ -74,52 +101,23 @@ class OffloadedCpuService(CpuService):
         """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
         self.store.await_up_down()
 
-    def explain(self, service: int) -> str:
-        """Why the last read failed, if it did; else as `Service.explain`."""
-        return self.store.failure() or super().explain(service)
 
-    def release(self) -> None:
-        """End the reading threads too."""
-        super().release()
-        self.store.close()
-
-
-class OffloadedExpertService(CpuService):
+class OffloadedExpertService(_StoredService):
     """`CpuService` over an `ExpertStore`."""
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        num_threads: int,
-        store: ExpertStore,
-        function: Activation,
-        buckets: np.ndarray | None = None,
-        predictors: ExpertPredictors | None = None,
-        routes_early: bool = False,
-    ) -> None:
-        """Serve the experts of `store`; the rest as `CpuService`.
-
-        `routes_early`: routers read the layer's input
-        """
-        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
-        self.store, self.source = store, store.stored
-        self._routes_early = routes_early
+    store: ExpertStore
 
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
         super().prepare(layout)
         self.store.count_misses(self.buffers.block_misses[self.index])
         if self.buffers.guessed_weights.size:
-            self.store.read_ahead(self.buffers, self._routes_early)
+            self.store.read_ahead(self.buffers)
         self.source = self.store.stored
 
-    def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention computes the prompt."""
-        super().answer_in_python()
-        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
-        if following not in (0, layer + 1):
-            self.store.request_ahead(following - 1, self._blocks_of(following - 1))
+    def request_ahead(self, layer: int) -> None:
+        """Start to read the experts of a layer."""
+        self.store.request_ahead(layer, self._blocks_of(layer))
 
     def _blocks_of(self, layer: int) -> np.ndarray:
         starts = self.arrays.starts[layer]
@@ -140,15 +138,6 @@ class OffloadedExpertService(CpuService):
     def block_firsts(self, layer: int) -> np.ndarray:
         """Where the layer's blocks begin in the rows in memory."""
         return self.store.block_firsts(layer)
-
-    def explain(self, service: int) -> str:
-        """Why the last read failed, if it did; else as `Service.explain`."""
-        return self.store.failure() or super().explain(service)
-
-    def release(self) -> None:
-        """End the reading threads too."""
-        super().release()
-        self.store.close()
 
 
 def load_offloaded_service(
@@ -193,7 +182,6 @@ def load_offloaded_service(
             function,
             buckets,
             weights.predictors,
-            config.experts.router.reads == "layer_input",
         )
         add_draft(of_experts, spec, config, on_bytes)
         return of_experts
