@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.cpu.cpu_service import CpuService, add_draft
+from hotcold.actors.cpu.cpu_service import CpuService, new_service
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
-from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -23,7 +22,7 @@ from hotcold.model.mapped_file import forget_pages
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
-from hotcold.numba_kernels.decode.activations import Activation, activation
+from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
@@ -168,28 +167,16 @@ def load_offloaded_service(
         weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=transposed
     )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
-    buckets = buckets_of(config, neuron_ids)
-    function = activation(config.activation_fn, config.activation_threshold)
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
         runs = runs_of_lanes(config, spec.lanes) if transposed else None
         experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
-        of_experts = OffloadedExpertService(
-            spec.name,
-            spec.index,
-            threads,
-            experts,
-            function,
-            buckets,
-            weights.predictors,
+        return new_service(
+            OffloadedExpertService, spec, config, experts, weights.predictors, on_bytes
         )
-        add_draft(of_experts, spec, config, on_bytes)
-        return of_experts
     ahead = None
     if predictors is not None:
         found = read_predictors(predictors, identity, config, keeps_pages=False)
         ahead = shard_predictors(found, neuron_ids, spec.among)
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
-    add_draft(service, spec, config, on_bytes)
-    return service
+    return new_service(OffloadedCpuService, spec, config, store, None, on_bytes)
