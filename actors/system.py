@@ -176,7 +176,7 @@ class System:
         raise ServiceError("the driver ended the stream without a result")
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the driver by name, for measurements and tests."""
+        """Call a method of the driver by name, and wait for what it returns."""
         return self._get(self.begin(method, *args))
 
     def begin(self, method: str, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import FORMATS, row_width
+from hotcold.numba_kernels.formats import FORMATS
 
 # Codes of an FFN's function in kernels. drelu is relu(gate . x) * relu(up . x); fatrelu has a
 # threshold, clamped_silu a limit.
@@ -19,7 +19,6 @@ ACTIVATION_CODES = {
     "drelu": DRELU,
     "clamped_silu": CLAMPED_SILU,
 }
-ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
 _KNOWN = ", ".join(kind.name if dtype.names else f"{dtype}" for dtype, kind in FORMATS.items())
 
 
@@ -29,17 +28,13 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.ndarray:
+def weight_rows(name: str, array: np.ndarray) -> np.ndarray:
     """A matrix of weights with contiguous rows and aligned items; other views are copied.
 
-    `columns` counts weights. safetensors may give unaligned views, and compiled loads assume
-    alignment.
+    safetensors may give unaligned views, and compiled loads assume alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(array.dtype in FORMATS, f"{name} must be of {_KNOWN}, not {array.dtype}")
-    width = row_width(array.dtype, array.shape[1])
-    if columns is not None:
-        require(width == columns, f"{name} must have {columns} columns, not {width}")
     if not array.flags.aligned or (array.size and array.strides[1] != array.itemsize):
         return np.ascontiguousarray(array).copy()
     return array

@@ -10,6 +10,17 @@ NO_NORMS = np.empty(0, np.float32)
 NO_LANES = np.empty((1, 0, 0), np.int64)
 
 
+class ShardLanes(NamedTuple):
+    """A shard's lanes: the last three fields of `FfnArrays` and of `TransposedArrays`.
+
+    As a default each thread's part of the rows is a lane.
+    """
+
+    ends: np.ndarray = NO_LANES
+    first: int = 0
+    at_once: int = 1
+
+
 class FfnArrays(NamedTuple):
     """A shard of cold neurons, all layers stacked, each layer in B blocks.
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
 from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
@@ -14,6 +19,7 @@ from hotcold.numba_kernels.serve.predict_team import HIDDEN
 from hotcold.numba_kernels.serve.selector import announce, select
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
 from hotcold.predictors.sign import SignLayer
 
 
@@ -55,6 +61,26 @@ def column_layer(columns: np.ndarray, width: int, more: float = 0) -> LowRankLay
 def constant_layer(chosen: np.ndarray, width: int) -> LowRankLayer:
     """A predictor that chooses the same neurons always. Shapes: chosen (N,) bool."""
     return linear_layer(np.zeros((chosen.size, width)), np.where(chosen, -1, 1))
+
+
+def random_sign(random: np.random.Generator, config: ModelConfig) -> SignLayer:
+    """A predictor that chooses about half of the neurons, others for every input."""
+    size, width = config.ffn_size, config.hidden_size
+    return SignLayer(
+        random.integers(0, 1 << 48, (size, -(-width // 64))).astype(np.uint64),
+        np.zeros(size, np.float32),
+        np.zeros(width, np.float32),
+        np.ones(width, np.float32),
+    )
+
+
+def write_sign_predictors(path: Path, seed: int) -> Path:
+    """Write such predictors of a model, others with each seed, to where they are looked for."""
+    random, config = np.random.default_rng(seed), read_config(path)
+    layers = [random_sign(random, config) for _ in range(config.num_layers)]
+    file = predictors_path(path, "sign")
+    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+    return file
 
 
 def chosen_by(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -55,6 +56,8 @@ from hotcold.numba_kernels.serve.mailbox import (
 
 if TYPE_CHECKING:
     from hotcold.numba_kernels.ffn.serve_prompts import PromptFfnScratch
+
+_Made = TypeVar("_Made", bound="CpuService")
 
 
 class CpuService(Service):
@@ -265,7 +268,7 @@ class CpuService(Service):
             self.function,
             partial,
             self.buffers.more_partials[self.index][:, wanted.start :],
-            skip_silent=bool(decode_thresholds(request).gate >= 0),
+            skip_silent=bool(decode_thresholds.py_func(request).gate >= 0),
             counts=counts,
             await_up_down=self.await_up_down,
             block_weights=self.prompt_weights(),
@@ -366,23 +369,25 @@ def load_cpu_service(
         row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
         *shard_lanes(weights.starts, weights.neuron_ids, config, lanes, of_outputs),
     )
-    buckets = buckets_of(config, spec.neuron_ids or [])
-    function = activation(config.activation_fn, config.activation_threshold)
-    service = CpuService(
-        spec.name, spec.index, spec.num_threads, arrays, function, buckets, weights.predictors
-    )
-    add_draft(service, spec, config, on_bytes, touch)
-    return service
+    return new_service(CpuService, spec, config, arrays, weights.predictors, on_bytes, touch)
 
 
-def add_draft(
-    service: CpuService,
+def new_service(
+    kind: Callable[..., _Made],
     spec: ServiceSpec,
     config: ModelConfig,
+    held: Any,
+    predictors: ExpertPredictors | None,
     on_bytes: OnBytes,
     touch: Touch | None = None,
-) -> None:
-    """Load the same neurons in the weights of drafts too, if there are such. As the service."""
+) -> _Made:
+    """The service `kind` of what is `held`: arrays, or a store.
+
+    With `spec.draft` it has the same neurons in the weights of drafts too, which are loaded.
+    """
+    function = activation(config.activation_fn, config.activation_threshold)
+    buckets = buckets_of(config, spec.neuron_ids or [])
+    service = kind(spec.name, spec.index, spec.num_threads, held, function, buckets, predictors)
     if spec.draft is not None:
         service.draft = load_cpu_service(
             spec.draft,
@@ -392,3 +397,4 @@ def add_draft(
             spec.keeps_pages,
             of_outputs=spec.system.down_transposed,
         )
+    return service

@@ -1,15 +1,13 @@
 """The CPU service where no neuron is chosen beforehand: down projections as the file has them."""
 
-from hotcold.actors.cpu.cpu_service import CpuService, add_draft
+from hotcold.actors.cpu.cpu_service import CpuService, new_service
 from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import read_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from hotcold.numba_kernels.decode.activations import activation
 from hotcold.numba_kernels.ffn_arrays import NO_LANES, NO_NORMS, TransposedArrays
 
 
@@ -41,9 +39,4 @@ def load_dense_service(
         NO_LANES,
         *lanes,
     )
-    buckets = buckets_of(config, ids)
-    function = activation(config.activation_fn, config.activation_threshold)
-    threads = spec.num_threads
-    service = CpuService(spec.name, spec.index, threads, arrays, function, buckets)
-    add_draft(service, spec, config, on_bytes, touch)
-    return service
+    return new_service(CpuService, spec, config, arrays, None, on_bytes, touch)

@@ -252,6 +252,8 @@ class ExpertStore:
         """
         self._file, self._weights, self._num_threads = file, weights, num_threads
         self._routed: threading.Thread | None = None
+        routers = [ffn.router for ffn in layers if ffn.router is not None]
+        self._routes_early = any(router.reads == "layer_input" for router in routers)
         ids, starts = weights.neuron_ids, weights.starts
         self.units = Units.of(file.geometry, layers, starts, ids, runs)
         units, num_blocks = self.units, starts.shape[1] - 1
@@ -418,13 +420,13 @@ class ExpertStore:
             if own.size and own.ndim == 1:
                 rows[row : row + last - first] = own[first:last]
 
-    def read_ahead(self, buffers: SharedBuffers, routes_early: bool) -> None:
-        """Read by what is guessed in `buffers`; with `routes_early` by what the router chose, too.
+    def read_ahead(self, buffers: SharedBuffers) -> None:
+        """Read by what is guessed in `buffers`; by what routers chose too, if that is known early.
 
         The attention service is the first one.
         """
         self.stored = self.stored._replace(guessed=buffers.guessed_weights)
-        if routes_early:
+        if self._routes_early:
             arguments = self.stored, 0, buffers.cells, buffers.requests, buffers.block_weights
             self._routed = threading.Thread(
                 target=serve_routed, args=arguments, name="routed", daemon=True

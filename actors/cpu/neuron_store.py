@@ -258,8 +258,7 @@ class NeuronStore:
             part(weights.up_bias),
             weights.down_bias[layer : layer + 1],
             part(self._down_norms),
-            weights.lanes[0][layer : layer + 1],
-            *weights.lanes[1:],
+            *weights.lanes._replace(ends=weights.lanes.ends[layer : layer + 1]),
         )
 
     def use_bits(self, bits: np.ndarray) -> None:

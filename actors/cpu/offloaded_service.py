@@ -1,18 +1,18 @@
 """The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.cpu.cpu_service import CpuService, add_draft
+from hotcold.actors.cpu.cpu_service import CpuService, new_service
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
-from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -22,28 +22,57 @@ from hotcold.model.mapped_file import forget_pages
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
-from hotcold.numba_kernels.decode.activations import Activation, activation
+from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
 
-class OffloadedCpuService(CpuService):
-    """`CpuService` over a `NeuronStore`."""
+class _StoredService(CpuService):
+    """`CpuService` over a store, which reads rows when they are needed."""
+
+    store: NeuronStore | ExpertStore
 
     def __init__(
         self,
         name: str,
         index: int,
         num_threads: int,
-        store: NeuronStore,
+        store: NeuronStore | ExpertStore,
         function: Activation,
         buckets: np.ndarray | None = None,
+        predictors: ExpertPredictors | None = None,
     ) -> None:
-        """Serve the neurons of `store`; the rest as `CpuService`."""
-        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        """Serve what `store` holds; the rest as `CpuService`."""
+        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
+
+    @abstractmethod
+    def request_ahead(self, layer: int) -> None:
+        """Start to read what prompts need of a layer."""
+
+    def answer_in_python(self) -> None:
+        """As `CpuService`; the next layer is read while attention computes the prompt."""
+        super().answer_in_python()
+        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        if following not in (0, layer + 1):
+            self.request_ahead(following - 1)
+
+    def explain(self, service: int) -> str:
+        """Why the last read failed, if it did; else as `Service.explain`."""
+        return self.store.failure() or super().explain(service)
+
+    def release(self) -> None:
+        """End the reading threads too."""
+        super().release()
+        self.store.close()
+
+
+class OffloadedCpuService(_StoredService):
+    """`CpuService` over a `NeuronStore`."""
+
+    store: NeuronStore
 
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; predictors' bits may be in the arena."""
@@ -51,12 +80,9 @@ class OffloadedCpuService(CpuService):
         self.store.use_bits(self.buffers.predictor_bits)
         self.source = self.store.stored
 
-    def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention computes the prompt."""
-        super().answer_in_python()
-        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
-        if following not in (0, layer + 1):
-            self.store.request_layer(following - 1)
+    def request_ahead(self, layer: int) -> None:
+        """Start to read all of a layer that is not in memory."""
+        self.store.request_layer(layer)
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
@@ -74,52 +100,23 @@ class OffloadedCpuService(CpuService):
         """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
         self.store.await_up_down()
 
-    def explain(self, service: int) -> str:
-        """Why the last read failed, if it did; else as `Service.explain`."""
-        return self.store.failure() or super().explain(service)
 
-    def release(self) -> None:
-        """End the reading threads too."""
-        super().release()
-        self.store.close()
-
-
-class OffloadedExpertService(CpuService):
+class OffloadedExpertService(_StoredService):
     """`CpuService` over an `ExpertStore`."""
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        num_threads: int,
-        store: ExpertStore,
-        function: Activation,
-        buckets: np.ndarray | None = None,
-        predictors: ExpertPredictors | None = None,
-        routes_early: bool = False,
-    ) -> None:
-        """Serve the experts of `store`; the rest as `CpuService`.
-
-        `routes_early`: routers read the layer's input
-        """
-        super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
-        self.store, self.source = store, store.stored
-        self._routes_early = routes_early
+    store: ExpertStore
 
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
         super().prepare(layout)
         self.store.count_misses(self.buffers.block_misses[self.index])
         if self.buffers.guessed_weights.size:
-            self.store.read_ahead(self.buffers, self._routes_early)
+            self.store.read_ahead(self.buffers)
         self.source = self.store.stored
 
-    def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention computes the prompt."""
-        super().answer_in_python()
-        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
-        if following not in (0, layer + 1):
-            self.store.request_ahead(following - 1, self._blocks_of(following - 1))
+    def request_ahead(self, layer: int) -> None:
+        """Start to read the experts of a layer."""
+        self.store.request_ahead(layer, self._blocks_of(layer))
 
     def _blocks_of(self, layer: int) -> np.ndarray:
         starts = self.arrays.starts[layer]
@@ -140,15 +137,6 @@ class OffloadedExpertService(CpuService):
     def block_firsts(self, layer: int) -> np.ndarray:
         """Where the layer's blocks begin in the rows in memory."""
         return self.store.block_firsts(layer)
-
-    def explain(self, service: int) -> str:
-        """Why the last read failed, if it did; else as `Service.explain`."""
-        return self.store.failure() or super().explain(service)
-
-    def release(self) -> None:
-        """End the reading threads too."""
-        super().release()
-        self.store.close()
 
 
 def load_offloaded_service(
@@ -179,29 +167,16 @@ def load_offloaded_service(
         weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=transposed
     )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
-    buckets = buckets_of(config, neuron_ids)
-    function = activation(config.activation_fn, config.activation_threshold)
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
         runs = runs_of_lanes(config, spec.lanes) if transposed else None
         experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
-        of_experts = OffloadedExpertService(
-            spec.name,
-            spec.index,
-            threads,
-            experts,
-            function,
-            buckets,
-            weights.predictors,
-            config.experts.router.reads == "layer_input",
+        return new_service(
+            OffloadedExpertService, spec, config, experts, weights.predictors, on_bytes
         )
-        add_draft(of_experts, spec, config, on_bytes)
-        return of_experts
     ahead = None
     if predictors is not None:
         found = read_predictors(predictors, identity, config, keeps_pages=False)
         ahead = shard_predictors(found, neuron_ids, spec.among)
     store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    service = OffloadedCpuService(spec.name, spec.index, threads, store, function, buckets)
-    add_draft(service, spec, config, on_bytes)
-    return service
+    return new_service(OffloadedCpuService, spec, config, store, None, on_bytes)

@@ -69,21 +69,16 @@ class Scheduler:
         self,
         engine: Engine,
         prefixes: PrefixCache,
-        clock: Callable[[], int] = time.monotonic_ns,
         speculation: Speculation | None = None,
     ) -> None:
-        """The pool of `prefixes` has no more slots than a kernel takes tokens.
-
-        `clock` is in nanoseconds.
-        """
+        """The pool of `prefixes` has no more slots than a kernel takes tokens."""
         self._engine = engine
         self._prefixes = prefixes
         self._pool = prefixes.pool
         self._running: list[ActiveRequest] = []  # in the order of admission
         self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
-        self._turns = Turns(clock)
-        self._clock = clock
+        self._turns = Turns(time.monotonic_ns)
         self.speculation = speculation
         self.recent: deque[StepRecord] = deque(maxlen=_MAX_RECENT)
 
@@ -233,9 +228,9 @@ class Scheduler:
             engine = self._engine
             max_logits = engine.exchange.buffers.logits.shape[0]
             batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
-            began = self._clock()
+            began = time.monotonic_ns()
             ends = self._stepped(batch)
-            ended = self._clock()
+            ended = time.monotonic_ns()
             num_new = num_accepted = 0
             for end in ends:
                 request, num_before = end.request, len(end.request.tokens)
@@ -246,7 +241,7 @@ class Scheduler:
                 num_new += len(request.tokens) - num_before
                 num_accepted += request.drafts.num_accepted
             if self.speculation is not None:
-                self.speculation.learn(ended - began, self._clock() - ended)
+                self.speculation.learn(ended - began, time.monotonic_ns() - ended)
             num_drafted = sum(len(end.draft) for end in ends)
             self.recent.append(
                 StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)

@@ -33,13 +33,11 @@ class Speculation:
         policy: DraftPolicy,
         drafter: Drafter | None = None,
         has_ngrams: bool = True,
-        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`drafter` proposes where the policy wants a model's draft; `clock` is in nanoseconds."""
+        """`drafter` proposes where the policy wants a model's draft."""
         self._policy = policy
         self._drafter = drafter
         self._ngrams = Ngrams() if has_ngrams else None
-        self._clock = clock
         self._offers: list[Offer] = []  # of the step that was prepared last; []: without drafts
         self._choices: list[Choice] = []
         self._before: list[tuple[ActiveRequest, int]] = []  # requests, each with its tokens
@@ -73,7 +71,7 @@ class Speculation:
     def _drafted(
         self, batch: Batch, most: int, reserve: Callable[[ActiveRequest, int], int]
     ) -> Batch:
-        started = self._clock()
+        started = time.monotonic_ns()
         self._offers, requests = [], batch.requests
         if any(request.num_left != 1 or request.embeds for request in requests):
             return batch  # prompts take the room
@@ -82,7 +80,7 @@ class Speculation:
             self._offers = [Offer(request, 0) for request in requests]
             self._choices = [NO_DRAFT] * len(requests)
             self._drafts = [[] for _ in requests]
-            self._draft_ns = self._clock() - started
+            self._draft_ns = time.monotonic_ns() - started
             return batch
         matches = [self._match(request) for request in requests]
         self._offers = [
@@ -100,7 +98,7 @@ class Speculation:
             for request, choice in zip(requests, choices, strict=True)
         ]
         self._drafts = self._proposed(requests, self._choices, matches)
-        self._draft_ns = self._clock() - started
+        self._draft_ns = time.monotonic_ns() - started
         return batch.with_drafts(self._drafts)
 
     def learn(self, step_ns: int, accept_ns: int) -> None:

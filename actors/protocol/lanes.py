@@ -14,7 +14,7 @@ import numpy as np
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.down_outputs import UNIT
 from hotcold.numba_kernels.decode.lanes import OF_BIASES, first_lanes
-from hotcold.numba_kernels.ffn_arrays import NO_LANES
+from hotcold.numba_kernels.ffn_arrays import ShardLanes
 from hotcold.numba_kernels.formats import DTYPES, Q8, QUANT_GROUP, ROW_FORMATS
 
 if TYPE_CHECKING:
@@ -183,15 +183,15 @@ def shard_lanes(
     config: ModelConfig,
     lanes: Lanes | None,
     of_outputs: bool = False,
-) -> tuple[np.ndarray, int, int]:
-    """The last fields of `FfnArrays`: where a shard's lanes begin in each block, and ends.
+) -> ShardLanes:
+    """Where a shard's lanes begin in each block, and end.
 
     `of_outputs`: of lanes of down rows that are an output each, as `TransposedArrays` has them.
     Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); lanes (L, B, lanes + 1)
     Errors:  ValueError unless each block's neurons come lane after lane, and are in these lanes
     """
     if lanes is None:
-        return NO_LANES, 0, 1
+        return ShardLanes()
     if of_outputs:
         runs = runs_of_lanes(config, lanes)
         assert runs is not None
@@ -200,7 +200,7 @@ def shard_lanes(
         ends += starts[:, :-1, None]
         if (ends[:, :, -1] != starts[:, 1:]).any():
             raise ValueError(f"neurons of other lanes than {lanes}")
-        return ends, lanes.first, 1
+        return ShardLanes(ends, lanes.first)
     num_blocks, count = starts.shape[1] - 1, lanes.end - lanes.first
     found = np.zeros((len(starts), num_blocks, count + 1), np.int64)
     for layer, spec in enumerate(config.layers):
@@ -214,7 +214,7 @@ def shard_lanes(
         sizes = np.bincount(blocks * count + own, minlength=num_blocks * count)
         found[layer, :, 1:] = np.cumsum(sizes.reshape(num_blocks, count), axis=1)
         found[layer] += starts[layer, :-1, None]
-    return found, lanes.first, max(1, lanes.total // num_shares(config))
+    return ShardLanes(found, lanes.first, max(1, lanes.total // num_shares(config)))
 
 
 def num_outputs(services: Sequence[Lanes], has_bias: bool) -> int:

@@ -93,20 +93,9 @@ def profile(
     Of a mixture of experts it also counts how often each is chosen, and how soon again while the
     model answers places of the text itself. Its thresholds are calibrated only with --target-kl.
     """
-    from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.modes import has_thresholds, require_no_experts
-    from hotcold.actors.setup.preflight import prepare_system, read_model
+    from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.calibrate import calibrate
-    from hotcold.jobs.profile.report import (
-        expected_misses,
-        print_misses,
-        print_summary,
-        summaries,
-    )
-    from hotcold.jobs.profile.run import run_profile
-    from hotcold.jobs.profile.state import ProfileState
-    from hotcold.jobs.support.text_file import read_text
-    from hotcold.model.files.artifact import ModelIdentity
     from hotcold.model.files.artifact_places import place_to_write
     from hotcold.predictors.magnitude_thresholds import thresholds_path
 
@@ -134,6 +123,38 @@ def profile(
         reading = replace(reading, num_inputs=0)
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
+    _count(path, config, files, reading, values, restart, every_s, as_json)
+
+
+def _refuse_counting_options() -> None:
+    context = click.get_current_context()
+    for name in ("num_inputs", "inputs_out", "restart", "every_s", "window"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = next(p.opts[0] for p in context.command.params if p.name == name)
+            raise UsageError(
+                f"{option} is for models some of whose activations are zero; this one's thresholds "
+                "are calibrated instead: leave it out"
+            )
+
+
+def _count(
+    path: Path,
+    config: ModelConfig,
+    files: ProfileFiles,
+    reading: _Reading,
+    values: dict[str, Any],
+    restart: bool,
+    every_s: float,
+    as_json: bool,
+) -> None:
+    """Read the text, and write and tell what was counted; `values`: options of the system."""
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.preflight import prepare_system
+    from hotcold.jobs.profile.run import run_profile
+    from hotcold.jobs.profile.state import ProfileState
+    from hotcold.jobs.support.text_file import read_text
+    from hotcold.model.files.artifact import ModelIdentity
+
     window = _window(config, reading.window)
     options = SystemOptions(mode="dense", context_length=window, **values)
     system, config = prepare_system(path, options)
@@ -150,42 +171,7 @@ def profile(
     ids = text.ids[: task.num_tokens].tolist()
     tokens_per_s = run_profile(system, ids, prompts.bos_id, state, every_s)
     found = _write(files, state, text, config)
-    layers, whole = summaries(config, found)
-    of_answers = f" and {task.answers.count} answers of its own" if task.answers.count else ""
-    click.echo(f"{task.num_tokens} tokens of {text.name}{of_answers}, {tokens_per_s:.1f} tokens/s")
-    print_summary(layers, whole)
-    misses = expected_misses(found)
-    if config.experts is not None:
-        print_misses(misses)
-    for file in files.all:
-        click.echo(f"wrote {file}")
-    if as_json:
-        print_json(
-            {
-                "tokens": found.num_tokens,
-                "tokens_per_s": tokens_per_s,
-                "sparsity": [layer.sparsity for layer in layers],
-                "hot_share": [layer.hot_share for layer in layers],
-                "never_fired": [layer.num_silent for layer in layers],
-                "hot_experts": [layer.hot_experts for layer in layers],
-                "never_chosen": [layer.num_unchosen for layer in layers],
-                "missed_experts": misses,
-                "path": str(files.profile),
-                "inputs_path": str(files.inputs) if files.inputs else None,
-                "resumed_at": resumed_at,
-            }
-        )
-
-
-def _refuse_counting_options() -> None:
-    context = click.get_current_context()
-    for name in ("num_inputs", "inputs_out", "restart", "every_s", "window"):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = next(p.opts[0] for p in context.command.params if p.name == name)
-            raise UsageError(
-                f"{option} is for models some of whose activations are zero; this one's thresholds "
-                "are calibrated instead: leave it out"
-            )
+    _report(found, config, task, files, tokens_per_s, resumed_at, as_json)
 
 
 def _window(config: ModelConfig, window: int | None) -> int:
@@ -241,3 +227,47 @@ def _write(
 
         plot_profile(files.plot, found, found.layers(config), identity.name)
     return found
+
+
+def _report(
+    found: ActivationProfile,
+    config: ModelConfig,
+    task: ProfileTask,
+    files: ProfileFiles,
+    tokens_per_s: float,
+    resumed_at: int,
+    as_json: bool,
+) -> None:
+    from hotcold.jobs.profile.report import (
+        expected_misses,
+        print_misses,
+        print_summary,
+        summaries,
+    )
+
+    layers, whole = summaries(config, found)
+    of_answers = f" and {task.answers.count} answers of its own" if task.answers.count else ""
+    read = f"{task.num_tokens} tokens of {found.text_name}{of_answers}"
+    click.echo(f"{read}, {tokens_per_s:.1f} tokens/s")
+    print_summary(layers, whole)
+    misses = expected_misses(found)
+    if config.experts is not None:
+        print_misses(misses)
+    for file in files.all:
+        click.echo(f"wrote {file}")
+    if as_json:
+        print_json(
+            {
+                "tokens": found.num_tokens,
+                "tokens_per_s": tokens_per_s,
+                "sparsity": [layer.sparsity for layer in layers],
+                "hot_share": [layer.hot_share for layer in layers],
+                "never_fired": [layer.num_silent for layer in layers],
+                "hot_experts": [layer.hot_experts for layer in layers],
+                "never_chosen": [layer.num_unchosen for layer in layers],
+                "missed_experts": misses,
+                "path": str(files.profile),
+                "inputs_path": str(files.inputs) if files.inputs else None,
+                "resumed_at": resumed_at,
+            }
+        )

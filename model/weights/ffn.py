@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hotcold.model.weights.tensor_reader import (
     TensorReader,
     Touch,
 )
-from hotcold.numba_kernels.ffn_arrays import NO_LANES, ExpertPredictors, starts_of
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, ShardLanes, starts_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class FfnWeights:
     up_bias: np.ndarray  # (N,) float32, or (0,)
     down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
     predictors: ExpertPredictors  # of experts that have some
-    lanes: tuple[np.ndarray, int, int] = (NO_LANES, 0, 1)  # the last fields of `FfnArrays`
+    lanes: ShardLanes = field(default_factory=ShardLanes)
 
     def part(self, layer: int) -> slice:
         """The rows of a layer."""

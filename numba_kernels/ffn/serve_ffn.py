@@ -28,11 +28,11 @@ from hotcold.numba_kernels.serve.mailbox import (
     TARGET,
     WATCHED,
     WEIGHTS,
+    decode_thresholds,
     finish_request,
     is_for_others,
     next_share,
     read_selection,
-    read_thresholds,
 )
 
 
@@ -88,7 +88,7 @@ def ffn_request(
         buckets.starts, x, predictors, predictor_scratch,
     )  # fmt: skip
     is_done = layer_ffn(
-        thread, num_threads, buffers.cells, service, layer, selection, read_thresholds(request),
+        thread, num_threads, buffers.cells, service, layer, selection, decode_thresholds(request),
         x, source, scratch, function, buffers.partials[service, :num_tokens],
         buffers.more_partials[service],
     )  # fmt: skip

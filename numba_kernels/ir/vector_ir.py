@@ -47,29 +47,6 @@ def any_layout(typingctx, array):
 
 
 @intrinsic
-def dot4(typingctx, weights, row0, row1, row2, row3, x):
-    """(weights[row0] . x, ..., weights[row3] . x); float weights (N, d), x (d,) float32."""
-
-    def emit(given: Arguments) -> list[Vec]:
-        matrix = Weights(given.array(0))
-        rows = [matrix.row(row) for row in given.numbers(1, 2, 3, 4)]
-        return matrix.products(rows, [given.array(5).at()])
-
-    return types.UniTuple(types.float32, 4)(weights, *(_INDEX,) * 4, x), codegen_of(emit)
-
-
-@intrinsic
-def dot1(typingctx, weights, row, x):
-    """weights[row] . x; float weights (N, d), x (d,) float32."""
-
-    def emit(given: Arguments) -> Vec:
-        matrix = Weights(given.array(0))
-        return matrix.products([matrix.row(given.number(1))], [given.array(2).at()])[0]
-
-    return types.float32(weights, _INDEX, x), codegen_of(emit)
-
-
-@intrinsic
 def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
     """(weights[row0] . x[token], ..., weights[row3] . x[token])."""
 

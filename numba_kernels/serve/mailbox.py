@@ -160,15 +160,9 @@ def threshold_words(thresholds: Sequence[Thresholds]) -> np.ndarray:
     return pairs.reshape(-1, 2).view(np.int64)
 
 
-def decode_thresholds(request: np.ndarray) -> Thresholds:
-    """The thresholds in a request's words (16,) int64."""
-    words = request.view(np.float64)
-    return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
-
-
 @njit(nogil=True, cache=True)
-def read_thresholds(request):
-    """`decode_thresholds` for compiled code."""
+def decode_thresholds(request):
+    """The thresholds in a request's words (16,) int64."""
     words = request.view(np.float64)
     return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
 

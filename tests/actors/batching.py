@@ -25,6 +25,7 @@ from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import random_sign
 from tests.tiny_models import VOCAB_SIZE
 
 CONTEXT = 384
@@ -80,19 +81,13 @@ def random_predictor(system: InProcessSystem, kind: str) -> NeuronPredictor:
         up = random.standard_normal((rank, size)).astype(np.float16).view(np.uint16)
         return LowRankLayer(down, np.ones(rank, np.float32), up, np.zeros(size, np.float32))
 
-    def sign() -> SignLayer:
-        bits = random.integers(0, 1 << 48, (size, 1)).astype(np.uint64)
-        return SignLayer(
-            bits,
-            np.zeros(size, np.float32),
-            np.zeros(width, np.float32),
-            np.ones(width, np.float32),
-        )
-
-    make = lowrank if kind == "lowrank" else sign
     shards = system.layer_shards()
     sizes = np.array([[ids[at].size for ids in shards] for at in range(config.num_layers)])
-    return NeuronPredictor([make() for _ in range(config.num_layers)], sizes, "ffn_input")
+    layers: list[SignLayer | LowRankLayer | None] = [
+        lowrank() if kind == "lowrank" else random_sign(random, config)
+        for _ in range(config.num_layers)
+    ]
+    return NeuronPredictor(layers, sizes, "ffn_input")
 
 
 def some_thresholds(system: InProcessSystem) -> list[Thresholds]:

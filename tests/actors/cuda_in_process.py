@@ -10,10 +10,7 @@ import numpy as np
 
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.model.config import neurons
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 
@@ -28,21 +25,7 @@ class CudaInProcess(InProcessSystem):
 
     def gpu_spec(self) -> ServiceSpec:
         """What the GPU service is to load."""
-        config = self.config
-        layout = ArenaLayout(
-            1 + self.num_services,
-            self.max_tokens,
-            config.hidden_size,
-            config.largest_ffn,
-            config.vocab_size,
-            self.max_tokens,
-            self.num_slots,
-            num_pages_of(self.num_positions),
-            config.num_layers,
-            num_blocks=self.num_blocks or neurons.weighed_blocks(self.config),
-            bundle_bytes=self.bundle_bytes,
-        )
-        return replace(super().gpu_spec(), gpu_layout=layout, lanes=None)
+        return replace(super().gpu_spec(), gpu_layout=self._layout(), lanes=None)
 
     def system(self) -> SystemConfig:
         """As `InProcessSystem`, with what stays on the host."""

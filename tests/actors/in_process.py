@@ -123,23 +123,11 @@ class InProcessSystem:
         require_partition(self.config, [self.hot_ids(), *self.layer_shards()])
         self.topology = Topology(tuple(self.specs or [self.gpu_spec(), *self.cpu_specs()]))
         self.services: list[Service] = [self._gpu(), *self._cpus()]
-        config = self.config
-        self.layout = ArenaLayout(
-            1 + self.num_services,
-            self.max_tokens,
-            config.hidden_size,
-            config.largest_ffn,
-            config.vocab_size,
-            self.max_tokens,
-            self.num_slots,
-            num_pages_of(self.num_positions),
-            config.num_layers,
+        self.layout = self._layout(
             num_outputs=self.num_outputs(),
-            num_blocks=self.num_blocks or neurons.weighed_blocks(self.config),
             num_guessed=self.num_guessed,
-            num_buckets=num_buckets(config),
+            num_buckets=num_buckets(self.config),
             predictor_words=self.predictor_words,
-            bundle_bytes=self.bundle_bytes,
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)
@@ -156,6 +144,23 @@ class InProcessSystem:
         numbers = np.arange(tables[0].size).reshape(tables.shape[1:])
         tables[FULL] = numbers[::-1] % self.num_pages()
         tables[WINDOWED] = numbers[::-1] % (self.num_window_pages or self.num_pages())
+
+    def _layout(self, **others: int) -> ArenaLayout:
+        config = self.config
+        return ArenaLayout(
+            1 + self.num_services,
+            self.max_tokens,
+            config.hidden_size,
+            config.largest_ffn,
+            config.vocab_size,
+            self.max_tokens,
+            self.num_slots,
+            num_pages_of(self.num_positions),
+            config.num_layers,
+            num_blocks=self.num_blocks or neurons.weighed_blocks(config),
+            bundle_bytes=self.bundle_bytes,
+            **others,
+        )
 
     def request_by_python(self) -> None:
         """Let engines that are made from now on send each request by `exchange.request`."""

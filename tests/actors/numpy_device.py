@@ -22,7 +22,7 @@ from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import ALL
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
-from hotcold.numba_kernels.checks import ACTIVATION_NAMES
+from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.reference_experts import expert_weights
 
@@ -31,6 +31,7 @@ _OF_ROUTERS = (
     *("num_experts", "num_chosen", "norms_chosen"),
     *("num_groups", "num_chosen_groups"),
 )
+_ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
 GARBAGE = 255  # what new memory holds: a NaN in every float format
 
 
@@ -73,7 +74,7 @@ def activated_up(function, x: np.ndarray) -> np.ndarray:
 
 def _by_rows(torch_function, function, x: np.ndarray) -> np.ndarray:
     """As `products`: torch computes what is left of its vectors of numbers in another way."""
-    name, threshold = ACTIVATION_NAMES[function.code], float(function.threshold)
+    name, threshold = _ACTIVATION_NAMES[function.code], float(function.threshold)
     rows = [torch.from_numpy(np.ascontiguousarray(row)) for row in x]
     found = [torch_function(name, row, threshold).numpy() for row in rows]
     return np.stack(found) if found else x

@@ -24,13 +24,10 @@ from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup import connection
 from hotcold.actors.setup.connection import Connection
-from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
-from hotcold.predictors.sign import SignLayer
 from tests.actors.batching import Background
 from tests.actors.changing_services import (
     KINDS,
@@ -49,6 +46,7 @@ from tests.actors.changing_services import (
 from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_ray, stand_in_system
 from tests.conftest import TinyCheckpoint
+from tests.predictor_layers import write_sign_predictors
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
 Tiny = Callable[..., TinyCheckpoint]
@@ -116,24 +114,6 @@ def test_a_plan_that_is_written_meanwhile(copied: TinyCheckpoint, host: StandInR
         system.actor.scale(2)
         require_whole(system, 2, hot)
         assert tokens(system) == expected
-
-
-def write_sign_predictors(path: Path, seed: int) -> Path:
-    """Predictors that choose about half of the neurons, others with each seed."""
-    random, config = np.random.default_rng(seed), read_config(path)
-    size, width = config.ffn_size, config.hidden_size
-    layers = [
-        SignLayer(
-            random.integers(0, 1 << 48, (size, -(-width // 64))).astype(np.uint64),
-            np.zeros(size, np.float32),
-            np.zeros(width, np.float32),
-            np.ones(width, np.float32),
-        )
-        for _ in range(config.num_layers)
-    ]
-    file = predictors_path(path, "sign")
-    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
-    return file
 
 
 def test_predictors_that_are_made_anew_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:

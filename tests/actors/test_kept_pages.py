@@ -101,6 +101,17 @@ def stores() -> Iterator[Callable[..., ServicePageStore]]:
             kept.close()
 
 
+class Pause:
+    """Holds its caller until it may end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(60)
+
+
 Make = Callable[..., ServicePageStore]
 
 
@@ -322,23 +333,17 @@ def test_a_disk_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(service_page_store, "_LONGEST_WRITE_S", 0.1)
     monkeypatch.setattr(service_page_store, "_RETRY_S", 0.0)
-    begun, may_end = threading.Event(), threading.Event()
     services = Services(kept_pages(model, cache(17)))
-
-    def wait() -> None:
-        begun.set()
-        assert may_end.wait(60)
-
-    services.before_saving = wait
+    services.before_saving = pause = Pause()
     store = stores(services)
     store.reopen(ONE)
     store.save(key(1), (1,))
-    assert begun.wait(60)
+    assert pause.begun.wait(60)
     store.save(key(2), (2,))
     assert not store.reopen(ONE)
     assert store.saved() == [key(2)] and store.keys() == set()  # only page 1 is being read
     assert "does not answer" in store.note
-    may_end.set()
+    pause.may_end.set()
     assert wait_until(lambda: store.saved() == [key(1)])
     assert wait_until(lambda: store.saved() == [] and store.keys() == {key(1)})
 
@@ -350,11 +355,10 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     kept.save(b"first", [], [key(n) for n in range(8)], at(*range(8)))
     file = kept._file
     assert file is not None
-    begun, may_end, read = threading.Event(), threading.Event(), file.read
+    pause, read = Pause(), file.read
 
     def slow(*arguments: Any) -> bool:
-        begun.set()
-        assert may_end.wait(60)
+        pause()
         return read(*arguments)
 
     file.read = slow  # type: ignore[method-assign, assignment]
@@ -364,12 +368,12 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
         target=lambda: found.append(kept.load(b"first", keys, at(*range(8, 16))))
     )
     loading.start()
-    assert begun.wait(60)
+    assert pause.begun.wait(60)
     opening = threading.Thread(target=kept.open, args=(b"second", ONE))
     opening.start()
     opening.join(0.2)
     assert opening.is_alive()
-    may_end.set()
+    pause.may_end.set()
     opening.join(60)
     loading.join(60)
     assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
@@ -397,20 +401,14 @@ def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Ma
     arrays = cache(20)
     page = sum(array.nbytes for array in arrays) // PAGES
     services = Services(kept_pages(model, arrays, 2 * 8192 + 6 * page))
-    begun, may_end = threading.Event(), threading.Event()
+    services.before_saving = pause = Pause()
     store = stores(services)
     store.reopen(ONE)
-
-    def wait() -> None:
-        begun.set()
-        assert may_end.wait(60)
-
-    services.before_saving = wait
     store.save(key(100), (15,))
-    assert begun.wait(60)
+    assert pause.begun.wait(60)
     for n in range(8):  # in one call, then
         store.save(key(n), (n,))
-    may_end.set()
+    pause.may_end.set()
     ended: list[bytes] = []
     assert wait_until(lambda: ended.extend(store.saved()) or len(ended) == 9)  # type: ignore[func-returns-value]
     assert ended == [key(n) for n in (100, *reversed(range(8)))]
@@ -420,24 +418,18 @@ def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Ma
 
 def test_reopening_waits_for_what_is_being_read(model: Path, stores: Make) -> None:
     """A page may be used anew once `reopen` has returned; what waited is never written."""
-    begun, may_end = threading.Event(), threading.Event()
     services = Services(kept_pages(model, cache(11)))
-
-    def wait() -> None:
-        begun.set()
-        assert may_end.wait(60)
-
-    services.before_saving = wait
+    services.before_saving = pause = Pause()
     store = stores(services)
     store.reopen(ONE)
     store.save(key(1), (1,))
-    assert begun.wait(60)
+    assert pause.begun.wait(60)
     store.save(key(2), (2,))
     reopened = threading.Thread(target=store.reopen, args=(ONE,))
     reopened.start()
     reopened.join(0.2)
     assert reopened.is_alive()
-    may_end.set()
+    pause.may_end.set()
     reopened.join(60)
     assert not reopened.is_alive()
     assert store.saved() == [] and store.keys() == {key(1)}

@@ -28,9 +28,9 @@ from tests.actors.changing_services import (
 )
 from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import StandInRay, StandInSystem, stand_in_system
-from tests.actors.test_change_services import write_sign_predictors
 from tests.actors.test_speculation import answer, answers, beside, drafting, varied
 from tests.actors.test_stored_neurons import StoredSystem, packed
+from tests.predictor_layers import write_sign_predictors
 from tests.quantized_models import make_model
 from tests.tiny_models import VOCAB_SIZE
 

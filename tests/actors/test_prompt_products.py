@@ -6,7 +6,6 @@ those of the CPU that kernels are compiled for: `tests/kernels/test_other_cpus.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from hotcold.actors.cpu.matmul import matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.products import combine, linear
+from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
 pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("one_torch_thread")]
@@ -28,12 +27,6 @@ WAYS = {
 }
 COMPANIES = (1, 33, 64, 65, 200, 512)
 HEIGHT, WIDTH, THREADS = 101, 1280, 2
-
-
-def each_thread(phase: Callable[[int], None]) -> None:
-    """Threads that are played one after the other."""
-    for thread in range(THREADS):
-        phase(thread)
 
 
 def product(matmul: Any, name: str, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -62,7 +55,7 @@ def test_bits_do_not_depend_on_company_or_place(way: str, name: str, kind: str) 
     else:
         weights = random_bits(1, BITS[kind], HEIGHT, WIDTH)
     x = random_floats(2, max(COMPANIES), WIDTH if name == "linear" else HEIGHT)
-    matmul = matmul_kinds(weights.dtype, features)[name == "combine"](THREADS, each_thread)
+    matmul = in_turn(matmul_kinds(weights.dtype, features)[name == "combine"], THREADS)
     expected = product(matmul, name, x, weights)
     assert np.isfinite(expected).all()
     draw = np.random.default_rng(3)

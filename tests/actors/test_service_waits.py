@@ -31,6 +31,7 @@ from tests.actors.changing_services import (
 from tests.actors.in_process import InProcessSystem
 from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import (
+    StandInActor,
     StandInRay,
     StandInSystem,
     end_threads,
@@ -42,6 +43,7 @@ from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
 Tiny = Callable[..., TinyCheckpoint]
+Spawn = Callable[..., StandInActor]
 
 
 def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,20 +104,25 @@ def test_a_process_that_dies_as_it_is_sent_a_request(
         assert system.actor.driver_load().num_replaced == 1
 
 
+def stopping_at(method: str, name: str, spawn: Spawn) -> Spawn:
+    """As `spawn`, but the service of that name is stopped before its first call of `method`."""
+
+    def stopping(spec: ServiceSpec, node_id: str | None) -> StandInActor:
+        actor = spawn(spec, node_id)
+        if spec.name == name:
+            actor.before[method] = actor.stop
+        return actor
+
+    return stopping
+
+
 @pytest.mark.parametrize("method", ["load", "held_neurons", "attach"])
 def test_a_new_service_that_is_stopped_is_refused(
     copied: TinyCheckpoint, host: StandInRay, method: str
 ) -> None:
     with stand_in_system(host, config_of(copied.path)) as system:
         expected, spawn = tokens(system), host.spawn
-
-        def stopping(spec: ServiceSpec, node_id: str | None) -> Any:
-            actor = spawn(spec, node_id)
-            if spec.name == "cpu1":
-                actor.before[method] = actor.stop
-            return actor
-
-        system.actor.services.spawn = stopping
+        system.actor.services.spawn = stopping_at(method, "cpu1", spawn)
         with pytest.raises(ServiceError) as caught:
             system.actor.scale(2)
         assert str(caught.value) == (
@@ -188,15 +195,7 @@ def test_one_of_several_that_fails_as_it_is_replaced(
 def test_a_service_that_is_stopped_while_the_system_starts(
     copied: TinyCheckpoint, host: StandInRay, method: str
 ) -> None:
-    spawn = host.spawn
-
-    def stopping(spec: ServiceSpec, node_id: str | None) -> Any:
-        actor = spawn(spec, node_id)
-        if spec.name == "cpu0":
-            actor.before[method] = actor.stop
-        return actor
-
-    host.spawn = stopping  # type: ignore[method-assign]
+    host.spawn = stopping_at(method, "cpu0", host.spawn)  # type: ignore[method-assign]
     system = StandInSystem(host, config_of(copied.path))
     with pytest.raises(ServiceError, match="the cpu0 service does not answer: it is stopped"):
         system.actor.load()

@@ -20,12 +20,12 @@ from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
-from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.predictor_file import predictors_path
 from tests.cluster.hosts_client import Client
 from tests.cluster.shaped_link import is_permitted
 from tests.cluster.two_nodes import TwoNodes, two_nodes
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.predictor_layers import write_sign_predictors
 
 pytestmark = pytest.mark.thorough
 
@@ -111,23 +111,6 @@ def with_profile(path: Path) -> None:
     write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
 
 
-def with_predictors(path: Path) -> None:
-    """Predictors that choose about half of the neurons."""
-    random, config = np.random.default_rng(3), read_model(path)
-    size, width = config.ffn_size, config.hidden_size
-    layers = [
-        SignLayer(
-            random.integers(0, 1 << 48, (size, -(-width // 64))).astype(np.uint64),
-            np.zeros(size, np.float32),
-            np.zeros(width, np.float32),
-            np.ones(width, np.float32),
-        )
-        for _ in range(config.num_layers)
-    ]
-    file = predictors_path(path, "sign")
-    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
-
-
 @pytest.mark.timeout(400)
 def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts: Hosts) -> None:
     """Also while the far service is killed; the far file is in another order than the near one."""
@@ -156,7 +139,7 @@ def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts:
 
 @pytest.mark.timeout(400)
 def test_predictors_that_the_other_host_lacks_cost_no_bit(hosts: Hosts) -> None:
-    with_predictors(hosts.path)
+    write_sign_predictors(hosts.path, 3)
     hosts.client.start(hosts.system("sign", None), "sign in memory")
     expected = hosts.answers()
     storage = hosts.stored(

@@ -9,6 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.config.build import read_config
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
 TIMEOUT_MS = 90_000
@@ -32,6 +38,12 @@ def ask(page: Any, question: str) -> None:
         except NotShown:
             continue
     raise AssertionError(f"the page does not show the question {question!r}")
+
+
+def ids_of(*messages: dict[str, str]) -> list[int]:
+    """The prompt of a conversation."""
+    prompts = Prompts(DEMO_DIRECTORY, read_config(DEMO_DIRECTORY), 1024)
+    return prompts.ids(GenerateRequest(SamplingParams(), messages=list(messages)))
 
 
 def set_numbers(page: Any, values: dict[str, str]) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
-from hotcold.model.config.build import read_config
 from hotcold.model.sampling import SamplingParams
 from tests import reference
 from tests.e2e.page_server import LongWinded, served_page
@@ -23,6 +21,7 @@ from tests.e2e.page_visit import (
     ask,
     begin_anew,
     click_in_row,
+    ids_of,
     kept,
     plain,
     set_numbers,
@@ -51,12 +50,6 @@ def completed(system: LongWinded, question: str, max_tokens: int = 512) -> Gener
     sampling = replace(SamplingParams.defaults(DEMO), max_tokens=max_tokens)
     messages = [{"role": "user", "content": question}]
     return system.system.complete(GenerateRequest(sampling, messages=messages))
-
-
-def ids_of(*messages: dict[str, str]) -> list[int]:
-    """The prompt of a conversation."""
-    prompts = Prompts(DEMO, read_config(DEMO), 1024)
-    return prompts.ids(GenerateRequest(SamplingParams(), messages=list(messages)))
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
-from tests.e2e.page_visit import OTHER, QUESTION, ask, kept, until, wait_for_answer
+from tests.e2e.page_visit import OTHER, QUESTION, ask, ids_of, kept, until, wait_for_answer
 from tests.e2e.test_page_looks import PHONE, violations
-from tests.e2e.test_page_use import ids_of
 
 pytestmark = pytest.mark.timeout(300)
 EVERYTHING = r"""| Name | Size | Layers | Neurons computed of all | Notes about the memory |

@@ -8,11 +8,7 @@ import sys
 
 import pytest
 
-from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.protocol.messages import GenerateRequest
-from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
-from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from tests.documents import ROOT
 from tests.e2e.page_visit import (
@@ -22,6 +18,7 @@ from tests.e2e.page_visit import (
     ask,
     begin_anew,
     click_in_row,
+    ids_of,
     kept,
     set_numbers,
     until,
@@ -30,12 +27,6 @@ from tests.e2e.page_visit import (
 from tests.e2e.test_page_looks import violations
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def ids_of(*messages: dict[str, str]) -> list[int]:
-    """The prompt of a conversation."""
-    prompts = Prompts(DEMO_DIRECTORY, read_config(DEMO_DIRECTORY), 1024)
-    return prompts.ids(GenerateRequest(SamplingParams(), messages=list(messages)))
 
 
 def rows(page) -> list[str]:

@@ -1,5 +1,6 @@
 """Products of plain matrices by one of the classes of `actors/cpu`, as one block."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,16 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     weight_blocks,
     whole_rows,
 )
+
+
+def in_turn(kind: Callable[..., Any], num_threads: int) -> Any:
+    """A matmul of that class, with threads that are played one after the other."""
+
+    def each_thread(phase: Callable[[int], None]) -> None:
+        for thread in range(num_threads):
+            phase(thread)
+
+    return kind(num_threads, each_thread)
 
 
 def linear(matmul: Any, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotcold.numba_kernels.formats import ROW_FORMATS
+from tests.kernels.arrays import BITS, random_bits
+from tests.kernels.reference import widened
 
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
@@ -68,6 +70,15 @@ def random_rows(
     packed = np.hstack([*_pack(kind, values), *map(_bytes, factors)])
     doubles = (factor.astype(np.float64)[:, :, None] for factor in (scales, minima))
     return Quantized(packed.view(KINDS[kind]), values, *doubles)
+
+
+def random_matrix(seed: int, kind: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in a format, and the float64 numbers that they stand for."""
+    if kind in KINDS:
+        rows = random_rows(seed, kind, height, width)
+        return rows.rows, rows.weights
+    bits = random_bits(seed, BITS[kind], height, width)
+    return bits, widened(bits)
 
 
 def _random_mxfp4(rng: np.random.Generator, numbers: np.ndarray) -> Quantized:

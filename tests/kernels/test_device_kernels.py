@@ -23,7 +23,7 @@ from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
 from tests.kernels.layer_numbers import device_layer
-from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_matrix
 
 pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
 
@@ -185,15 +185,6 @@ def test_without_rope_only_the_cache_changes(device: DeviceCalls, dtype: type) -
         for part, first in ((0, 4), (1, 6)):
             found = device.to_host(cache[part])[page, :, position % PAGE]
             assert (found == heads[t, first : first + 2]).all()
-
-
-def random_matrix(seed: int, kind: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in a format, and the float64 numbers that they stand for."""
-    if kind in KINDS:
-        rows = random_rows(seed, kind, height, width)
-        return rows.rows, rows.weights
-    bits = random_bits(seed, BITS[kind], height, width)
-    return bits, reference.widened(bits)
 
 
 @pytest.mark.parametrize("kind", BITS)

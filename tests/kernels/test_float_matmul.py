@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Float32Matmul, Floa
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.products import combine, linear
+from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep
@@ -32,16 +30,6 @@ def rounded(kind: Format, array: np.ndarray) -> np.ndarray:
     """What is multiplied: the numbers, or the nearest bfloat16 ones as torch finds them."""
     floats = torch.from_numpy(array.astype(np.float32))
     return (floats.to(torch.bfloat16) if kind is Bfloat16Matmul else floats).double().numpy()
-
-
-def in_turn(kind: Format, num_threads: int) -> FloatMatmul:
-    """With threads that are played one after the other."""
-
-    def each_thread(phase: Callable[[int], None]) -> None:
-        for thread in range(num_threads):
-            phase(thread)
-
-    return kind(num_threads, each_thread)
 
 
 def run(

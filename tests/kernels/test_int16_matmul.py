@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from hotcold.actors.cpu.kernel_matmul import Int16Matmul
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.products import linear
+from tests.kernels.products import in_turn, linear
 
 pytestmark = [
     pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI"),
@@ -42,20 +41,10 @@ def rounded(array: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-def in_turn(num_threads: int) -> Int16Matmul:
-    """With threads that are played one after the other."""
-
-    def each_thread(run: Callable[[int], None]) -> None:
-        for thread in range(num_threads):
-            run(thread)
-
-    return Int16Matmul(num_threads, each_thread)
-
-
 def multiply(x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.ndarray:
     """x @ weights.T."""
     out = np.full((x.shape[0], weights.shape[0]), np.nan, np.float32)
-    matmul = in_turn(num_threads)
+    matmul = in_turn(Int16Matmul, num_threads)
     linear(matmul, x, weights, out)
     return out
 
@@ -114,7 +103,7 @@ def test_what_is_not_finite_stays_in_its_place(kind: str, width: int) -> None:
 
 def test_space_that_held_other_numbers_does_not_matter() -> None:
     """One object for matrices of many sizes, as a service has it."""
-    matmul = in_turn(2)
+    matmul = in_turn(Int16Matmul, 2)
     for seed, (num_tokens, height, width) in enumerate([(64, 97, 600), (3, 7, 5), (40, 61, 33)]):
         weights, x = random_bits(seed, BITS["f16"], height, width), random_floats(9, 64, width)
         x = x[:num_tokens]
@@ -128,7 +117,7 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
 MULTIPLY = """
 import numpy as np
 from hotcold.actors.cpu.kernel_matmul import Int16Matmul
-from tests.kernels.products import linear
+from tests.kernels.products import in_turn, linear
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)

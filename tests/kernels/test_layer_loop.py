@@ -116,7 +116,7 @@ class Model:
             buffers.logits[: TOKENS - first] = buffers.hidden[first:, :VOCAB] * 3
             reply[BUSY_NS] = 7000
             return
-        assert decode_thresholds(request) == THRESHOLDS[layer]
+        assert decode_thresholds.py_func(request) == THRESHOLDS[layer]
         if operation == ATTENTION:
             buffers.mixed[:] = buffers.hidden * self.attention[layer]
             buffers.ffn_input[:] = buffers.mixed + 1

@@ -36,29 +36,19 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     run_shares,
 )
 from hotcold.numba_kernels.prompt.quantized_matmul import quantize_kernel
-from tests.kernels import reference
-from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     IN_LAYERS,
     KINDS,
     SUMMED,
     quantized_vectors,
-    random_rows,
+    random_matrix,
 )
 
 pytestmark = pytest.mark.sweep(kind=["f32", "q4"])
 
 NO_BIAS = np.empty(0, np.float32)
-
-
-def random_weights(seed: int, kind: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in a format, and the float64 numbers that they stand for."""
-    if kind in KINDS:
-        rows = random_rows(seed, kind, height, width)
-        return rows.rows, rows.weights
-    bits = random_bits(seed, BITS[kind], height, width)
-    return bits, reference.widened(bits)
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
@@ -70,9 +60,9 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
     num_tokens = 37
     if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
-    up, up_values = random_weights(1, kind, height, width)
+    up, up_values = random_matrix(1, kind, height, width)
     summed = "q8" if kind in KINDS and kind not in SUMMED else kind
-    down, down_values = random_weights(2, summed, height, width)
+    down, down_values = random_matrix(2, summed, height, width)
     x, bias = random_floats(3, num_tokens, width), random_floats(4, height)
     h = np.maximum(random_floats(5, num_tokens, height) - 1, 0)
     bounds, weights = np.array([0, height]), NO_WEIGHTS
@@ -124,7 +114,7 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool, num_bloc
 
 
 def test_without_a_bias() -> None:
-    up, values = random_weights(6, "f32", 20, 64)
+    up, values = random_matrix(6, "f32", 20, 64)
     x, h = random_floats(7, 3, 64), np.maximum(random_floats(8, 3, 20), 0)
     expected = h * (x @ values.T)
     tokens, bounds = every_token(3), np.array([0, 20])

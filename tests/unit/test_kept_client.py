@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -27,6 +26,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.ui import control_api
 from hotcold.ui.api import sse
 from hotcold.ui.control_api import create_control_app
+from tests.unit.half_a_request import answer_to_half
 from tests.unit.test_kept_systems import record
 
 _TIMEOUT_S = 30.0
@@ -181,18 +181,4 @@ def test_a_system_that_ends_is_told_of(
 def test_who_cancels_while_a_request_is_sent_breaks_nothing() -> None:
     """Half of its body has come; no error is logged."""
     app = create_control_app(SimpleNamespace(), SimpleNamespace(), {})  # type: ignore[arg-type]
-    coming = [
-        {"type": "http.request", "body": b'{"req', "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return coming.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/own/generate", "headers": []}
-    asyncio.run(app(scope, receive, send))
-    assert sent[0]["status"] == 499
+    assert answer_to_half(app, "/own/generate", b'{"req') == 499

@@ -34,6 +34,7 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
+from tests.unit.half_a_request import answer_to_half
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
 _TIMEOUT_S = 60.0
@@ -442,24 +443,8 @@ def test_a_client_that_goes_away_while_it_asks_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = make_backend(Client(END))
-    parts = [
-        {"type": "http.request", "body": b'{"prompt"', "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return parts.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-        "query_string": b"", "http_version": "1.1", "scheme": "http",
-    }  # fmt: skip
-    asyncio.run(create_app(ServedModels([backend]))(scope, receive, send))
-    assert sent[0]["status"] == 499
+    app = create_app(ServedModels([backend]))
+    assert answer_to_half(app, "/v1/completions", b'{"prompt"') == 499
     assert not caplog.records
     assert backend.num_active == 0
 

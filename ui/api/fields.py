@@ -7,10 +7,14 @@ other unknown fields are ignored.
 import json
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
+
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 128
+Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class StrictModel(BaseModel):

@@ -9,7 +9,7 @@ from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
-from hotcold.ui.api.fields import AnyJson, Request, StrictModel
+from hotcold.ui.api.fields import MAX_MESSAGES, AnyJson, Positive, Request, StrictModel
 from hotcold.ui.api.structured_output import (
     ConstrainedRequest,
     Constraint,
@@ -34,7 +34,6 @@ _MAX_CHOICES = 128
 _MEDIA = {"image_url", "input_image", "input_audio", "video_url", "audio_url", "file"}
 _MAX_TOP = 20
 _MAX_PROMPTS = 2048
-_MAX_MESSAGES = 10_000
 _MAX_IDS = 1 << 20
 # Of a whole body, checked before it is parsed: each costs memory many times its bytes.
 _MAX_NESTED = 20_000  # lists and objects
@@ -49,7 +48,6 @@ Prompt = (
     | _TokenIds
     | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
 )
-_Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class StreamOptions(StrictModel):
@@ -187,7 +185,7 @@ class ChatMessage(StrictModel):
 
 
 _Messages = Annotated[
-    list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
 
 
@@ -244,8 +242,8 @@ class ChatRequest(SamplingRequest, Rendered):
     unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (False,)}
 
     messages: _Messages
-    max_tokens: _Positive | None = None
-    max_completion_tokens: _Positive | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None

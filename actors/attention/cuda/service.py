@@ -178,15 +178,15 @@ class CudaAttentionService(Service):
         num_tokens = int(request[NUM_TOKENS])
         try:
             if operation == ATTENTION:
-                self._attention(layer, num_tokens, decode_thresholds(request))
+                self._attention(layer, num_tokens, decode_thresholds.py_func(request))
             elif operation == LAYERS:
                 layers = range(layer, int(request[END_LAYER]))
                 has_head = int(request[FIRST_LOGIT]) < num_tokens
-                self._whole_layers(layers, has_head, num_tokens, decode_thresholds(request))
+                self._whole_layers(layers, has_head, num_tokens, decode_thresholds.py_func(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
-                self._hot(layer, num_tokens, decode_thresholds(request), self._selection())
+                self._hot(layer, num_tokens, decode_thresholds.py_func(request), self._selection())
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
             elif operation == STREAM:

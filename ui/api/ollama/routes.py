@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -74,23 +75,24 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         body = parse(OllamaChat, await request.body())
         return await answer(request, body, not body.messages)
 
+    async def vectors(
+        request: Request, schema: type[Any], embedded: Callable[..., Coroutine[Any, Any, Any]]
+    ) -> Response:
+        body = parse(schema, await request.body())
+        backend = _choose(models, request, body)
+        found = await answered(request, embedded(backend, body))
+        backend.keep(body.stays)
+        return JsonAnswer(found)
+
     @app.post("/api/embed", openapi_extra=body_of(OllamaEmbed))
     async def embed_texts(request: Request) -> Response:
         """A vector of length 1 for each text."""
-        body = parse(OllamaEmbed, await request.body())
-        backend = _choose(models, request, body)
-        found = await answered(request, embed(backend, body))
-        backend.keep(body.stays)
-        return JsonAnswer(found)
+        return await vectors(request, OllamaEmbed, embed)
 
     @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbeddings))
     async def embed_text(request: Request) -> Response:
         """The vector of one text, as older clients of Ollama ask for it."""
-        body = parse(OllamaEmbeddings, await request.body())
-        backend = _choose(models, request, body)
-        found = await answered(request, embed_one(backend, body))
-        backend.keep(body.stays)
-        return JsonAnswer(found)
+        return await vectors(request, OllamaEmbeddings, embed_one)
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -9,15 +9,13 @@ from pydantic import Field, field_validator
 from hotcold.model.errors import shown
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request, StrictModel
+from hotcold.ui.api.fields import MAX_MESSAGES, MAX_TOOLS, Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
 
 # As Go writes durations.
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|[uµμ]s|ms|s|m|h))+")
 _TIME = re.compile(r"[+-]?(\d+\.?\d*|((\d+\.?\d*|\.\d+)(ns|[uµμ]s|ms|s|m|h))+)")
-_MAX_MESSAGES = 10_000
 _MAX_INPUTS = 2048
-_MAX_TOOLS = 128
 
 
 class OllamaModel(Request):
@@ -197,10 +195,10 @@ class OllamaMessage(StrictModel):
 class OllamaChat(_Answered):
     """POST /api/chat. Without messages the model is loaded, and nothing more."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=_MAX_MESSAGES, fail_fast=True)] = (
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = (
         Field(default_factory=list)
     )
-    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod

@@ -9,15 +9,13 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import AnyJson, StrictModel
+from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, Positive, StrictModel
 from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
 from hotcold.ui.api.schemas import ChatRequest, Declined, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
 
 _MAX_ITEMS = 10_000
-_MAX_TOOLS = 128
 _MAX_METADATA = 16
-_Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class InputText(StrictModel):
@@ -100,7 +98,7 @@ class AllowedTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[AllowedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(StrictModel):
@@ -136,8 +134,8 @@ class ResponsesRequest(Drawn, Cached):
     input: str | _Items
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: _Positive | None = None
-    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
+    max_output_tokens: Positive | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None
     ) = None

@@ -11,7 +11,7 @@ that there may be others, an answer has only those; small models ramble otherwis
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from hotcold.ui.api.tools.keywords import (
     NAMES,
     OWN,
     PLAIN,
-    SINGLE,
     TYPE_OF,
     TYPES,
     UNIONS,
@@ -75,6 +74,22 @@ def _read(text: str, is_object: bool) -> Enforced:
 
 
 _kept = lru_cache(512)(_read)
+
+
+class _Keyword(NamedTuple):
+    """A keyword of a node that is read."""
+
+    keyword: str
+    value: Any
+    given: dict[str, Any]  # the node
+    made: dict[str, Any]  # what llguidance gets of it
+    path: Path  # of the node
+    is_open: bool  # of subschemas that apply in place
+
+    @property
+    def here(self) -> Path:
+        """The keyword's own path."""
+        return (*self.path, self.keyword)
 
 
 class _Reader:
@@ -138,15 +153,14 @@ class _Reader:
         groups = self._index.groups(given)
         joins = self._joins(given, groups)
         for keyword, value in given.items():
-            if TYPE_OF.get(keyword, "object") in kinds or keyword not in TYPE_OF:
-                self._take(keyword, value, given, made, path, is_open or joins)
+            if keyword not in TYPE_OF or TYPE_OF[keyword] in kinds:
+                self._take(_Keyword(keyword, value, given, made, path, is_open or joins))
         for keyword, other in GOES_WITH.items():
             if keyword in given and keyword not in made:
                 made.pop(other, None)
         if "object" in kinds:
-            is_closed = False
-            if not is_open and (joins or not groups):
-                is_closed = self._close(given, made)
+            may_close = not is_open and (joins or not groups)
+            is_closed = may_close and self._close(given, made)
             self._keep_required(made, path)
             if given.get("unevaluatedProperties", True) is not True and not is_closed:
                 self._lose(path, "unevaluatedProperties")
@@ -160,62 +174,69 @@ class _Reader:
             kinds = list(TYPES)
         return {"number" if kind == "integer" else kind for kind in kinds}
 
-    def _take(
-        self,
-        keyword: str,
-        value: Any,
-        given: dict[str, Any],
-        made: dict[str, Any],
-        path: Path,
-        is_open: bool,
-    ) -> None:
-        """Add one keyword to `made`, or lose it. `is_open`: of subschemas that apply in place."""
-        here = (*path, keyword)
-        if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
-            bound = keyword.removeprefix("exclusive").lower()  # as in draft 4
-            if value and is_number(given.get(bound)):
-                made[keyword] = given[bound]
-        elif keyword in PLAIN:
-            if not PLAIN[keyword](value):
-                return self._lose(path, keyword)
-            made[keyword] = int(value) if keyword in COUNTS else value
-        elif keyword == "type":
-            if types_in(value):
-                made[keyword] = value
-        elif keyword in NAMES:
-            value = {} if value == [] else value  # as PHP writes an empty object
-            if not isinstance(value, dict):
-                return self._lose(path, keyword)
-            if keyword == "patternProperties" and not self._are_possible(value):
-                return self._lose(path, keyword)
-            made[keyword] = {
-                name: self._node(one, (*here, name), False) for name, one in value.items()
-            }
-        elif (
-            keyword in UNIONS
-            or keyword == "prefixItems"
-            or (keyword == "items" and isinstance(value, list))
-        ):
-            if not isinstance(value, list) or not value:
-                return self._lose(path, keyword)
-            is_open = is_open and keyword in UNIONS
-            nodes = [self._node(one, (*here, str(i)), is_open) for i, one in enumerate(value)]
-            made["prefixItems" if keyword == "items" else keyword] = nodes
-        elif keyword in (*SINGLE, "additionalItems"):
-            if keyword == "additionalItems" and not isinstance(given.get("items"), list):
-                return
-            if not isinstance(value, dict | bool):
-                return self._lose(path, keyword)
-            made["items" if keyword == "additionalItems" else keyword] = self._node(
-                value, here, False
-            )
-        elif keyword == "$ref":
-            if (number := self._definition(value, is_open)) is None:
-                return self._lose(path, keyword)
-            made[keyword] = f"#/$defs/{number}"
-        elif keyword in LACKED and not LACKED[keyword](value, given):
-            self._lose(path, keyword)
-        return None
+    def _take(self, at: _Keyword) -> None:
+        """Add one keyword to what is made, or lose it."""
+        taken = _TAKEN_BY.get(at.keyword)
+        if taken is not None and not taken(self, at):
+            self._lose(at.path, at.keyword)
+
+    # Each of these returns False where the keyword is lost.
+
+    def _plain(self, at: _Keyword) -> bool:
+        if not PLAIN[at.keyword](at.value):
+            return False
+        at.made[at.keyword] = int(at.value) if at.keyword in COUNTS else at.value
+        return True
+
+    def _exclusive(self, at: _Keyword) -> bool:
+        if not isinstance(at.value, bool):
+            return self._plain(at)
+        bound = at.given.get(at.keyword.removeprefix("exclusive").lower())  # as in draft 4
+        if at.value and is_number(bound):
+            at.made[at.keyword] = bound
+        return True
+
+    def _type(self, at: _Keyword) -> bool:
+        if types_in(at.value):  # else `_kinds` loses it
+            at.made["type"] = at.value
+        return True
+
+    def _named(self, at: _Keyword) -> bool:
+        value = {} if at.value == [] else at.value  # as PHP writes an empty object
+        if not isinstance(value, dict):
+            return False
+        if at.keyword == "patternProperties" and not self._are_possible(value):
+            return False
+        nodes = {name: self._node(one, (*at.here, name), False) for name, one in value.items()}
+        at.made[at.keyword] = nodes
+        return True
+
+    def _several(self, at: _Keyword) -> bool:
+        if not isinstance(at.value, list) or not at.value:
+            return False
+        is_open = at.is_open and at.keyword in UNIONS
+        nodes = [self._node(one, (*at.here, str(i)), is_open) for i, one in enumerate(at.value)]
+        at.made["prefixItems" if at.keyword == "items" else at.keyword] = nodes
+        return True
+
+    def _single(self, at: _Keyword) -> bool:
+        if not isinstance(at.value, dict | bool):
+            return False
+        name = "items" if at.keyword == "additionalItems" else at.keyword
+        at.made[name] = self._node(at.value, at.here, False)
+        return True
+
+    def _items(self, at: _Keyword) -> bool:
+        return self._several(at) if isinstance(at.value, list) else self._single(at)
+
+    def _more_items(self, at: _Keyword) -> bool:
+        return not isinstance(at.given.get("items"), list) or self._single(at)
+
+    def _reference(self, at: _Keyword) -> bool:
+        if (number := self._definition(at.value, at.is_open)) is None:
+            return False
+        at.made["$ref"] = f"#/$defs/{number}"
+        return True
 
     def _are_possible(self, patterns: Iterable[str]) -> bool:
         """Whether llguidance can use these patterns of property names."""
@@ -269,3 +290,17 @@ class _Reader:
             self._numbers[key] = len(self._waiting)
             self._waiting.append((target, path, is_open))
         return self._numbers[key]
+
+
+_TAKEN_BY: dict[str, Callable[[_Reader, _Keyword], bool]] = {
+    **dict.fromkeys(PLAIN, _Reader._plain),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _Reader._exclusive),
+    "type": _Reader._type,
+    **dict.fromkeys(NAMES, _Reader._named),
+    **dict.fromkeys((*UNIONS, "prefixItems"), _Reader._several),
+    "items": _Reader._items,
+    "additionalItems": _Reader._more_items,
+    "additionalProperties": _Reader._single,
+    "$ref": _Reader._reference,
+    **dict.fromkeys(LACKED, lambda _, at: LACKED[at.keyword](at.value, at.given)),
+}

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hotcold.ui.api.fields import AnyJson, StrictModel
+from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
 from hotcold.ui.api.tools.grammar import Callable
 from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
-_MAX_TOOLS = 128
 _MAX_CALLS = 128
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 
@@ -64,7 +63,7 @@ class AllowedNames(StrictModel):
     """Some of the tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedTools(StrictModel):
@@ -98,8 +97,8 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
-Functions = Annotated[list[Function], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
