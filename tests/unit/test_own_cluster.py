@@ -64,6 +64,8 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(address)
 
     monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.delenv("RAY_AUTH_MODE")  # Ray sets it where there is a token
     monkeypatch.setattr(cluster, "keep_stdout_clean", lambda: None)
     return found
 
