@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -15,6 +16,7 @@ from pydantic.fields import FieldInfo
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api import fields as read_over
 from hotcold.ui.api.embeddings import EmbeddingsRequest
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
@@ -79,6 +81,74 @@ def test_the_names_of_all_clients_are_known() -> None:
     } <= known  # fmt: skip
     assert set(INSTEAD) <= set(CHANGING)
     assert set(INSTEAD.values()) <= known
+    for name in INSTEAD:
+        seen: list[str] = []
+        while name in INSTEAD:
+            assert name not in seen, "they go round"
+            seen.append(name)
+            name = INSTEAD[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("num_predict", 8, "max_tokens"), ("max_length", 8, "max_tokens"),
+        ("stop_sequences", ["a"], "stop"), ("do_sample", False, "temperature"),
+        ("penalty_last_n", 8, "repeat_last_n"), ("json_mode", True, "response_format"),
+        ("thinking", {"type": "enabled"}, "enable_thinking"), ("random_seed", 1, "seed"),
+        ("return_tokens_as_token_ids", True, "return_token_ids"), ("num_return_sequences", 2, "n"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_server_names_the_one_to_give(
+    name: str, value: Any, instead: str
+) -> None:
+    assert said_of(ChatRequest, **{name: value}) == f"{name} is not known here; give {instead}"
+
+
+def test_names_lead_to_what_a_route_has() -> None:
+    told = {
+        ResponsesRequest: ("num_predict", "max_output_tokens"),
+        OllamaChat: ("thinking", "think"),
+    }
+    for schema, (name, instead) in told.items():
+        assert said_of(schema, **{name: 3}) == f"{name} is not known here; give {instead}"
+    assert said_of(ResponsesRequest, thinking=3) == "thinking is not known here; give reasoning"
+    for name in ("num_beams", "lora_request", "extra_body"):
+        assert said_of(ChatRequest, **{name: 3}) == f"{name} is not supported here; leave it out"
+    reasoning = {"effort": "low", "max_tokens": 100}
+    assert str(said_of(ChatRequest, reasoning=reasoning)).startswith("reasoning: max_tokens is not")
+    assert said_of(ChatRequest, reasoning={"effort": "low", "exclude": False}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("repeat_penality", "repeat_penalty"), ("response_fromat", "response_format"),
+        ("tool_choise", "tool_choice"), ("max_completion_token", "max_completion_tokens"),
+        ("maxTokens", "max_tokens"), ("topP", "top_p"), ("logprob", "logprobs"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nearly_one_is_refused(name: str, meant: str) -> None:
+    assert said_of(ChatRequest, **{name: 1}) == f"'{name}' is not known here; did you mean {meant}?"
+
+
+def test_fields_of_vendors_pass_and_are_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_over, "_told", set())
+    theirs = {
+        "conversation_id": "a", "chat_id": "a", "session_id": "a", "user_id": "a", "usage": {},
+        "transforms": [], "route": "fallback", "plugins": [], "models": ["a"], "provider": {},
+        "safe_prompt": True, "min_output_tokens": 1, "x" * 200_000: 1,
+    }  # fmt: skip
+    many = {f"of_vendor_{number}": 1 for number in range(2000)}
+    with caplog.at_level(logging.WARNING, "hotcold.serve"):
+        for fields in (theirs, theirs, dict.fromkeys(read_over.HARMLESS), many):
+            assert said_of(ChatRequest, **fields) is None
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("'session_id'" in one for one in told) == 1
+    assert len(told) <= 100 and max(map(len, told)) < 200
+    assert not any("'user'" in one or "'models'" in one for one in told)
 
 
 def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:

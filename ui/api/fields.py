@@ -1,16 +1,23 @@
 """Fields of requests that change answers, of all APIs whose clients may send them.
 
-A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. All
-other unknown fields are ignored.
+A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
+one whose name is nearly that of a field. All others are ignored, and those that nobody knows are
+told once in the log.
 """
 
+import difflib
 import json
+import logging
+from collections.abc import Collection
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
+
+_LOGGER = logging.getLogger("hotcold.serve")
 
 
 class StrictModel(BaseModel):
@@ -41,11 +48,15 @@ _ALWAYS_CHANGING = (
     "ebnf", "enable_thinking", "grammar", "guided_choice", "guided_grammar", "guided_json",
     "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
     "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex", "structural_tag",
-    "structured_outputs", "truncate_prompt_tokens",
+    "lora_request", "structured_outputs", "truncate_prompt_tokens",
     # llama.cpp's
-    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "samplers",
+    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "penalty_last_n",
+    "samplers",
     # Ollama's
     "context", "format", "images", "options", "system", "template", "think",
+    # Transformers', Anthropic's, Mistral's and Google's
+    "extra_body", "max_length", "max_tokens_to_sample", "random_seed", "response_schema",
+    "stop_sequences", "thinking",
 )  # fmt: skip
 # All fields that change answers, with the values that change nothing besides.
 CHANGING: dict[str, tuple[Any, ...]] = {
@@ -59,6 +70,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
     "continue_final_message": (False,), "early_stopping": (False,),
+    "return_token_strs": (False,), "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,), "length_penalty": (1,), "min_new_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
@@ -69,24 +81,53 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
     # Ollama's
-    "raw": (False,),
+    "num_predict": (-1,), "raw": (False,),
+    # Transformers', and of those who wrap others
+    "do_sample": (True,), "json_mode": (False,), "no_repeat_ngram_size": (0,), "num_beams": (1,),
+    "num_return_sequences": (1,),
 }  # fmt: skip
 
-# The field to give instead, where a route has it.
+# Known fields that change no answer, besides those of the routes: no other name is meant by them.
+HARMLESS = frozenset(
+    ("cache_prompt", "id_slot", "keep_alive", "metadata", "model", "models", "n_keep", "name",
+     "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+     "provider", "request_id", "return_progress", "safety_identifier", "service_tier", "store",
+     "stream", "stream_options", "timings_per_token", "user")
+)  # fmt: skip
+
+# The field to give instead; where a route lacks that one, the one instead of that.
 INSTEAD = {
+    "do_sample": "temperature",
     "ebnf": "grammar",
+    "enable_thinking": "think",
     "format": "response_format",
+    "json_mode": "response_format",
     "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_output_tokens",
+    "max_tokens_to_sample": "max_tokens",
     "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
     "n_probs": "logprobs",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "penalty_last_n": "repeat_last_n",
+    "random_seed": "seed",
+    "reasoning_effort": "reasoning",
     "regex": "guided_regex",
     "response_format": "text",
+    "response_schema": "response_format",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "stop_sequences": "stop",
     "think": "reasoning_effort",
-    "reasoning_effort": "reasoning",
+    "thinking": "enable_thinking",
 }
+
+_NEARLY = 0.9  # of difflib's ratio: one wrong letter in ten
+_MAX_LOOKED_AT = 32  # unknown fields of a request: each is compared with all names
+_MAX_TOLD = 100
+_told: set[str] = set()
 
 
 class Request(StrictModel):
@@ -103,6 +144,13 @@ class Request(StrictModel):
         for name, value in others.items():
             if name in CHANGING and not self._does_nothing(name, value):
                 raise ApiError(400, self._unsupported(name), param=name)
+        known = CHANGING.keys() | HARMLESS | type(self).model_fields.keys()
+        unknown = (name for name in others if name not in known)
+        for name in islice(unknown, _MAX_LOOKED_AT):
+            if meant := _nearly(name, known):
+                text = f"{name[:50]!a} is not known here; did you mean {meant}?"
+                raise ApiError(400, text, param=ascii(name[:50])[1:-1])
+            _tell_ignored(name)
         others.clear()
         return self
 
@@ -116,6 +164,26 @@ class Request(StrictModel):
     @classmethod
     def _unsupported(cls, name: str) -> str:
         other = INSTEAD.get(name)
-        if other is None or other not in cls.model_fields:
+        while other is not None and other not in cls.model_fields:
+            other = INSTEAD.get(other)
+        if other is None:
             return f"{name} is not supported here; leave it out"
         return f"{name} is not known here; give {other}"
+
+
+def _nearly(name: str, known: Collection[str]) -> str | None:
+    """The known name that `name` nearly is: of as many words, or written together: maxTokens."""
+    if len(name) > 2 * max(map(len, known)):
+        return None
+    together = {one.replace("_", ""): one for one in known}
+    if meant := together.get(name.lower().replace("_", "").replace("-", "")):
+        return meant
+    alike = [one for one in known if one.count("_") == name.count("_")]
+    return next(iter(difflib.get_close_matches(name, alike, 1, _NEARLY)), None)
+
+
+def _tell_ignored(name: str) -> None:
+    """Tell in the log that a field is ignored, once; of so many that they cannot fill it."""
+    if name not in _told and len(_told) < _MAX_TOLD:
+        _told.add(name)
+        _LOGGER.warning("requests have a field %a that is not known here: ignored", name[:50])

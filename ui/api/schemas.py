@@ -197,6 +197,14 @@ class Reasoning(StrictModel):
     effort: str | None = None
     enabled: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_done(cls, given: Any) -> Any:
+        for name in ("max_tokens", "exclude") if isinstance(given, dict) else ():
+            if given.get(name):
+                raise ValueError(f"{name} is not supported here; leave it out, or give effort")
+        return given
+
 
 class Rendered(Request):
     """A request whose conversation a chat template writes."""
