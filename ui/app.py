@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -17,6 +16,7 @@ from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
 from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.not_served import add_not_served
 from hotcold.ui.api.ollama import routes as ollama
 from hotcold.ui.api.responses.kept import KeptResponses
 from hotcold.ui.api.responses.kept_routes import add_kept
@@ -64,8 +64,7 @@ def create_app(
             *ollama.SCHEMAS,
         ],
     )
-    _add_unknown(app)
-    _add_heads(app)
+    add_not_served(app)
     if not pages:
         _add_root(app)
     else:
@@ -135,6 +134,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
     async def all_models() -> dict[str, Any]:
         """The models that are served, loaded or not."""
         return {"object": "list", "data": [models.listed(one) for one in models.backends]}
@@ -143,23 +143,6 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
     async def one_model(request: Request, wanted: str) -> dict[str, Any]:
         """The model of that name."""
         return models.listed(models.choose(request, wanted))
-
-
-def _add_unknown(app: FastAPI) -> None:
-    """Unknown paths below /v1 and /api are errors, never the page's."""
-    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
-
-    @app.api_route("/v1/{rest:path}", methods=methods)
-    @app.api_route("/api/{rest:path}", methods=methods)
-    async def unknown(request: Request) -> Response:
-        raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
-
-
-def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever there is GET: monitors use it."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
-            route.methods.add("HEAD")
 
 
 def _add_root(app: FastAPI) -> None:
