@@ -12,6 +12,7 @@ IS_LOADING = "is_loading"
 # Paths that programs and the page poll are logged only where the request fails.
 _QUIET = (
     "/health",
+    "/v1/health",
     "/metrics",
     "/own/state",
     "/gradio_api/",

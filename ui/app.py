@@ -1,4 +1,4 @@
-"""The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
+"""The HTTP server's application: routes of three APIs, health, metrics, and the page."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from hotcold.ui.api import sse
+from hotcold.ui.api import llama_cpp, sse
 from hotcold.ui.api import tokenize as api_text
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.chat import ChatRoute
@@ -52,6 +52,7 @@ def create_app(
     _add_models(app, models)
     _add_tools(app, models)
     ollama.add_ollama(app, models)
+    llama_cpp.add_llama_cpp(app, models)
     add_description(
         app,
         [
@@ -62,6 +63,7 @@ def create_app(
             TokenizeRequest,
             DetokenizeRequest,
             *ollama.SCHEMAS,
+            *llama_cpp.SCHEMAS,
         ],
     )
     add_not_served(app)
@@ -101,6 +103,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         return JsonAnswer(await answered(request, route.whole(body), route.prompt))
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat(request: Request) -> Response:
         """Answer a conversation, as OpenAI's chat completions do."""
         return await answer(request, ChatRequest, ChatRoute)
@@ -135,6 +138,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
 def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
     @app.get("/v1/models/", include_in_schema=False)
+    @app.get("/models", include_in_schema=False)
     async def all_models() -> dict[str, Any]:
         """The models that are served, loaded or not."""
         return {"object": "list", "data": [models.listed(one) for one in models.backends]}
@@ -155,6 +159,7 @@ def _add_root(app: FastAPI) -> None:
 
 def _add_tools(app: FastAPI, models: ServedModels) -> None:
     @app.get("/health")
+    @app.get("/v1/health", include_in_schema=False)
     async def health() -> Response:
         """Whether all that is loaded answers, and what is loaded."""
         found = await models.health()
@@ -170,7 +175,8 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        prompt = "prompt" if body.messages is None else "messages"
+        named = (name for name in ("messages", "content") if getattr(body, name) is not None)
+        prompt = next(named, "prompt")
         return JsonAnswer(await answered(request, api_text.tokenize(backend, body), prompt))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))

@@ -51,7 +51,7 @@ _ALWAYS_CHANGING = (
     "lora_request", "structured_outputs", "truncate_prompt_tokens",
     # llama.cpp's
     "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "penalty_last_n",
-    "samplers",
+    "response_fields", "samplers",
     # Ollama's
     "context", "format", "images", "options", "system", "template", "think",
     # Transformers', Anthropic's, Mistral's and Google's
@@ -77,7 +77,8 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     # llama.cpp's
     "dynatemp_range": (0,), "min_keep": (0,),
-    "n_indent": (0,), "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
+    "n_cmpl": (1,), "n_indent": (0,), "parse_special": (True,), "post_sampling_probs": (False,),
+    "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
     "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
     # Ollama's
@@ -108,6 +109,7 @@ INSTEAD = {
     "max_tokens": "max_output_tokens",
     "max_tokens_to_sample": "max_tokens",
     "min_new_tokens": "min_tokens",
+    "n_cmpl": "n",
     "n_predict": "max_tokens",
     "n_probs": "logprobs",
     "num_predict": "max_tokens",
@@ -118,6 +120,7 @@ INSTEAD = {
     "regex": "guided_regex",
     "response_format": "text",
     "response_schema": "response_format",
+    "return_token_strs": "with_pieces",
     "return_tokens_as_token_ids": "return_token_ids",
     "stop_sequences": "stop",
     "think": "reasoning_effort",
