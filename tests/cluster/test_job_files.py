@@ -122,7 +122,8 @@ def test_an_answer_is_held_to_what_http_holds_it_to(name: str, tmp_path: Path) -
     (line,) = read(tmp_path, json.dumps(given).encode())
     assert line.request is not None, line.error
     field = {"json_schema": "json"}.get(name, name)
-    asked = CompletionRequest(prompt="x", structured_outputs={field: SHAPES[name]})
+    body = {"prompt": "x", "structured_outputs": {field: SHAPES[name]}}
+    asked = CompletionRequest.model_validate(body)
     assert line.request.grammar == schema_grammar(asked.output_grammar, None)
     assert line.request.sampling == replace(DEFAULTS, top_k=3)
 

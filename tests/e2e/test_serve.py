@@ -60,18 +60,24 @@ def test_answers_as_readme_shows(client: Any) -> None:
     assert shown[1].startswith(f"[{count}; ")
 
 
-def test_the_docs_curl_is_answered(server: Server) -> None:
-    (line,) = (one for one in page("docs/api.md").commands() if one.startswith("curl"))
-    _, url, option, body = shlex.split(line)
-    assert option == "-d"
-    answer = httpx.post(
-        url.replace(DOCUMENTED_URL, server.url),
-        content=body,
-        headers={"Content-Type": "application/x-www-form-urlencoded"},  # as curl -d sends it
-        timeout=WAIT_S,
-    )
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["message"]["content"]
+def test_the_docs_curls_are_answered(server: Server) -> None:
+    """One by OpenAI's route, one by llama.cpp's."""
+    said = []
+    for line in page("docs/api.md").commands():
+        if not line.startswith("curl"):
+            continue
+        _, url, option, body = shlex.split(line)
+        assert option == "-d"
+        answer = httpx.post(
+            url.replace(DOCUMENTED_URL, server.url),
+            content=body,
+            headers={"Content-Type": "application/x-www-form-urlencoded"},  # as curl -d sends it
+            timeout=WAIT_S,
+        )
+        assert answer.status_code == 200
+        said.append(answer.json())
+    chat, completion = said
+    assert chat["choices"][0]["message"]["content"] and completion["content"]
 
 
 def test_the_docs_python_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +264,7 @@ def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) ->
     found = server.post("/tokenize", {"prompt": "naïve text"}).json()
     assert found == {"count": len(ids), "max_model_len": 512, "tokens": ids}
     back = server.post("/detokenize", {"tokens": ids[1:]}).json()
-    assert back == {"prompt": "naïve text"}
+    assert back == {"prompt": "naïve text", "content": "naïve text"}
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
 

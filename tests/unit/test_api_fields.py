@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -12,10 +11,12 @@ import pytest
 import tokenizers
 from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from starlette.testclient import TestClient
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.access_log import AccessLog
 from hotcold.ui.api import fields as read_over
 from hotcold.ui.api.embeddings import EmbeddingsRequest
 from hotcold.ui.api.errors import ApiError, refusal
@@ -23,7 +24,7 @@ from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, parse
-from tests.unit.ollama_routes import HELLO, TOOL, Recording, post
+from tests.unit.ollama_routes import HELLO, TOOL, Recording, backend_of, post, server
 
 BODIES: dict[type[Request], dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},
@@ -106,7 +107,7 @@ def test_a_field_of_another_server_names_the_one_to_give(
 
 
 def test_names_lead_to_what_a_route_has() -> None:
-    told = {
+    told: dict[type[Request], tuple[str, str]] = {
         ResponsesRequest: ("num_predict", "max_output_tokens"),
         OllamaChat: ("thinking", "think"),
     }
@@ -132,23 +133,39 @@ def test_a_name_that_is_nearly_one_is_refused(name: str, meant: str) -> None:
     assert said_of(ChatRequest, **{name: 1}) == f"'{name}' is not known here; did you mean {meant}?"
 
 
-def test_fields_of_vendors_pass_and_are_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_of_vendors_pass_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_over, "_told", set())
-    theirs = {
+    theirs: dict[str, Any] = {
         "conversation_id": "a", "chat_id": "a", "session_id": "a", "user_id": "a", "usage": {},
         "transforms": [], "route": "fallback", "plugins": [], "models": ["a"], "provider": {},
         "safe_prompt": True, "min_output_tokens": 1, "x" * 200_000: 1,
     }  # fmt: skip
-    many = {f"of_vendor_{number}": 1 for number in range(2000)}
-    with caplog.at_level(logging.WARNING, "hotcold.serve"):
-        for fields in (theirs, theirs, dict.fromkeys(read_over.HARMLESS), many):
-            assert said_of(ChatRequest, **fields) is None
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("'session_id'" in one for one in told) == 1
-    assert len(told) <= 100 and max(map(len, told)) < 200
-    assert not any("'user'" in one or "'models'" in one for one in told)
+    many: dict[str, Any] = {f"of_vendor_{number}": 1 for number in range(200)}
+    nothing: dict[str, Any] = dict.fromkeys(read_over.HARMLESS)
+    requests = (theirs, theirs, nothing, *[many | {"last": 1}] * 5)
+    told: list[str] = []
+
+    def lines(kind: str) -> list[str]:
+        told.clear()
+        app = AccessLog(server()[1], kind, told.append)
+        backend_of(Recording())
+        with TestClient(app, base_url="http://localhost") as client:
+            for fields in requests:
+                body = {"messages": HELLO, **fields, "model": "demo", "stream_options": None}
+                answer = client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+        return told
+
+    first, second, *_ = lines("text")
+    assert "'demo', unknown fields: 'conversation_id', 'chat_id', 'session_id'" in first
+    assert "models" not in first and "provider" not in first
+    assert second.endswith("'demo'")
+    assert max(map(len, told)) < 2000
+    assert not any("unknown" in line for line in lines("text"))
+    monkeypatch.setattr(read_over, "_told", set())
+    found = [json.loads(line).get("ignored_fields", []) for line in lines("json")]
+    assert found[0][0] == "conversation_id" and not found[1] and not found[2]
+    assert sum(map(len, found)) <= 100
 
 
 def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:

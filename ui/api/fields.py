@@ -2,13 +2,13 @@
 
 A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
 one whose name is nearly that of a field. All others are ignored, and those that nobody knows are
-told once in the log.
+told once in the access log.
 """
 
 import difflib
 import json
-import logging
 from collections.abc import Collection
+from contextvars import ContextVar
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
 
-_LOGGER = logging.getLogger("hotcold.serve")
+# Where the access log reads which unknown fields of the request in this context were ignored.
+ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 
 
 class StrictModel(BaseModel):
@@ -186,7 +187,8 @@ def _nearly(name: str, known: Collection[str]) -> str | None:
 
 
 def _tell_ignored(name: str) -> None:
-    """Tell in the log that a field is ignored, once; of so many that they cannot fill it."""
-    if name not in _told and len(_told) < _MAX_TOLD:
+    """Have the access log tell the name, once; of so many that they cannot fill it."""
+    names = ignored.get()
+    if names is not None and name not in _told and len(_told) < _MAX_TOLD:
         _told.add(name)
-        _LOGGER.warning("requests have a field %a that is not known here: ignored", name[:50])
+        names.append(name[:50])

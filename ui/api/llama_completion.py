@@ -49,8 +49,9 @@ class LlamaCompletion(CompletionRequest):
 
     def drawn(self) -> dict[str, Any]:
         """The values of the fields; seed -1 is any."""
-        seed = None if self.seed == -1 else self.seed
-        return {**super().drawn(), "seed": seed, "penalize_prompt": True}
+        given = super().drawn()
+        seed = None if given["seed"] == -1 else given["seed"]
+        return {**given, "seed": seed, "penalize_prompt": True}
 
     def as_openais(self, most: int) -> "LlamaCompletion":
         """The same with its own fields' values in OpenAI's; `most`: tokens of the longest answer.

@@ -42,12 +42,13 @@ def add_not_served(app: FastAPI) -> None:
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
     methods: dict[str, set[str]] = {}
     for route in routes:
-        if "GET" in route.methods:
-            route.methods.add("HEAD")  # monitors use it
-        methods.setdefault(route.path, set()).update(route.methods)
-    for path, served in methods.items():
-        if others := sorted(_METHODS - served):
-            app.add_api_route(path, _wrong_method(served), methods=others, include_in_schema=False)
+        served = route.methods or set()
+        if "GET" in served:
+            served.add("HEAD")  # monitors use it
+        methods.setdefault(route.path, set()).update(served)
+    for path, known in methods.items():
+        if others := sorted(_METHODS - known):
+            app.add_api_route(path, _wrong_method(known), methods=others, include_in_schema=False)
     for path, text in _ELSEWHERE.items():
         app.add_api_route(path, _elsewhere(text), methods=sorted(_METHODS), include_in_schema=False)
     for path in ("/v1/{rest:path}", "/api/{rest:path}"):
