@@ -131,6 +131,7 @@ def test_names_lead_to_what_a_route_has() -> None:
 )  # fmt: skip
 def test_a_name_that_is_nearly_one_is_refused(name: str, meant: str) -> None:
     assert said_of(ChatRequest, **{name: 1}) == f"'{name}' is not known here; did you mean {meant}?"
+    assert said_of(ChatRequest, **{name: None}) is None
 
 
 def test_fields_of_vendors_pass_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def test_fields_of_vendors_pass_and_are_told_once(monkeypatch: pytest.MonkeyPatc
     theirs: dict[str, Any] = {
         "conversation_id": "a", "chat_id": "a", "session_id": "a", "user_id": "a", "usage": {},
         "transforms": [], "route": "fallback", "plugins": [], "models": ["a"], "provider": {},
-        "safe_prompt": True, "min_output_tokens": 1, "x" * 200_000: 1,
+        "safe_prompt": True, "keepalive": "5m", "min_output_tokens": 1, "x" * 200_000: 1,
     }  # fmt: skip
     many: dict[str, Any] = {f"of_vendor_{number}": 1 for number in range(200)}
     nothing: dict[str, Any] = dict.fromkeys(read_over.HARMLESS)

@@ -89,7 +89,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
 }  # fmt: skip
 
-# Known fields that change no answer, besides those of the routes: no other name is meant by them.
+# Known fields that change no answer, besides those of the routes.
 HARMLESS = frozenset(
     ("cache_prompt", "id_slot", "keep_alive", "metadata", "model", "models", "n_keep", "name",
      "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
@@ -148,10 +148,11 @@ class Request(StrictModel):
         for name, value in others.items():
             if name in CHANGING and not self._does_nothing(name, value):
                 raise ApiError(400, self._unsupported(name), param=name)
-        known = CHANGING.keys() | HARMLESS | type(self).model_fields.keys()
-        unknown = (name for name in others if name not in known)
+        wanted = CHANGING.keys() | type(self).model_fields.keys()
+        unknown = (name for name in others if name not in wanted and name not in HARMLESS)
         for name in islice(unknown, _MAX_LOOKED_AT):
-            if meant := _nearly(name, known):
+            meant = _nearly(name, wanted)
+            if meant and not _is_nothing(others[name]):
                 text = f"{name[:50]!a} is not known here; did you mean {meant}?"
                 raise ApiError(400, text, param=ascii(name[:50])[1:-1])
             _tell_ignored(name)
@@ -160,7 +161,7 @@ class Request(StrictModel):
 
     @classmethod
     def _does_nothing(cls, name: str, value: Any) -> bool:
-        if value is None or value in ("", [], {}):
+        if _is_nothing(value):
             return True
         same = cls.unchanging.get(name, CHANGING[name])
         return any(one == value and type(value) in (type(one), int, float) for one in same)
@@ -173,6 +174,10 @@ class Request(StrictModel):
         if other is None:
             return f"{name} is not supported here; leave it out"
         return f"{name} is not known here; give {other}"
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value in ("", [], {})
 
 
 def _nearly(name: str, known: Collection[str]) -> str | None:
@@ -188,7 +193,7 @@ def _nearly(name: str, known: Collection[str]) -> str | None:
 
 def _tell_ignored(name: str) -> None:
     """Have the access log tell the name, once; of so many that they cannot fill it."""
-    names = ignored.get()
+    names, name = ignored.get(), name[:50]
     if names is not None and name not in _told and len(_told) < _MAX_TOLD:
         _told.add(name)
-        names.append(name[:50])
+        names.append(name)
