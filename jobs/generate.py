@@ -4,11 +4,11 @@
         --out /data/out.jsonl
 
 As many requests run at once as the system lets (--parallel). A line of the requests is an object of
-`id`, one of `prompt`, `messages` and `ids`, and perhaps `sampling` with the keys of
-model.sampling.PARAMETERS. A line of the answers has the request's `id` and what it gave, or an
-`error`; answers stand in the order of the requests, and each is written as soon as its request and
-all before it have ended. Requests stand in a file because a job's command line is public on the
-dashboard. A job runs in a copy of the working directory: give absolute paths.
+`id`, one of `prompt`, `messages` and `ids`, and perhaps `sampling` (`jobs/request_lines.py`). A
+line of the answers has the request's `id` and what it gave, or an `error`; answers stand in the
+order of the requests, and each is written as soon as its request and all before it have ended.
+Requests stand in a file because a job's command line is public on the dashboard. A job runs in a
+copy of the working directory: give absolute paths.
 
 With --system NAME the job uses the cluster's running system of that name, or starts it: for itself
 and for those who attach meanwhile, or with --keep until `python -m hotcold.jobs.stop --system
@@ -25,13 +25,22 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hotcold.actors.protocol.messages import Generation, SystemConfig, TokenEvent
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.connections import Connection, find
+from hotcold.inputs import Inputs
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.cli import run
 from hotcold.jobs.cluster_system import job_system
@@ -48,7 +57,10 @@ from hotcold.model.sampling import SamplingParams
 WINDOW = 8
 _LINE_EVERY_S = 5.0
 
-_Pending = tuple[RequestLine, Future[Generation]]
+_MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+_Logprobs = list[TokenLogprob]
+_Pending = tuple[RequestLine, Future[tuple[Generation, _Logprobs]]]
 
 
 @click.command(cls=GroupedCommand)
@@ -149,33 +161,63 @@ def _serve(lines: Iterator[RequestLine], answers: AnswerFile, llm: LLM, max_batc
     return counts
 
 
-def _answer(line: RequestLine, llm: LLM) -> Future[Generation]:
-    """What a line's request will give."""
-    answer: Future[Generation] = Future()
+def _answer(line: RequestLine, llm: LLM) -> Future[tuple[Generation, _Logprobs]]:
+    """What a line's request will give, and the logprobs of its tokens where they are wanted."""
+    answer: Future[tuple[Generation, _Logprobs]] = Future()
+    logprobs: _Logprobs = []
 
     def take(event: TokenEvent | BaseException) -> None:
         if isinstance(event, BaseException):
             answer.set_exception(event)
-        elif event.result is not None:
-            answer.set_result(event.result)
+            return
+        logprobs.extend(event.logprobs)
+        if event.result is not None:
+            answer.set_result((event.result, logprobs))
 
     if line.request is None:
         answer.set_exception(UsageError(line.error))
+        return answer
+    try:
+        request = _after_thoughts(line.request, llm)
+    except HotcoldError as problem:
+        answer.set_exception(problem)
     else:
-        llm.begin(line.request, take)
+        llm.begin(request, take)
     return answer
+
+
+def _after_thoughts(request: GenerateRequest, llm: LLM) -> GenerateRequest:
+    """The request to a model that thinks: what holds the answer holds what follows its thoughts.
+
+    Errors:  PromptError, ConfigError
+    """
+    if request.grammar is None or request.messages is None:
+        return request
+    from hotcold.ui.api.tools.thoughts import Thoughts
+
+    prompts = _inputs(llm.model_path, llm.context_length).prompts
+    thoughts = Thoughts.of(prompts.tokenizer, prompts.ids(request))
+    return (
+        request if thoughts is None else replace(request, grammar=thoughts.before(request.grammar))
+    )
+
+
+@cache
+def _inputs(model_path: Path, context_length: int) -> Inputs:
+    return Inputs(model_path, context_length)
 
 
 def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts) -> None:
     line, future = pending[0]
     try:
-        result = future.result()
+        result, logprobs = future.result()
         times = {
             "queued_s": result.queued_s,
             "prefill_s": result.prefill_s,
             "decode_s": result.decode_s,
         }
-        answers.write({"id": line.request_id} | result.as_json() | times)
+        scored = {"logprobs": list(map(_scored, logprobs))} if logprobs else {}
+        answers.write({"id": line.request_id} | result.as_json() | times | scored)
         counts.answered += 1
     except ServiceError:  # not this request's fault: those after it would fare no better
         raise
@@ -184,6 +226,11 @@ def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts
         counts.failed += 1
     pending.popleft()
     counts.show()
+
+
+def _scored(token: TokenLogprob) -> dict[str, Any]:
+    top = [[token_id, max(logprob, _MIN_LOGPROB)] for token_id, logprob in token.top]
+    return {"id": token.token_id, "logprob": max(token.logprob or 0.0, _MIN_LOGPROB), "top": top}
 
 
 def _failure(line: RequestLine, problem: object) -> dict[str, Any]:

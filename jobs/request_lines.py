@@ -4,7 +4,9 @@
 {"id": "b", "messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}
 {"id": 3, "ids": [1, 17, 42], "cache": false}
 
-With "cache" false a prompt is computed anew, also what earlier ones have begun with.
+With "cache" false a prompt is computed anew, also what earlier ones have begun with. "sampling" has
+the keys of model.sampling.PARAMETERS; "json_schema", "regex", "choice" or "grammar", to which the
+answer is then held; and "logprobs", which adds each token's and those of so many likeliest ones.
 """
 
 import json
@@ -16,10 +18,12 @@ from typing import Any
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import HotcoldError, UsageError, shown
 from hotcold.model.sampling import SamplingParams
+from hotcold.sampling_params import SamplingParams as PythonParams
 
 RequestId = str | int
 _PROMPTS = ("prompt", "messages", "ids")
 _KEYS = ("id", *_PROMPTS, "sampling", "cache")
+_OF_REQUESTS = ("json_schema", "regex", "choice", "grammar", "logprobs")  # keys of sampling
 _ID_WANTED = "give a text or a whole number"
 
 
@@ -98,14 +102,15 @@ def _request(values: dict[str, Any], defaults: SamplingParams) -> GenerateReques
     cache = values.get("cache")
     if not isinstance(cache, bool | None):
         raise UsageError(f"cache is {shown(cache)}; give true or false")
-    params, uses_cache = SamplingParams.of_given(sampling or {}, defaults), cache is not False
+    params, options = _drawn(sampling or {}, defaults)
+    options["use_cache"] = cache is not False
     match given[0], values[given[0]]:
         case "prompt", str() as text:
-            return GenerateRequest(params, prompt=text, use_cache=uses_cache)
+            return GenerateRequest(params, prompt=text, **options)
         case "messages", list() as messages if all(map(_is_message, messages)):
-            return GenerateRequest(params, messages=messages, use_cache=uses_cache)
+            return GenerateRequest(params, messages=messages, **options)
         case "ids", list() as ids if all(type(token_id) is int for token_id in ids):
-            return GenerateRequest(params, prompt_ids=ids, use_cache=uses_cache)
+            return GenerateRequest(params, prompt_ids=ids, **options)
         case "prompt", value:
             raise UsageError(f"prompt is {shown(value)}; give a text")
         case "messages", value:
@@ -114,6 +119,20 @@ def _request(values: dict[str, Any], defaults: SamplingParams) -> GenerateReques
             )
         case _, value:
             raise UsageError(f"ids is {shown(value)}; give a list of token ids")
+
+
+def _drawn(
+    sampling: dict[str, Any], defaults: SamplingParams
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """What a line's `sampling` says, and further fields of its request. Errors: UsageError."""
+    if sampling.get("n") not in (None, 1):
+        raise UsageError(
+            f"n is {shown(sampling['n'])}; a line has one answer: give several, with other seeds"
+        )
+    drawn = {key: one for key, one in sampling.items() if key not in (*_OF_REQUESTS, "n")}
+    asked = PythonParams(**{key: sampling[key] for key in _OF_REQUESTS if key in sampling})
+    options = {"grammar": asked.shape(), "num_logprobs": asked.logprobs}
+    return SamplingParams.of_given(drawn, defaults), options
 
 
 def _is_message(value: Any) -> bool:

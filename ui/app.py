@@ -1,22 +1,22 @@
-"""The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
+"""The HTTP server's application: routes of three APIs, health, metrics, and the page."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from hotcold.ui.api import sse
+from hotcold.ui.api import llama_cpp, sse
 from hotcold.ui.api import tokenize as api_text
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.chat import ChatRoute
 from hotcold.ui.api.completions import CompletionRoute
 from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
 from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.not_served import add_not_served
 from hotcold.ui.api.ollama import routes as ollama
 from hotcold.ui.api.responses.kept import KeptResponses
 from hotcold.ui.api.responses.kept_routes import add_kept
@@ -52,6 +52,7 @@ def create_app(
     _add_models(app, models)
     _add_tools(app, models)
     ollama.add_ollama(app, models)
+    llama_cpp.add_llama_cpp(app, models)
     add_description(
         app,
         [
@@ -62,10 +63,10 @@ def create_app(
             TokenizeRequest,
             DetokenizeRequest,
             *ollama.SCHEMAS,
+            *llama_cpp.SCHEMAS,
         ],
     )
-    _add_unknown(app)
-    _add_heads(app)
+    add_not_served(app)
     if not pages:
         _add_root(app)
     else:
@@ -102,6 +103,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         return JsonAnswer(await answered(request, route.whole(body), route.prompt))
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat(request: Request) -> Response:
         """Answer a conversation, as OpenAI's chat completions do."""
         return await answer(request, ChatRequest, ChatRoute)
@@ -135,6 +137,8 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
+    @app.get("/models", include_in_schema=False)
     async def all_models() -> dict[str, Any]:
         """The models that are served, loaded or not."""
         return {"object": "list", "data": [models.listed(one) for one in models.backends]}
@@ -143,23 +147,6 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
     async def one_model(request: Request, wanted: str) -> dict[str, Any]:
         """The model of that name."""
         return models.listed(models.choose(request, wanted))
-
-
-def _add_unknown(app: FastAPI) -> None:
-    """Unknown paths below /v1 and /api are errors, never the page's."""
-    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
-
-    @app.api_route("/v1/{rest:path}", methods=methods)
-    @app.api_route("/api/{rest:path}", methods=methods)
-    async def unknown(request: Request) -> Response:
-        raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
-
-
-def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever there is GET: monitors use it."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
-            route.methods.add("HEAD")
 
 
 def _add_root(app: FastAPI) -> None:
@@ -172,6 +159,7 @@ def _add_root(app: FastAPI) -> None:
 
 def _add_tools(app: FastAPI, models: ServedModels) -> None:
     @app.get("/health")
+    @app.get("/v1/health", include_in_schema=False)
     async def health() -> Response:
         """Whether all that is loaded answers, and what is loaded."""
         found = await models.health()
@@ -187,7 +175,8 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        prompt = "prompt" if body.messages is None else "messages"
+        named = (name for name in ("messages", "content") if getattr(body, name) is not None)
+        prompt = next(named, "prompt")
         return JsonAnswer(await answered(request, api_text.tokenize(backend, body), prompt))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))

@@ -17,7 +17,7 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.keys import Keys, client_of
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_OPEN_PATHS = ("/health",)
+_OPEN_PATHS = ("/health", "/v1/health")
 _WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # as proxies are sent
 
 # A model may write an image's address, which a browser would fetch: nothing leaves this host.

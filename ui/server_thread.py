@@ -65,7 +65,7 @@ class LoadingGate:
                 text = text.replace(f"{{{name}}}", html.escape(value))
             return HTMLResponse(text, error.status, error.headers)
         body: dict[str, Any] = error.body_for(request.url.path)
-        if request.url.path == "/health":
+        if request.url.path in ("/health", "/v1/health"):
             body = {"status": "loading", "stage": self.stage, "model": self._model_name}
         return JSONResponse(body, error.status, error.headers)
 

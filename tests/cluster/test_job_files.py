@@ -13,14 +13,25 @@ from typing import Any
 import pytest
 
 from hotcold.actors.processes.cluster import connect
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.connections import Deliver
 from hotcold.jobs.answer_file import AnswerFile
-from hotcold.jobs.generate import WINDOW, _serve
+from hotcold.jobs.generate import WINDOW, _after_thoughts, _serve
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
+from hotcold.model.text.chat_template import Thinking
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.schemas import CompletionRequest
+from hotcold.ui.api.tools.grammar import schema_grammar
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
 
@@ -73,6 +84,15 @@ def test_good_requests(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": "x", "sampling": {"stop": 3}}', "stop is 3"),
         ('{"id": 1, "prompt": "x", "sampling": {"temperature": NaN}}', "temperature is nan"),
         ('{"id": 1, "prompt": "x", "max_tokens": 1}', "unknown key 'max_tokens'"),
+        ('{"id": 1, "prompt": "x", "sampling": {"n": 2}}', "n is 2; a line has one answer"),
+        ('{"id": 1, "prompt": "x", "sampling": {"logprobs": -1}}', "logprobs is -1"),
+        ('{"id": 1, "prompt": "x", "sampling": {"regex": 1}}', "regex is 1; give a text"),
+        ('{"id": 1, "prompt": "x", "sampling": {"json_schema": "{"}}', "json_schema is '{'"),
+        ('{"id": 1, "ids": [1], "sampling": {"regex": "a", "choice": ["a"]}}', "both given"),
+        (
+            """{"id": 1, "ids": [1], "sampling": {"json_schema": {"not": {"type": "null"}}}}""",
+            "not",
+        ),
         ('{"id": 1, "prompt": "x", "cache": 0}', "cache is 0; give true or false"),
     ],
 )
@@ -86,6 +106,68 @@ def test_bad_requests(line: str, error: str, tmp_path: Path) -> None:
     assert text.startswith("line 1: ")
     assert "\n" not in text
     assert good.request is not None
+
+
+SHAPES: dict[str, Any] = {
+    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "regex": "[0-9]{3}",
+    "choice": ["yes", "no"],
+    "grammar": 'start: "a"',
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_answer_is_held_to_what_http_holds_it_to(name: str, tmp_path: Path) -> None:
+    given = {"id": 1, "prompt": "x", "sampling": {name: SHAPES[name], "top_k": 3}}
+    (line,) = read(tmp_path, json.dumps(given).encode())
+    assert line.request is not None, line.error
+    field = {"json_schema": "json"}.get(name, name)
+    body = {"prompt": "x", "structured_outputs": {field: SHAPES[name]}}
+    asked = CompletionRequest.model_validate(body)
+    assert line.request.grammar == schema_grammar(asked.output_grammar, None)
+    assert line.request.sampling == replace(DEFAULTS, top_k=3)
+
+
+def test_what_follows_thoughts_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = {"choice": ["yes", "no"], "max_tokens": 30}
+    lines = [
+        {"id": 1, "messages": [{"role": "user", "content": "x"}], "sampling": sampling},
+        {"id": 2, "prompt": "x", "sampling": sampling},
+    ]
+    chat, text = read(tmp_path, "\n".join(map(json.dumps, lines)).encode())
+    assert chat.request and text.request
+    system = FakeConnection()
+    system.config = SystemConfig(str(DEMO_DIRECTORY), context_length=64)
+    with LLM.over(system) as llm:  # type: ignore[arg-type]
+        assert _after_thoughts(chat.request, llm) == chat.request  # of a model that does not think
+        monkeypatch.setattr(Tokenizer, "thinking", Thinking("<think>", "</think>"))
+        found = _after_thoughts(chat.request, llm).grammar
+        assert found is not None and "thoughts" in found.frame
+        assert _after_thoughts(text.request, llm) == text.request
+
+
+def test_logprobs_are_written(tmp_path: Path) -> None:
+    (line,) = read(tmp_path, b'{"id": 7, "ids": [7], "sampling": {"logprobs": 1}}')
+    assert line.request and line.request.num_logprobs == 1
+
+    class Scoring(FakeConnection):
+        def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
+            first = TokenLogprob(5, -0.5, ((6, -0.25),))
+            deliver(TokenEvent("a", num_tokens=1, logprobs=(first,)))
+            last = TokenLogprob(6, -float("inf"))
+            done = Generation("ab", [5, 6], "length", 1, 0.1, 0.2)
+            deliver(TokenEvent("b", done, 1, logprobs=(last,)))
+
+    answers = AnswerFile(tmp_path / "out.jsonl", resume=False)
+    with LLM.over(Scoring()) as llm:  # type: ignore[arg-type]
+        counts = _serve(iter([line, RequestLine(2, 8, error="no")]), answers, llm, 4)
+    answers.close()
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert first["logprobs"] == [
+        {"id": 5, "logprob": -0.5, "top": [[6, -0.25]]}, {"id": 6, "logprob": -9999.0, "top": []},
+    ]  # fmt: skip
+    assert second == {"id": 8, "error": "line 2: no"}
+    assert str(counts) == "1 requests answered, 1 with an error"
 
 
 def write(path: Path, *answers: dict[str, Any], resume: bool = False) -> None:
@@ -128,6 +210,7 @@ class FakeConnection:
     """Completes a request when told; knows which run. Request 13 finds the system dead."""
 
     max_batch = 4
+    config: SystemConfig
 
     def __init__(self) -> None:
         self.running: dict[int, Deliver] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from typing import Any
 
@@ -59,18 +60,24 @@ def test_answers_as_readme_shows(client: Any) -> None:
     assert shown[1].startswith(f"[{count}; ")
 
 
-def test_the_docs_curl_is_answered(server: Server) -> None:
-    (line,) = (one for one in page("docs/api.md").commands() if one.startswith("curl"))
-    _, url, option, body = shlex.split(line)
-    assert option == "-d"
-    answer = httpx.post(
-        url.replace(DOCUMENTED_URL, server.url),
-        content=body,
-        headers={"Content-Type": "application/x-www-form-urlencoded"},  # as curl -d sends it
-        timeout=WAIT_S,
-    )
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["message"]["content"]
+def test_the_docs_curls_are_answered(server: Server) -> None:
+    """One by OpenAI's route, one by llama.cpp's."""
+    said = []
+    for line in page("docs/api.md").commands():
+        if not line.startswith("curl"):
+            continue
+        _, url, option, body = shlex.split(line)
+        assert option == "-d"
+        answer = httpx.post(
+            url.replace(DOCUMENTED_URL, server.url),
+            content=body,
+            headers={"Content-Type": "application/x-www-form-urlencoded"},  # as curl -d sends it
+            timeout=WAIT_S,
+        )
+        assert answer.status_code == 200
+        said.append(answer.json())
+    chat, completion = said
+    assert chat["choices"][0]["message"]["content"] and completion["content"]
 
 
 def test_the_docs_python_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,9 +264,25 @@ def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) ->
     found = server.post("/tokenize", {"prompt": "naïve text"}).json()
     assert found == {"count": len(ids), "max_model_len": 512, "tokens": ids}
     back = server.post("/detokenize", {"tokens": ids[1:]}).json()
-    assert back == {"prompt": "naïve text"}
+    assert back == {"prompt": "naïve text", "content": "naïve text"}
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
+
+
+def test_llama_cpps_routes_give_the_same_answers(server: Server, client: Any) -> None:
+    text = "What does textwrap"
+    drawn: dict[str, Any] = {"temperature": 0.7, "seed": 5}
+    plain = client.completions.create(model="demo", prompt=text, max_tokens=12, **drawn)
+    asked = {"prompt": text, "n_predict": 12, "return_tokens": True, **drawn}
+    whole = server.post("/completion", asked).json()
+    assert whole["content"] == plain.choices[0].text
+    assert whole["tokens_predicted"] == plain.usage.completion_tokens == len(whole["tokens"])
+    streamed = server.post("/completion", {**asked, "stream": True}).text
+    pieces = [json.loads(one.removeprefix("data: ")) for one in streamed.split("\n\n") if one]
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+    assert [one for piece in pieces for one in piece["tokens"]] == whole["tokens"]
+    held = server.post("/completion", {**asked, "grammar": 'root ::= [0-9] [a-c] "."'}).json()
+    assert re.fullmatch(r"[0-9][a-c]\.", held["content"]) and held["stop_type"] == "eos"
 
 
 def test_it_describes_itself(server: Server) -> None:

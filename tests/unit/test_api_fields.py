@@ -11,17 +11,20 @@ import pytest
 import tokenizers
 from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from starlette.testclient import TestClient
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.access_log import AccessLog
+from hotcold.ui.api import fields as read_over
 from hotcold.ui.api.embeddings import EmbeddingsRequest
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, parse
-from tests.unit.ollama_routes import HELLO, TOOL, Recording, post
+from tests.unit.ollama_routes import HELLO, TOOL, Recording, backend_of, post, server
 
 BODIES: dict[type[Request], dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},
@@ -79,6 +82,91 @@ def test_the_names_of_all_clients_are_known() -> None:
     } <= known  # fmt: skip
     assert set(INSTEAD) <= set(CHANGING)
     assert set(INSTEAD.values()) <= known
+    for name in INSTEAD:
+        seen: list[str] = []
+        while name in INSTEAD:
+            assert name not in seen, "they go round"
+            seen.append(name)
+            name = INSTEAD[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("num_predict", 8, "max_tokens"), ("max_length", 8, "max_tokens"),
+        ("stop_sequences", ["a"], "stop"), ("do_sample", False, "temperature"),
+        ("penalty_last_n", 8, "repeat_last_n"), ("json_mode", True, "response_format"),
+        ("thinking", {"type": "enabled"}, "enable_thinking"), ("random_seed", 1, "seed"),
+        ("return_tokens_as_token_ids", True, "return_token_ids"), ("num_return_sequences", 2, "n"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_server_names_the_one_to_give(
+    name: str, value: Any, instead: str
+) -> None:
+    assert said_of(ChatRequest, **{name: value}) == f"{name} is not known here; give {instead}"
+
+
+def test_names_lead_to_what_a_route_has() -> None:
+    told: dict[type[Request], tuple[str, str]] = {
+        ResponsesRequest: ("num_predict", "max_output_tokens"),
+        OllamaChat: ("thinking", "think"),
+    }
+    for schema, (name, instead) in told.items():
+        assert said_of(schema, **{name: 3}) == f"{name} is not known here; give {instead}"
+    assert said_of(ResponsesRequest, thinking=3) == "thinking is not known here; give reasoning"
+    for name in ("num_beams", "lora_request", "extra_body"):
+        assert said_of(ChatRequest, **{name: 3}) == f"{name} is not supported here; leave it out"
+    reasoning = {"effort": "low", "max_tokens": 100}
+    assert str(said_of(ChatRequest, reasoning=reasoning)).startswith("reasoning: max_tokens is not")
+    assert said_of(ChatRequest, reasoning={"effort": "low", "exclude": False}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("repeat_penality", "repeat_penalty"), ("response_fromat", "response_format"),
+        ("tool_choise", "tool_choice"), ("max_completion_token", "max_completion_tokens"),
+        ("maxTokens", "max_tokens"), ("topP", "top_p"), ("logprob", "logprobs"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nearly_one_is_refused(name: str, meant: str) -> None:
+    assert said_of(ChatRequest, **{name: 1}) == f"'{name}' is not known here; did you mean {meant}?"
+    assert said_of(ChatRequest, **{name: None}) is None
+
+
+def test_fields_of_vendors_pass_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_over, "_told", set())
+    theirs: dict[str, Any] = {
+        "conversation_id": "a", "chat_id": "a", "session_id": "a", "user_id": "a", "usage": {},
+        "transforms": [], "route": "fallback", "plugins": [], "models": ["a"], "provider": {},
+        "safe_prompt": True, "keepalive": "5m", "min_output_tokens": 1, "x" * 200_000: 1,
+    }  # fmt: skip
+    many: dict[str, Any] = {f"of_vendor_{number}": 1 for number in range(200)}
+    nothing: dict[str, Any] = dict.fromkeys(read_over.HARMLESS)
+    requests = (theirs, theirs, nothing, *[many | {"last": 1}] * 5)
+    told: list[str] = []
+
+    def lines(kind: str) -> list[str]:
+        told.clear()
+        app = AccessLog(server()[1], kind, told.append)
+        backend_of(Recording())
+        with TestClient(app, base_url="http://localhost") as client:
+            for fields in requests:
+                body = {"messages": HELLO, **fields, "model": "demo", "stream_options": None}
+                answer = client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+        return told
+
+    first, second, *_ = lines("text")
+    assert "'demo', unknown fields: 'conversation_id', 'chat_id', 'session_id'" in first
+    assert "models" not in first and "provider" not in first
+    assert second.endswith("'demo'")
+    assert max(map(len, told)) < 2000
+    assert not any("unknown" in line for line in lines("text"))
+    monkeypatch.setattr(read_over, "_told", set())
+    found = [json.loads(line).get("ignored_fields", []) for line in lines("json")]
+    assert found[0][0] == "conversation_id" and not found[1] and not found[2]
+    assert sum(map(len, found)) <= 100
 
 
 def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:

@@ -16,11 +16,13 @@ class Answer:
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.num_tokens = 0
         self.result: Generation | None = None
 
     def add(self, event: TokenEvent) -> None:
         """Add the next event."""
         self.text += event.text
+        self.num_tokens += event.num_tokens
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.result = event.result
@@ -28,20 +30,21 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         """ "stop" or "length", of a finished answer."""
-        return self._whole.finish_reason
+        return self.whole.finish_reason
 
     @property
     def ids(self) -> list[int]:
         """The tokens of a finished answer."""
-        return self._whole.ids
+        return self.whole.ids
 
     @property
     def num_cached_tokens(self) -> int:
         """The tokens of its prompt that were in the KV cache before; of a finished answer."""
-        return self._whole.num_cached_tokens
+        return self.whole.num_cached_tokens
 
     @property
-    def _whole(self) -> Generation:
+    def whole(self) -> Generation:
+        """The result of a finished answer."""
         if self.result is None:
             raise ServiceError("an answer ended without a result")
         return self.result

@@ -96,6 +96,14 @@ async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[lis
     return found
 
 
+def unit(vector: Sequence[float], most: int | None = None) -> list[float]:
+    """Its first `most` numbers, or all of them, as a vector of length 1."""
+    found = np.asarray(vector[: most or None], np.float64)
+    found /= max(float(np.linalg.norm(found)), 1e-12)
+    numbers: list[float] = found.astype(np.float32).tolist()
+    return numbers
+
+
 def _request(backend: Backend) -> GenerateRequest:
     """A request without its prompt; every server allows its one token."""
     return GenerateRequest(replace(backend.defaults, max_tokens=1), wants_embedding=True)

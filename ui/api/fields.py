@@ -1,10 +1,15 @@
 """Fields of requests that change answers, of all APIs whose clients may send them.
 
-A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. All
-other unknown fields are ignored.
+A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
+one whose name is nearly that of a field. All others are ignored, and those that nobody knows are
+told once in the access log.
 """
 
+import difflib
 import json
+from collections.abc import Collection
+from contextvars import ContextVar
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +20,9 @@ from hotcold.ui.api.errors import ApiError
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+# Where the access log reads which unknown fields of the request in this context were ignored.
+ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 
 
 class StrictModel(BaseModel):
@@ -45,11 +53,15 @@ _ALWAYS_CHANGING = (
     "ebnf", "enable_thinking", "grammar", "guided_choice", "guided_grammar", "guided_json",
     "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
     "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex", "structural_tag",
-    "structured_outputs", "truncate_prompt_tokens",
+    "lora_request", "structured_outputs", "truncate_prompt_tokens",
     # llama.cpp's
-    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "samplers",
+    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "penalty_last_n",
+    "response_fields", "samplers",
     # Ollama's
     "context", "format", "images", "options", "system", "template", "think",
+    # Transformers', Anthropic's, Mistral's and Google's
+    "extra_body", "max_length", "max_tokens_to_sample", "random_seed", "response_schema",
+    "stop_sequences", "thinking",
 )  # fmt: skip
 # All fields that change answers, with the values that change nothing besides.
 CHANGING: dict[str, tuple[Any, ...]] = {
@@ -63,34 +75,67 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
     "continue_final_message": (False,), "early_stopping": (False,),
+    "return_token_strs": (False,), "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,), "length_penalty": (1,), "min_new_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     # llama.cpp's
     "dynatemp_range": (0,), "min_keep": (0,),
-    "n_indent": (0,), "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
+    "n_cmpl": (1,), "n_indent": (0,), "parse_special": (True,), "post_sampling_probs": (False,),
+    "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
     "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
     # Ollama's
-    "raw": (False,),
+    "num_predict": (-1,), "raw": (False,),
+    # Transformers', and of those who wrap others
+    "do_sample": (True,), "json_mode": (False,), "no_repeat_ngram_size": (0,), "num_beams": (1,),
+    "num_return_sequences": (1,),
 }  # fmt: skip
 
-# The field to give instead, where a route has it.
+# Known fields that change no answer, besides those of the routes.
+HARMLESS = frozenset(
+    ("cache_prompt", "id_slot", "keep_alive", "metadata", "model", "models", "n_keep", "name",
+     "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+     "provider", "request_id", "return_progress", "safety_identifier", "service_tier", "store",
+     "stream", "stream_options", "timings_per_token", "user")
+)  # fmt: skip
+
+# The field to give instead; where a route lacks that one, the one instead of that.
 INSTEAD = {
+    "do_sample": "temperature",
     "ebnf": "grammar",
+    "enable_thinking": "think",
     "format": "response_format",
+    "json_mode": "response_format",
     "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_output_tokens",
+    "max_tokens_to_sample": "max_tokens",
     "min_new_tokens": "min_tokens",
+    "n_cmpl": "n",
     "n_predict": "max_tokens",
     "n_probs": "logprobs",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "penalty_last_n": "repeat_last_n",
+    "random_seed": "seed",
+    "reasoning_effort": "reasoning",
     "regex": "guided_regex",
     "response_format": "text",
+    "response_schema": "response_format",
+    "return_token_strs": "with_pieces",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "stop_sequences": "stop",
     "think": "reasoning_effort",
-    "reasoning_effort": "reasoning",
+    "thinking": "enable_thinking",
 }
+
+_NEARLY = 0.9  # of difflib's ratio: one wrong letter in ten
+_MAX_LOOKED_AT = 32  # unknown fields of a request: each is compared with all names
+_MAX_TOLD = 100
+_told: set[str] = set()
 
 
 class Request(StrictModel):
@@ -107,12 +152,20 @@ class Request(StrictModel):
         for name, value in others.items():
             if name in CHANGING and not self._does_nothing(name, value):
                 raise ApiError(400, self._unsupported(name), param=name)
+        wanted = CHANGING.keys() | type(self).model_fields.keys()
+        unknown = (name for name in others if name not in wanted and name not in HARMLESS)
+        for name in islice(unknown, _MAX_LOOKED_AT):
+            meant = _nearly(name, wanted)
+            if meant and not _is_nothing(others[name]):
+                text = f"{name[:50]!a} is not known here; did you mean {meant}?"
+                raise ApiError(400, text, param=ascii(name[:50])[1:-1])
+            _tell_ignored(name)
         others.clear()
         return self
 
     @classmethod
     def _does_nothing(cls, name: str, value: Any) -> bool:
-        if value is None or value in ("", [], {}):
+        if _is_nothing(value):
             return True
         same = cls.unchanging.get(name, CHANGING[name])
         return any(one == value and type(value) in (type(one), int, float) for one in same)
@@ -120,6 +173,31 @@ class Request(StrictModel):
     @classmethod
     def _unsupported(cls, name: str) -> str:
         other = INSTEAD.get(name)
-        if other is None or other not in cls.model_fields:
+        while other is not None and other not in cls.model_fields:
+            other = INSTEAD.get(other)
+        if other is None:
             return f"{name} is not supported here; leave it out"
         return f"{name} is not known here; give {other}"
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def _nearly(name: str, known: Collection[str]) -> str | None:
+    """The known name that `name` nearly is: of as many words, or written together: maxTokens."""
+    if len(name) > 2 * max(map(len, known)):
+        return None
+    together = {one.replace("_", ""): one for one in known}
+    if meant := together.get(name.lower().replace("_", "").replace("-", "")):
+        return meant
+    alike = [one for one in known if one.count("_") == name.count("_")]
+    return next(iter(difflib.get_close_matches(name, alike, 1, _NEARLY)), None)
+
+
+def _tell_ignored(name: str) -> None:
+    """Have the access log tell the name, once; of so many that they cannot fill it."""
+    names, name = ignored.get(), name[:50]
+    if names is not None and name not in _told and len(_told) < _MAX_TOLD:
+        _told.add(name)
+        names.append(name)

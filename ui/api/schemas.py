@@ -184,7 +184,7 @@ class ChatMessage(StrictModel):
         return message
 
 
-_Messages = Annotated[
+Messages = Annotated[
     list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
 
@@ -194,6 +194,14 @@ class Reasoning(StrictModel):
 
     effort: str | None = None
     enabled: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_done(cls, given: Any) -> Any:
+        for name in ("max_tokens", "exclude") if isinstance(given, dict) else ():
+            if given.get(name):
+                raise ValueError(f"{name} is not supported here; leave it out, or give effort")
+        return given
 
 
 class Rendered(Request):
@@ -241,7 +249,7 @@ class ChatRequest(SamplingRequest, Rendered):
 
     unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (False,)}
 
-    messages: _Messages
+    messages: Messages
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -305,18 +313,33 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 class TokenizeRequest(Rendered):
-    """POST /tokenize: one of `prompt` and `messages`."""
+    """POST /tokenize: `prompt` or `messages`, vLLM's, or `content`, llama.cpp's."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: _Messages | None = None
-    add_special_tokens: bool = True
+    content: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None  # of `content`
+    with_pieces: bool | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise ValueError("give either prompt, messages or content")
         return self
+
+    @property
+    def text(self) -> str:
+        """The text, of `prompt` or of `content`."""
+        return self.prompt or self.content or ""
+
+    @property
+    def is_special_added(self) -> bool:
+        """Whether what a text opens with is added; llama.cpp's default is not to."""
+        if self.content is not None:
+            return bool(self.add_special)
+        return self.add_special_tokens is not False
 
 
 class DetokenizeRequest(Request):

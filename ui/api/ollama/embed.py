@@ -7,10 +7,8 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.embeddings import embeddings, prompts_to_embed
+from hotcold.ui.api.embeddings import embeddings, prompts_to_embed, unit
 from hotcold.ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
 
 _MAX_CHARS_A_TOKEN = 1000  # more are cut before encoding, which would take minutes
@@ -24,7 +22,7 @@ async def embed(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
         prompts = await _prompts(backend, body)
         load_ns = time.monotonic_ns() - started_ns
         found = await embeddings(backend, prompts)
-        vectors = await asyncio.to_thread(lambda: [_unit(one, body.dimensions) for one in found])
+        vectors = await asyncio.to_thread(lambda: [unit(one, body.dimensions) for one in found])
     else:
         await backend.ready()
         vectors, load_ns = [], time.monotonic_ns() - started_ns
@@ -57,11 +55,3 @@ async def _prompts(backend: Backend, body: OllamaEmbed) -> list[list[int]]:
         return [prompts.encode(text, unwanted=unwanted)[:most] for text in shorter]
 
     return await prompts_to_embed(backend, await backend.in_thread(cut))
-
-
-def _unit(vector: list[float], most: int | None) -> list[float]:
-    """Its first `most` numbers, or all of them, as a vector of length 1."""
-    found = np.asarray(vector[: most or None], np.float64)
-    found /= max(float(np.linalg.norm(found)), 1e-12)
-    numbers: list[float] = found.astype(np.float32).tolist()
-    return numbers

@@ -1,0 +1,75 @@
+"""What no route answers: wrong methods, routes of other servers, and the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.unit.ollama_routes import Recording, backend_of, send, server
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/tokenize", "POST"),
+        ("DELETE", "/v1/models/demo", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+        ("POST", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
+    answer = send(Recording(), method, path)[0]
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    right = allowed.replace(", HEAD", "").replace(", ", " or ")
+    assert answer.json()["error"]["message"] == f"{method} is not for {path}; send {right}"
+
+
+def test_ollamas_routes_tell_it_in_ollamas_form() -> None:
+    answer = send(Recording(), "GET", "/api/chat")[0]
+    assert (answer.status_code, answer.json()) == (
+        405, {"error": "GET is not for /api/chat; send POST"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/messages", "/v1/chat/completions"),
+        ("/v1/rerank", "/v1/embeddings"),
+        ("/rerank", "/v1/embeddings"),
+        ("/infill", "/completion"),
+        ("/generate", "/v1/completions"),
+        ("/v1/images/generations", "text alone"),
+    ],
+)
+def test_routes_of_other_servers_name_what_is_here(path: str, instead: str) -> None:
+    answer = send(Recording(), "POST", path, {})[0]
+    told = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and path in told and instead in told
+
+
+def test_nothing_else_is_known() -> None:
+    for method, path in (("PUT", "/v1/none"), ("GET", "/v1/none/at/all")):
+        answer = send(Recording(), method, path)[0]
+        told = f"there is no {method} {path} here"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (404, told)
+
+
+def test_the_list_of_models_may_end_with_a_slash() -> None:
+    """As clients ask whose base URL does."""
+    backend_of(Recording())
+
+    async def ask(base: str) -> Any:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(server()[1]))
+        client = openai.AsyncOpenAI(base_url=base, api_key="any", http_client=http)
+        listed = await client.get("/models/", cast_to=object)
+        plain = [one.id async for one in client.models.list()]
+        return listed, plain
+
+    listed, plain = asyncio.run(ask("http://localhost/v1"))
+    assert [one["id"] for one in listed["data"]] == plain == ["demo"]
