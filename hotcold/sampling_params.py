@@ -151,5 +151,5 @@ def _json_text(schema: Any) -> str:
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # Pydantic's own, too
         raise UsageError(f"json_schema is {shown(schema)}; give a JSON schema") from None

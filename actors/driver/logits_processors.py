@@ -203,15 +203,15 @@ def _with_usual_classes(regex: str) -> str:
     Otherwise a model that would begin with an emoji goes on, byte by byte, to digits and letters
     that nobody means. What is left out of a negated class would be let in, so none of these change.
     """
-    is_negated: list[bool] = []
+    is_negated = [False]  # the classes around this place: whether that one or one around it is
 
     def changed(found: re.Match[str]) -> str:
         text = found[0]
         if text.startswith("["):
-            is_negated.append(text.startswith("[^"))
-        elif text == "]" and is_negated:
+            is_negated.append(text.startswith("[^") or is_negated[-1])
+        elif text == "]" and len(is_negated) > 1:
             is_negated.pop()
-        return text if any(is_negated) else _CLASSES.get(text, text)
+        return text if is_negated[-1] else _CLASSES.get(text, text)
 
     return re.sub(r"\\.|\[\^?\]?|\]", changed, regex, flags=re.DOTALL)
 

@@ -230,7 +230,7 @@ def unknown_variables(known: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in sorted(os.environ):
         end = name.removeprefix(_PREFIX)
         if end != name and end not in ends:
-            nearest = get_close_matches(end, ends, 1)
+            nearest = get_close_matches(end, ends, 1, cutoff=0.8)
             yield name, ends[nearest[0]] if nearest else ""
 
 
@@ -239,14 +239,16 @@ def misspelt_variables(
 ) -> Iterator[str]:
     """A line for each variable that is nearly one of the command called by `names`.
 
-    Those that begin with another of `commands` are for that one, and others may be anybody's.
+    Those that begin with another of `commands` are for that one, and others may be anybody's: for a
+    service called hotcold Kubernetes sets HOTCOLD_SERVICE_HOST.
     """
     known = {variable_of(key) for keys in SHARED_OPTIONS.values() for key in keys}
     known.update(name for one in settings_of(command, names) for name in one.variables)
     own = variable_of("-".join(names))
     others = tuple(f"{variable_of(name)}_" for name in commands)
     for name, nearest in unknown_variables(known):
-        if nearest and (name.startswith(f"{own}_") or not name.startswith(others)):
+        is_others = name.startswith((*others, variable_of("service-")))
+        if nearest and (name.startswith(f"{own}_") or not is_others):
             yield f"{name} is set, but no setting is called that; did you mean {nearest}?"
 
 

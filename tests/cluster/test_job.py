@@ -39,7 +39,7 @@ def test_jobs_share_a_system(
             {"id": "empty", "prompt": ""},
             {"id": "long", "ids": [1] * 200},
             {"id": "extra", "ids": ids, "temperature": 0},
-            {"id": "top", "ids": ids, "sampling": {"top_k": -1}},
+            {"id": "top", "ids": ids, "sampling": {"top_k": -2}},
             {"id": 9, "ids": ids, "sampling": GREEDY | {"max_tokens": 3}},
         ],
     )
@@ -70,7 +70,7 @@ def test_jobs_share_a_system(
         "ids", None, "ids", "high", "empty", "long", "extra", "top", 9,
     ]  # fmt: skip
     errors = ["not JSON", "used by a line above", "not in the vocabulary 0..100", "is empty"]
-    errors += ["200 tokens", "unknown key 'temperature'", "top_k is -1"]
+    errors += ["200 tokens", "unknown key 'temperature'", "top_k is -2"]
     for number, (answer, error) in enumerate(zip(answers[1:-1], errors, strict=True), 2):
         assert set(answer) == {"id", "error"}
         assert answer["error"].startswith(f"line {number}: ")

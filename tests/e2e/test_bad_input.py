@@ -279,7 +279,7 @@ CASES = [
     option("--temperature", "nan"),
     option("--temperature", "-1"),
     option("--min-p", "inf"),
-    option("--top-k", "-1"),
+    option("--top-k", "-2"),
     option("--max-tokens", "0"),
     option("--seed", str(10**30)),
     option("--stop", ""),

@@ -96,7 +96,7 @@ def test_the_names_of_all_clients_are_known() -> None:
         ("num_predict", 8, "max_tokens"), ("max_length", 8, "max_tokens"),
         ("stop_sequences", ["a"], "stop"), ("do_sample", False, "temperature"),
         ("penalty_last_n", 8, "repeat_last_n"), ("json_mode", True, "response_format"),
-        ("thinking", {"type": "enabled"}, "enable_thinking"), ("random_seed", 1, "seed"),
+        ("random_seed", 1, "seed"),
         ("return_tokens_as_token_ids", True, "return_token_ids"), ("num_return_sequences", 2, "n"),
     ],
 )  # fmt: skip
@@ -281,6 +281,8 @@ THINKS_NOT = {"enable_thinking": False, "thinking": False}
         ({"reasoning_effort": "none"}, THINKS_NOT),
         ({"reasoning": {"effort": "none"}}, THINKS_NOT),
         ({"enable_thinking": False}, THINKS_NOT),
+        ({"thinking": {"type": "disabled"}}, THINKS_NOT),
+        ({"thinking": {"type": "enabled"}}, THINKS),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high", **THINKS}),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"thinking": 5}},
          {"reasoning_effort": "low", "enable_thinking": True, "thinking": 5}),

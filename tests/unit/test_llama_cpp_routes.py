@@ -140,12 +140,46 @@ def test_several_prompts_are_a_list() -> None:
     assert found[1]["prompt"].endswith("Twice")
 
 
+def takes(grammar: str, text: str) -> bool:
+    """Whether a grammar of a request takes a text, by llguidance."""
+    found = asked(grammar=grammar).grammar
+    assert found is not None and found.kind == "lark"
+    table = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(table, llguidance.LLMatcher.grammar_from_lark(found.text))
+    ids = table.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "taken", "others"),
+    [
+        (r'root ::= "\u00e9ab"', ["éab"], ["\ue9ab", "ab"]),
+        (r"root ::= [\u00c0-\u017f]", ["é", "ſ"], ["a", "ɀ"]),
+        (r'root ::= [\u0020] "\U0001F600"', [" 😀"], ["😀"]),
+        (r'root ::= "\\u00e9"', [r"\u00e9"], ["é"]),
+        (r"root ::= [^\u005d\x22]", ["a", "["], ["]", '"']),
+        ('start ::= "x"\nroot ::= start "start" # start', ["xstart"], ["x", "xx"]),
+    ],
+)
+def test_grammars_that_llguidance_would_read_otherwise(
+    gbnf: str, taken: list[str], others: list[str]
+) -> None:
+    assert all(takes(gbnf, text) for text in taken)
+    assert not any(takes(gbnf, text) for text in others)
+
+
+def test_what_its_clients_send_changes_nothing() -> None:
+    """An empty grammar, all names of one limit, and a penalty of 1."""
+    names = {"n_predict": 9, "max_tokens": 9, "max_new_tokens": 9, "num_predict": 9}
+    penalties = {"repeat_penalty": 1.1, "repetition_penalty": 1}
+    request = asked(grammar="", **names, **penalties)
+    plain = asked(n_predict=9, repeat_penalty=1.1)
+    assert replace(request, request_id="") == replace(plain, request_id="")
+
+
 def test_its_grammars_are_gbnf() -> None:
     """The converted one takes the texts that GBNF's own rules take, and no others."""
     gbnf = 'root ::= "a" [0-9]+ (" " word)?\nword ::= "yes" | "no"'
-    grammar = asked(grammar=gbnf).grammar
-    assert grammar is not None and grammar.kind == "lark"
-    table = llguidance.LLTokenizer("byte")
     for text, is_taken in (
         ("a1", True),
         ("a12 yes", True),
@@ -153,10 +187,7 @@ def test_its_grammars_are_gbnf() -> None:
         ("b", False),
         ("a1 x", False),
     ):
-        matcher = llguidance.LLMatcher(table, llguidance.LLMatcher.grammar_from_lark(grammar.text))
-        ids = table.tokenize_str(text)
-        taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert taken == is_taken, text
+        assert takes(gbnf, text) == is_taken, text
     assert asked(grammar='start: "a"').grammar.text == 'start: "a"'  # type: ignore[union-attr]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -174,8 +205,11 @@ def test_its_grammars_are_gbnf() -> None:
         ({"n_predict": -3}, "n_predict must be at least -2"),
         ({"logit_bias": [[1]]}, "logit_bias must be an object, or a list of pairs"),
         ({"prompt": [1, "a"]}, "prompt"),
-        ({"grammar": "root ::= (" + "a" * 20_000}, "GBNF may have 16384"),
+        ({"grammar": "root ::= (" + "a" * 20_000}, "GBNF may have 8192"),
         ({"n_predict": 1000}, "this server allows 100"),
+        ({"n_predict": 9, "max_tokens": 8}, "n_predict and max_tokens differ"),
+        ({"n_predict": 9, "max_new_tokens": 8}, "max_new_tokens is not known here"),
+        ({"echo": True}, "echo is not supported here"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], told: str) -> None:
@@ -203,6 +237,11 @@ def test_texts_to_tokens_and_back() -> None:
     assert any(isinstance(one, list) for one in said)
     back = post(Recording(), "/detokenize", tokens=ids).json()
     assert back["content"] == back["prompt"] == "naïve 🙂"
+    for name in ("add_special", "add_special_tokens"):
+        for text in ("content", "prompt"):
+            for has_bos, wanted in ((True, with_bos["tokens"]), (False, ids)):
+                body = {text: "naïve 🙂", name: has_bos}
+                assert post(Recording(), "/tokenize", **body).json()["tokens"] == wanted
     both = post(Recording(), "/tokenize", content="a", prompt="a")
     assert both.status_code == 400
 

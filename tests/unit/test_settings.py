@@ -283,6 +283,8 @@ def test_config_says_what_holds(
         ("HOTCOLD_RUN_PROT", "serves", None),
         ("HOTCOLD_RUN_PORT", "serves", None),
         ("HOTCOLD_ZZZ", "run", None),
+        ("HOTCOLD_THREAD_ID", "run", None),
+        ("HOTCOLD_SERVICE_PORT", "serves", None),
     ],
 )
 def test_a_command_tells_a_misspelt_variable(

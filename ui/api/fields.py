@@ -45,7 +45,7 @@ AnyJson = Annotated[Any, AfterValidator(_finite)]
 # Fields that change answers with any value but null and empty texts, lists and objects.
 _ALWAYS_CHANGING = (
     # OpenAI's
-    "audio", "conversation", "functions", "max_completion_tokens",
+    "audio", "conversation", "dimensions", "functions", "max_completion_tokens",
     "max_output_tokens", "max_tokens", "prompt", "reasoning", "reasoning_effort",
     "suffix", "tools", "web_search_options",
     # vLLM's, and SGLang's
@@ -95,10 +95,11 @@ CHANGING: dict[str, tuple[Any, ...]] = {
 
 # Known fields that change no answer, besides those of the routes.
 HARMLESS = frozenset(
-    ("cache_prompt", "id_slot", "keep_alive", "metadata", "model", "models", "n_keep", "name",
-     "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-     "provider", "request_id", "return_progress", "safety_identifier", "service_tier", "store",
-     "stream", "stream_options", "timings_per_token", "user")
+    ("cache_prompt", "dynatemp_exponent", "encoding_format", "id_slot", "keep_alive",
+     "metadata", "model", "models", "n_discard", "n_keep", "name", "parallel_tool_calls",
+     "penalize_nl", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+     "provider", "request_id", "return_progress", "safety_identifier", "service_tier",
+     "slot_id", "store", "stream", "stream_options", "timings_per_token", "user")
 )  # fmt: skip
 
 # The field to give instead; where a route lacks that one, the one instead of that.
@@ -150,7 +151,9 @@ class Request(StrictModel):
     def _changes_nothing_else(self) -> "Request":
         others = self.__pydantic_extra__ or {}
         for name, value in others.items():
-            if name in CHANGING and not self._does_nothing(name, value):
+            if name in CHANGING and not (
+                self._does_nothing(name, value) or self._is_said(name, value)
+            ):
                 raise ApiError(400, self._unsupported(name), param=name)
         wanted = CHANGING.keys() | type(self).model_fields.keys()
         unknown = (name for name in others if name not in wanted and name not in HARMLESS)
@@ -169,6 +172,15 @@ class Request(StrictModel):
             return True
         same = cls.unchanging.get(name, CHANGING[name])
         return any(one == value and type(value) in (type(one), int, float) for one in same)
+
+    def _is_said(self, name: str, value: Any) -> bool:
+        """Whether a field of that meaning has the value: some clients send all names of one."""
+        other = INSTEAD.get(name)
+        while other is not None:
+            if other in type(self).model_fields and getattr(self, other) == value:
+                return True
+            other = INSTEAD.get(other)
+        return False
 
     @classmethod
     def _unsupported(cls, name: str) -> str:

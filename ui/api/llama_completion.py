@@ -4,11 +4,12 @@ Source:  llama.cpp, tools/server/README.md
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import fields
 from typing import Annotated, Any
 
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field, field_validator
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
@@ -25,7 +26,11 @@ from hotcold.ui.api.schemas import CompletionRequest
 Line = dict[str, Any]
 _NEVER = -100.0  # added to the logit of a token that must not come
 _MAX_TOP = 20
-_MAX_GBNF_CHARS = 1 << 14  # which take a second at most to convert: it is quadratic in rules
+_MAX_GBNF_CHARS = 1 << 13  # which take a third of a second at most: it is quadratic in rules
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# Texts, classes, comments and names of a GBNF; and escapes in the first two.
+_GBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)
+_ESCAPES = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _NO_SLOT = -1  # requests have none here: any may run beside any
 
 
@@ -47,10 +52,18 @@ class LlamaCompletion(CompletionRequest):
             raise ValueError("must be an object, or a list of pairs of a token id and a number")
         return {str(one): _NEVER if bias is False else bias for one, bias in given}
 
+    @field_validator("grammar", mode="before")
+    @classmethod
+    def _or_none(cls, given: Any) -> Any:
+        """An empty one is none."""
+        return None if given == "" else given
+
     def drawn(self) -> dict[str, Any]:
-        """The values of the fields; seed -1 is any."""
+        """The values of the fields; seed -1 is any, a penalty of 1 none beside its other name."""
         given = super().drawn()
         seed = None if given["seed"] == -1 else given["seed"]
+        if given["repeat_penalty"] is not None and given["repetition_penalty"] == 1:
+            given["repetition_penalty"] = None
         return {**given, "seed": seed, "penalize_prompt": True}
 
     def as_openais(self, most: int) -> "LlamaCompletion":
@@ -58,15 +71,25 @@ class LlamaCompletion(CompletionRequest):
 
         Errors:  ApiError 400
         """
+        if self.echo:
+            raise ApiError(400, "echo is not supported here; leave it out", param="echo")
         wanted = self.max_tokens if self.n_predict is None else self.n_predict
+        if self.max_tokens not in (None, wanted):
+            told = "n_predict and max_tokens differ; leave one out"
+            raise ApiError(400, told, param="max_tokens")
         return self.model_copy(
             update={
                 "max_tokens": most if wanted is None or wanted < 0 else wanted,
                 "logprobs": self.n_probs or self.logprobs,
                 "cache": self.cache if self.cache_prompt is None else self.cache_prompt,
-                "grammar": None if self.grammar is None else _lark(self.grammar),
             }
         )
+
+    def in_lark(self) -> "LlamaCompletion":
+        """The same with a grammar in llguidance's language. Errors: ApiError 400."""
+        if self.grammar is None:
+            return self
+        return self.model_copy(update={"grammar": _lark(self.grammar)})
 
 
 def _lark(text: str) -> str:
@@ -74,16 +97,31 @@ def _lark(text: str) -> str:
 
     Errors:  ApiError 400
     """
-    if is_lark_syntax(text):
+    if not _GBNF_RULE.search(text):
         return text
     if len(text) > _MAX_GBNF_CHARS:
         told = f"grammar has {len(text)} characters; GBNF may have {_MAX_GBNF_CHARS}, or give Lark"
         raise ApiError(400, told, param="grammar")
     try:
-        return str(gbnf_to_lark(text))
+        return str(gbnf_to_lark(_GBNF_PARTS.sub(_for_conversion, text)))
     except Exception as problem:
         told = " ".join(str(problem).split())[:200]
         raise ApiError(400, f"grammar is neither GBNF nor Lark: {told}", param="grammar") from None
+
+
+def _for_conversion(found: re.Match[str]) -> str:
+    """A part of a GBNF without what llguidance converts wrongly: \\u00e9, a rule called start."""
+    part = found[0]
+    if part[0] in '"[':
+        return _ESCAPES.sub(_character, part)
+    return "start-of-it" if part == "start" else part
+
+
+def _character(escape: re.Match[str]) -> str:
+    code = int(escape[1] or escape[2] or "0", 16)
+    if code < 0x80:  # may mean something where it stands; other escapes are 0 here
+        return f"\\x{code:02x}" if code else escape[0]
+    return chr(code) if code <= 0x10FFFF and not 0xD800 <= code < 0xE000 else escape[0]
 
 
 class LlamaCompletionRoute(Route):
@@ -131,11 +169,10 @@ class LlamaCompletionRoute(Route):
         return sse.EventStream(pieces(), started.deadline, started.close)
 
     async def _start(self, given: LlamaCompletion) -> tuple[LlamaCompletion, Answers]:
-        most = self._backend.settings.max_tokens
-        body = await asyncio.to_thread(given.as_openais, most)
-        count = len(body.prompts) * (body.n or 1)
+        body = given.as_openais(self._backend.settings.max_tokens)
+        count, backend = len(body.prompts) * (body.n or 1), self._backend
         make = completion_requests
-        return body, await self._backend.start(count, lambda: make(self._backend, body))
+        return body, await backend.start(count, lambda: make(backend, body.in_lark()))
 
     def _piece(
         self,

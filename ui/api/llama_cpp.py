@@ -99,7 +99,7 @@ def _add_facts(app: FastAPI, models: ServedModels) -> None:
     ) -> Response:
         """Whether each of the requests that may run side by side is there."""
         backend = models.choose(request, model)
-        if fail_on_no_slot and backend.num_active >= backend.num_parallel:
+        if fail_on_no_slot not in ("", "0") and backend.num_active >= backend.num_parallel:
             raise unavailable("no slot available", "no_slot")
         return JSONResponse(
             [

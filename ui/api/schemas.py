@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
@@ -204,6 +204,14 @@ class Reasoning(StrictModel):
         return given
 
 
+class Thinking(StrictModel):
+    """Whether the model thinks, as GLM's and DeepSeek's clients say it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["enabled", "disabled"]
+
+
 class Rendered(Request):
     """A request whose conversation a chat template writes."""
 
@@ -212,6 +220,7 @@ class Rendered(Request):
     reasoning_effort: Annotated[str, Field(max_length=50)] | None = None
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -221,6 +230,8 @@ class Rendered(Request):
         reasoning = self.reasoning or Reasoning()
         effort = self.reasoning_effort or reasoning.effort
         thinks = reasoning.enabled if self.enable_thinking is None else self.enable_thinking
+        if thinks is None and self.thinking is not None:
+            thinks = self.thinking.type == "enabled"
         found = thinking_variables(effort, thinks) | (self.chat_template_kwargs or {})
         if self.continue_final_message:
             found["continue_final_message"] = True
@@ -320,7 +331,7 @@ class TokenizeRequest(Rendered):
     content: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_special: bool | None = None  # of `content`
+    add_special: bool | None = None
     with_pieces: bool | None = None
 
     @model_validator(mode="after")
@@ -337,9 +348,8 @@ class TokenizeRequest(Rendered):
     @property
     def is_special_added(self) -> bool:
         """Whether what a text opens with is added; llama.cpp's default is not to."""
-        if self.content is not None:
-            return bool(self.add_special)
-        return self.add_special_tokens is not False
+        given = self.add_special_tokens if self.add_special is None else self.add_special
+        return self.content is None if given is None else given
 
 
 class DetokenizeRequest(Request):
