@@ -170,9 +170,9 @@ def test_grammars_that_llguidance_would_read_otherwise(
 
 def test_what_its_clients_send_changes_nothing() -> None:
     """An empty grammar, all names of one limit, and a penalty of 1."""
-    names = {"n_predict": 9, "max_tokens": 9, "max_new_tokens": 9, "num_predict": 9}
+    names = dict.fromkeys(("n_predict", "max_tokens", "max_new_tokens", "num_predict"), 9)
     penalties = {"repeat_penalty": 1.1, "repetition_penalty": 1}
-    request = asked(grammar="", **names, **penalties)
+    request = asked("/completion", grammar="", **names, **penalties)
     plain = asked(n_predict=9, repeat_penalty=1.1)
     assert replace(request, request_id="") == replace(plain, request_id="")
 
