@@ -220,7 +220,7 @@ class LlamaCompletionRoute(Route):
             "truncated": False,  # what is longer than the context is refused
             "stop_type": stop_type,
             "stopping_word": word,
-            "tokens_cached": result.num_cached_tokens,
+            "tokens_cached": result.num_prompt_tokens + max(0, len(ids) - 1),  # by its end
             "timings": _timings(result, len(ids)),
             **self._probabilities(body, tokens),
         }
