@@ -77,6 +77,7 @@ def _parse_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit) as ended, monkeypatch.context() as patch:
         # Programs end their process at once, and this one is to go on.
         patch.setattr(os, "_exit", sys.exit)
+        patch.setenv("PYTHONSAFEPATH", "1")  # as they do, for what they start
         patch.setattr(sys, "stdout", sys.stdout)  # which they replace by their own
         patch.setattr(sys, "stderr", sys.stderr)
         patch.setattr(atexit, "_run_exitfuncs", lambda: None)
