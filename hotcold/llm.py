@@ -316,10 +316,9 @@ class LLM:
 
         given = self._inputs.to_read(texts, wants_embedding=True)
         results = self._finished(given, progress)
-        rows = [_first(one).embedding for one in results]
-        found = np.array(rows, np.float32).reshape(
-            len(rows), self._inputs.prompts.config.hidden_size
-        )
+        found = np.array([_first(one).embedding for one in results], np.float32)
+        if not results:
+            found = found.reshape(0, self._inputs.prompts.config.hidden_size)
         if normalize:
             found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return found[0] if given.is_one else found

@@ -39,6 +39,7 @@ from hotcold.actors.protocol.messages import (
     TokenEvent,
     TokenLogprob,
 )
+from hotcold.chats import Chat
 from hotcold.connections import Connection, find
 from hotcold.inputs import Inputs
 from hotcold.jobs.answer_file import AnswerFile
@@ -51,13 +52,12 @@ from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api.logprobs import MIN_LOGPROB
 
 # Requests at the driver and answers that wait for an earlier one, for each that runs: so that one
 # long answer does not leave the system idle. A job that is killed loses those that wait.
 WINDOW = 8
 _LINE_EVERY_S = 5.0
-
-_MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 _Logprobs = list[TokenLogprob]
 _Pending = tuple[RequestLine, Future[tuple[Generation, _Logprobs]]]
@@ -193,13 +193,10 @@ def _after_thoughts(request: GenerateRequest, llm: LLM) -> GenerateRequest:
     """
     if request.grammar is None or request.messages is None:
         return request
-    from hotcold.ui.api.tools.thoughts import Thoughts
-
     prompts = _inputs(llm.model_path, llm.context_length).prompts
-    thoughts = Thoughts.of(prompts.tokenizer, prompts.ids(request))
-    return (
-        request if thoughts is None else replace(request, grammar=thoughts.before(request.grammar))
-    )
+    ids, tokenizer = prompts.ids(request), prompts.tokenizer
+    assert tokenizer is not None  # or it has no ids
+    return replace(request, grammar=Chat.of(tokenizer, ids, None, request.grammar).grammar)
 
 
 @cache
@@ -229,8 +226,8 @@ def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts
 
 
 def _scored(token: TokenLogprob) -> dict[str, Any]:
-    top = [[token_id, max(logprob, _MIN_LOGPROB)] for token_id, logprob in token.top]
-    return {"id": token.token_id, "logprob": max(token.logprob or 0.0, _MIN_LOGPROB), "top": top}
+    top = [[token_id, max(logprob, MIN_LOGPROB)] for token_id, logprob in token.top]
+    return {"id": token.token_id, "logprob": max(token.logprob or 0.0, MIN_LOGPROB), "top": top}
 
 
 def _failure(line: RequestLine, problem: object) -> dict[str, Any]:

@@ -5,7 +5,6 @@ without a traceback; everything else that is raised is a defect of the program.
 """
 
 from collections.abc import Mapping, Sequence, Sized
-from difflib import get_close_matches
 from pathlib import Path
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -61,6 +60,8 @@ def unknown_option(
 
     `others`: what some are called elsewhere -> here
     """
+    from difflib import get_close_matches  # not for each import of this package
+
     names = {**(others or {}), **{one: one for one in known}}
     nearest = get_close_matches(name, names, 1, cutoff=0.7)
     told = f"did you mean {names[nearest[0]]}?" if nearest else f"known are {', '.join(known)}"

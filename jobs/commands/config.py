@@ -61,9 +61,8 @@ def config(ctx: click.Context, example: bool) -> None:
 def _unknown_variables(commands: dict[tuple[str, ...], click.Command]) -> Iterator[str]:
     """A line for each variable HOTCOLD_... that nothing reads, with the nearest that is read."""
     settings = (one for names, command in commands.items() for one in settings_of(command, names))
-    for name, nearest in unknown_variables(name for one in settings for name in one.variables):
-        maybe = f"; did you mean {nearest}?" if nearest else ""
-        yield f"{name} is set, but no setting is called that{maybe}"
+    known = (name for one in settings for name in one.variables)
+    return (line for _, line, _ in unknown_variables(known))
 
 
 def _commands(

@@ -224,14 +224,15 @@ def variable_of(name: str) -> str:
     return _PREFIX + name.replace("-", "_").upper()
 
 
-def unknown_variables(known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Variables HOTCOLD_... that are set and not `known`, each with the nearest one or ""."""
+def unknown_variables(known: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
+    """Variables HOTCOLD_... that are set and not `known`: each, its line, whether one is near."""
     ends = {name.removeprefix(_PREFIX): name for name in [*known, *OTHER_VARIABLES]}
     for name in sorted(os.environ):
         end = name.removeprefix(_PREFIX)
         if end != name and end not in ends:
             nearest = get_close_matches(end, ends, 1, cutoff=0.8)
-            yield name, ends[nearest[0]] if nearest else ""
+            maybe = f"; did you mean {ends[nearest[0]]}?" if nearest else ""
+            yield name, f"{name} is set, but no setting is called that{maybe}", bool(nearest)
 
 
 def misspelt_variables(
@@ -246,10 +247,10 @@ def misspelt_variables(
     known.update(name for one in settings_of(command, names) for name in one.variables)
     own = variable_of("-".join(names))
     others = tuple(f"{variable_of(name)}_" for name in commands)
-    for name, nearest in unknown_variables(known):
+    for name, line, is_near in unknown_variables(known):
         is_others = name.startswith((*others, variable_of("service-")))
-        if nearest and (name.startswith(f"{own}_") or not is_others):
-            yield f"{name} is set, but no setting is called that; did you mean {nearest}?"
+        if is_near and (name.startswith(f"{own}_") or not is_others):
+            yield line
 
 
 def _setting_name(param: click.Parameter) -> str | None:
