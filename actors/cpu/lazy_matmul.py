@@ -1,7 +1,6 @@
 """The matmul of a service, made once a long prompt needs it or somebody prepares for one.
 
-It takes kernels of its own, which may have to be compiled, and with AMX torch, which takes a second
-to import; steps of few tokens need neither.
+It takes kernels of its own, which may have to be compiled; steps of few tokens do without them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class LazyMatmul:
         self._making = threading.Lock()
 
     def get(self) -> Matmul:
-        """The matmul; waits where another thread makes it. Errors: of importing torch, with AMX."""
+        """The matmul; waits where another thread makes it."""
         with self._making:
             if self._made is None:
                 from hotcold.actors.cpu.matmul import Matmul

@@ -40,30 +40,20 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 )
 from hotcold.placement.machine.pinning import pin_thread
 
-_FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
+_FEATURES = ("avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
 # A class whose objects have operand(x, weights, tokens), linear(operand, weights, out) and most of
-# them combine(h, tokens, rows, out), as `torch_matmul` and `kernel_matmul` have them.
+# them combine(h, tokens, rows, out), as those of `kernel_matmul`.
 Kind = type[Any]
 
 
 def matmul_features() -> frozenset[str]:
     """The features of the CPU that `matmul_kinds` looks at.
 
-    Kernels are compiled for that CPU; see `has_feature`. AMX counts only where the operating system
-    lets this process use it, as torch does: many virtual machines and sandboxes do not.
+    Kernels are compiled for that CPU; see `has_feature`.
     """
-    found = {name for name in _FEATURES if has_feature(name)}
-    if "amx-bf16" in found and not _may_use_amx():
-        found.remove("amx-bf16")
-    return frozenset(found)
-
-
-def _may_use_amx() -> bool:
-    import torch  # it takes a second, and nothing else here needs it
-
-    return bool(torch.cpu._init_amx())  # no public name for it
+    return frozenset(name for name in _FEATURES if has_feature(name))
 
 
 def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
@@ -71,34 +61,25 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
 
-    | weights             | amx-bf16       | avx512bf16   | avx512vnni   | others       |
-    | ------------------- | -------------- | ------------ | ------------ | ------------ |
-    | float32             | own float32    | own float32  | own float32  | own float32  |
-    | 16 bits, x @ w.T    | torch bfloat16 | own bfloat16 | own int16    | own float32  |
-    | 16 bits, h @ rows   | torch bfloat16 | own bfloat16 | own float32  | own float32  |
-    | quantized, x @ w.T  | own integers   | own integers | own integers | own integers |
-    | quantized, h @ rows | torch bfloat16 | own bfloat16 | own float32  | own float32  |
+    | weights             | avx512bf16 | avx512vnni | others   |
+    | ------------------- | ---------- | ---------- | -------- |
+    | float32             | float32    | float32    | float32  |
+    | 16 bits, x @ w.T    | bfloat16   | int16      | float32  |
+    | 16 bits, h @ rows   | bfloat16   | float32    | float32  |
+    | quantized, x @ w.T  | integers   | integers   | integers |
+    | quantized, h @ rows | bfloat16   | float32    | float32  |
 
     A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
     its batch-mates. Figures: docs/lab_log.md.
     """
     if dtype == np.float32:
         return Float32Matmul, Float32Matmul
-    if "amx-bf16" in features:
-        sums: Kind = _torch_kind()
-    else:
-        sums = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+    sums = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
     if is_quantized(dtype):
         return QuantizedMatmul, sums
     if sums is Float32Matmul and "avx512vnni" in features:
         return Int16Matmul, sums
     return sums, sums
-
-
-def _torch_kind() -> Kind:
-    from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul
-
-    return TorchBfloat16Matmul
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -34,9 +33,7 @@ _OPTIONS = (
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("actors", "cuda_kernels", "model", "numba_kernels")
-# Environment variables with these beginnings choose the instructions of torch and of oneDNN.
-_CHOOSE_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_", "DNNL_")
-_LIBRARIES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+_LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 def arithmetic_identity(
@@ -48,9 +45,9 @@ def arithmetic_identity(
     """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
-    with attention and their hot neurons, with AMX all services and threads, the CPU, sources,
-    libraries, cuts of prompts (`share_tokens`), and which frequencies ropes have for the context.
-    No GPU: a store is refused beside one.
+    with attention and their hot neurons, the CPU, sources, libraries, cuts of prompts
+    (`share_tokens`), and which frequencies ropes have for the context. Not CPU services and
+    threads, which change no bit; no GPU: a store is refused beside one.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
@@ -64,16 +61,14 @@ def arithmetic_identity(
         "ropes": _ropes(config, system.context_length),
         "share_tokens": share_tokens,
         "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
-        "instructions": [sorted(matmul_features()), _chosen_instructions()],
+        "instructions": sorted(matmul_features()),
         "sources": [_version("hotcold"), _sources()],
         "libraries": [_version(name) for name in _LIBRARIES],
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    # CPU services and threads change no bit; of torch's products, with AMX, nobody says so.
-    has_amx = "amx-bf16" in matmul_features()
     for part in topology.parts:
-        if has_amx or not part.is_cpu_service:
-            _add_service(digest, part, has_amx)
+        if not part.is_cpu_service:
+            _add_service(digest, part)
     return digest.digest()
 
 
@@ -90,9 +85,8 @@ def _model(system: SystemConfig, topology: Topology) -> str:
     return "".join(sorted(digests)) or ModelIdentity.of(system.model_path).state
 
 
-def _add_service(digest: hashlib.blake2b, part: ServicePart, has_threads: bool) -> None:
-    threads = part.num_threads if has_threads and isinstance(part, ServiceSpec) else 0
-    facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, part.host, threads]
+def _add_service(digest: hashlib.blake2b, part: ServicePart) -> None:
+    facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, part.host]
     digest.update(json.dumps(facts).encode())
     for ids in part.neuron_ids or ():
         digest.update(ids.size.to_bytes(8, "little"))
@@ -111,10 +105,6 @@ def _ropes(config: ModelConfig, context_length: int) -> list[str]:
         hashlib.sha256(inv_freq(rope, config.head_dim, context_length).tobytes()).hexdigest()
         for rope in config.ropes
     ]
-
-
-def _chosen_instructions() -> dict[str, str]:
-    return {name: os.environ[name] for name in os.environ if name.startswith(_CHOOSE_INSTRUCTIONS)}
 
 
 @cache

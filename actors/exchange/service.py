@@ -276,7 +276,7 @@ class Service(ABC):
             self.affinity.pin(thread)
 
     def _unpin(self, thread: int) -> None:
-        """Let this thread, and those that torch starts from it, use all of the service's cores."""
+        """Let this thread, and those that it starts, use all of the service's cores."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
         elif self.affinity is not None:

@@ -15,12 +15,11 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import needs_torch
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
-_TORCH_BYTES = 130 << 20  # of a process that imports it: for products of AMX, for .bin files
+_TORCH_BYTES = 130 << 20  # of a process that imports it, for .bin files
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 
@@ -105,7 +104,7 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         system.num_cpu_actors,
     )
     more_bytes = attention_parts_bytes(system, config) + _vectors_bytes(system, config)
-    if has_feature("amx-bf16") or needs_torch(Path(system.model_path)):
+    if needs_torch(Path(system.model_path)):
         more_bytes += num_processes * _TORCH_BYTES
     return replace(need, process_bytes=need.process_bytes + more_bytes)
 

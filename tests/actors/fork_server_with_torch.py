@@ -1,7 +1,8 @@
 """A fork server that has imported torch, too, for tests that start service after service.
 
-A service imports torch, which takes it a second or two, when it multiplies its first long prompt or
-has nothing else to do. Commands' services still do so in `tests/e2e`.
+A service imports torch, which takes it a second or two, for a rope's angles that nobody kept, and
+what multiplies long prompts when it has nothing else to do. Commands' services still do so in
+`tests/e2e`.
 """
 
 from __future__ import annotations

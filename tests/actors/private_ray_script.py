@@ -31,10 +31,6 @@ class Echo:
         """The modules of this process."""
         return list(sys.modules)
 
-    def variable(self, name: str) -> str | None:
-        """An environment variable."""
-        return os.environ.get(name)
-
     def draw(self) -> str:
         """What Ray draws at random in this process."""
         return str(ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex())
@@ -68,7 +64,6 @@ def main() -> None:
         "owner": os.getpid(),
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
-        "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
         "imports": ray.get(echoes[0].imports.remote()),
         "folders": [str(path) for path in sorted(set(TempFolder.all()) - folders)],
         **facts_of(processes),

@@ -24,7 +24,7 @@ from tests.unit.test_reference import relative_difference
 pytestmark = pytest.mark.sweep
 
 Tiny = Callable[..., TinyCheckpoint]
-# How many tokens each step takes, in turn. Kernels take up to 32, torch more.
+# How many tokens each step takes, in turn. Steps take up to 32, prompts more.
 WAYS = {
     "token by token": [1],
     "a few at once": [2, 8, 3, 7, 4, 5, 6],
@@ -249,14 +249,11 @@ def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-@pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16"])
+@pytest.mark.skipif(not has_feature("avx512bf16"), reason="a CPU with AVX512-BF16")
 def test_prefill_rounds_like_bfloat16_of_transformers(
-    tiny: Tiny, feature: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By own kernels, and by torch as where it has AMX; any CPU can do the latter."""
-    if feature == "avx512bf16" and not has_feature(feature):
-        pytest.skip("a CPU without AVX512-BF16")
-    as_on_a_cpu_with(monkeypatch, feature)
+    as_on_a_cpu_with(monkeypatch, "avx512bf16")
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:

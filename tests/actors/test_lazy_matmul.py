@@ -28,7 +28,6 @@ from hotcold.actors.cpu.kernel_matmul import (
     QuantizedMatmul,
 )
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
-from hotcold.actors.cpu.torch_matmul import TorchBfloat16Matmul
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.watch import ActorWatch
 from hotcold.actors.processes.system_services import SystemServices
@@ -41,7 +40,6 @@ from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.weights.rope_frequencies import inv_freq, rope_cache_path
 from hotcold.numba_kernels.formats import Q4, Q6, Q8
-from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.batching import batching, complete, start
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -97,7 +95,6 @@ def test_damaged_angles_are_computed_again(tmp_path: Path, monkeypatch: pytest.M
     np.testing.assert_array_equal(inv_freq(rope, 16), expected)
 
 
-@pytest.mark.skipif(has_feature("amx-bf16"), reason="long prompts go through torch with AMX")
 def test_steps_and_prompts_do_without_torch(tiny: Tiny) -> None:
     """Where the rope's angles are kept: a first start computes them."""
     path = tiny("llama-gqa").path
@@ -136,18 +133,16 @@ def test_a_matmul_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
-SAPPHIRE_RAPIDS = {"amx-bf16", *ZEN_4}
 
 
 @pytest.mark.parametrize(
     ("features", "halves", "quantized_sums"),
     [
-        (SAPPHIRE_RAPIDS, (TorchBfloat16Matmul, TorchBfloat16Matmul), TorchBfloat16Matmul),
         (ZEN_4, (Bfloat16Matmul, Bfloat16Matmul), Bfloat16Matmul),
         ({"avx512vnni"}, (Int16Matmul, Float32Matmul), Float32Matmul),
         (set(), (Float32Matmul, Float32Matmul), Float32Matmul),
     ],
-    ids=["AMX", "BF16", "VNNI", "AVX2"],
+    ids=["BF16", "VNNI", "AVX2"],
 )
 def test_features_and_format_choose_the_kind(
     features: set[str], halves: tuple[type, type], quantized_sums: type
@@ -159,20 +154,11 @@ def test_features_and_format_choose_the_kind(
     assert matmul.matmul_kinds(np.dtype(np.float32), features) == (Float32Matmul, Float32Matmul)
 
 
-@pytest.mark.parametrize("is_usable", [True, False])
-def test_amx_counts_where_processes_may_use_it(
-    is_usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matmul, "has_feature", SAPPHIRE_RAPIDS.__contains__)
-    monkeypatch.setattr("torch.cpu._init_amx", lambda: is_usable)
-    assert matmul.matmul_features() == (SAPPHIRE_RAPIDS if is_usable else ZEN_4)
-
-
 def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
     """The driver's hook is called before long prompts and before counts, and for nothing else."""
     checkpoint = tiny("llama-relu")
     asked: list[str] = []
-    problems: list[Exception] = [RequestError("the gpu service failed: ImportError: no torch")]
+    problems: list[Exception] = [RequestError("the gpu service failed: ImportError: no code")]
 
     def prepare() -> None:
         asked.append("asked")
@@ -192,7 +178,7 @@ def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
         short, long = [1] * (MATRIX_TOKENS - 1), [1] * MATRIX_TOKENS
         ids_after(short)
         assert not asked
-        with pytest.raises(RequestError, match=r"^the gpu service failed: ImportError: no torch$"):
+        with pytest.raises(RequestError, match=r"^the gpu service failed: ImportError: no code$"):
             ids_after(long)
         ids_after(short)
         assert asked == ["asked"]

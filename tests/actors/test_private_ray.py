@@ -131,8 +131,6 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(
     # Ray kills the process group of a worker that has ended.
     assert forked <= set(told["groups"])
     assert len(set(told["drawn"])) == 2  # forked workers draw ids of their own
-    # What `actors.cpu` sets when it is imported, for torch's threads; the server has imported it.
-    assert told["wait_policy"] == "passive"
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
 

@@ -17,10 +17,8 @@ from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
-pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("one_torch_thread")]
-# torch multiplies bfloat16 without AMX too, by other instructions.
+pytestmark = pytest.mark.sweep
 WAYS = {
-    "amx": ({"amx-bf16", "avx512bf16", "avx512vnni"}, ""),
     "bf16": ({"avx512bf16", "avx512vnni"}, "avx512bf16"),
     "vnni": ({"avx512vnni"}, "avx512vnni"),
     "plain": (set[str](), ""),

@@ -11,7 +11,6 @@ import pytest
 
 from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup import memory_needs
 from hotcold.actors.setup.choose import choose_system, require_one_mode
 from hotcold.actors.setup.memory_needs import attention_parts_bytes, system_need
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -84,18 +83,12 @@ def test_segments_of_long_contexts_are_counted(tmp_path: Path) -> None:
     assert needs[0] == needs[1]
 
 
-@pytest.mark.parametrize("features", [(), ("amx-bf16",)])
-def test_torch_is_counted_where_processes_import_it(
-    features: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For products of AMX, and to read .bin files: 130 MiB in every process but the command's."""
+def test_torch_is_counted_where_processes_import_it(tmp_path: Path) -> None:
+    """To read .bin files: 130 MiB in every process but the command's."""
     path = make_tiny("llama-relu", tmp_path)
     config, system = read_model(path), SystemConfig(str(path), num_cpu_actors=2)
-    monkeypatch.setattr(memory_needs, "has_feature", lambda name: False)
     plain = system_need(system, config).process_bytes
-    monkeypatch.setattr(memory_needs, "has_feature", lambda name: name in features)
-    if not features:
-        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
     assert system_need(system, config).process_bytes - plain == (2 + 2) * (130 << 20)
 
 
