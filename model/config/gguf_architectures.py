@@ -15,13 +15,7 @@ import numpy as np
 
 from hotcold.model.config.families.experts import GGUF_EXPERTS
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
-from hotcold.model.config.gguf_metadata import (
-    Metadata,
-    gated_values,
-    head_dim,
-    longrope_values,
-    rope_values,
-)
+from hotcold.model.config.gguf_metadata import Metadata, gated_values, head_dim
 from hotcold.model.errors import ConfigError
 
 # From config.json's values: row i of a checkpoint's tensor is row order[i] of the file's tensor.
@@ -152,7 +146,6 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
         **gated_values(metadata),
         "hidden_act": "silu",
         "sliding_window": window or None,
-        **longrope_values(metadata),
     }
 
 
@@ -208,7 +201,6 @@ def _falcon(metadata: Metadata) -> dict[str, Any]:
         "multi_query": kv_heads == 1,
         "activation": "gelu",
         "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
-        **rope_values(metadata),
     }
 
 
@@ -329,12 +321,8 @@ def _rotary_share(metadata: Metadata) -> float:
 
 
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
-    """llama.cpp rounds the bounds of yarn, the model does not."""
-    values = gated_values(metadata)
-    if "rope_scaling" in values:
-        values["rope_scaling"] |= {"truncate": False}
     return {
-        **values,
+        **gated_values(metadata),
         **_num_experts(metadata),
         "hidden_act": "silu",
         "intermediate_size": _expert_length(metadata),

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotcold.model.config.gguf_architectures import ARCHITECTURES, Architecture
 from hotcold.model.config.gguf_metadata import Metadata
+from hotcold.model.config.gguf_rope import rope_values
 from hotcold.model.errors import ConfigError, shown
 from hotcold.model.gguf.file import GgufModel, open_gguf
 
 # Tokens that end an answer, by their key in the metadata or their text.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
+# Where one of _CHANNELS is a token (gpt-oss), <|end|> ends a channel, and the answer goes on.
+_CHANNELS = {"<|return|>", "<|channel|>"}
+_CHANNEL_END, _ENDS_OF_CHANNELS = "<|end|>", ("<|return|>", "<|call|>")
 _CONTROL = 3
 # By general.type: GGUF files that hold no model.
 _NO_MODELS = {
@@ -64,6 +70,7 @@ def gguf_values(path: str | Path) -> dict[str, Any]:
         "tie_word_embeddings": not metadata.has_tensor(f"{names.head}.weight"),
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(model) if tokens is not None else None,
+        **rope_values(metadata),
         **architecture.values(metadata),
     }
 
@@ -75,6 +82,11 @@ def _end_ids(model: GgufModel) -> list[Any]:
     texts = model.first.strings("tokenizer.ggml.tokens") or []
     kinds = model.first.numbers("tokenizer.ggml.token_type")
     if kinds is not None and len(kinds) == len(texts):
-        ends = set(_END_TEXTS)
-        found += [i for i, text in enumerate(texts) if text in ends and kinds[i] == _CONTROL]
+        controls = {texts[i]: i for i in np.flatnonzero(kinds == _CONTROL).tolist()}
+        ends: tuple[str, ...] = _END_TEXTS
+        if _CHANNELS & controls.keys():
+            ends = (*_END_TEXTS, *_ENDS_OF_CHANNELS)
+            no_end = controls.pop(_CHANNEL_END, None)
+            found = [token_id for token_id in found if token_id != no_end]
+        found += [controls[text] for text in ends if text in controls]
     return list(dict.fromkeys(found))

@@ -1,4 +1,7 @@
-"""Typed access to a GGUF file's metadata, and the keys of config.json that follow from it."""
+"""Typed access to a GGUF file's metadata, and the keys of config.json that follow from it.
+
+Those of the rope: model/config/gguf_rope.py.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,6 @@ def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, 
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "head_dim": head_dim(metadata),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", epsilon),
-        **rope_values(metadata),
     }
 
 
@@ -100,78 +102,3 @@ def head_dim(metadata: Metadata) -> int:
     if metadata.integer("attention.value_length", size) != size:
         raise metadata.fail("attention.value_length", f"is not {size}, which is not supported")
     return size
-
-
-def rope_values(metadata: Metadata) -> dict[str, Any]:
-    """config.json's rope_theta, rope_scaling and partial_rotary_factor."""
-    values: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0)}
-    size = head_dim(metadata)
-    rotated = metadata.integer("rope.dimension_count", size)
-    if rotated != size:
-        values["partial_rotary_factor"] = rotated / max(1, size)
-    kind = metadata.text("rope.scaling.type", "none")
-    if kind == "linear" or (kind == "none" and metadata.has("rope.scale_linear")):
-        old = metadata.number("rope.scale_linear", 1.0)
-        factor = metadata.number("rope.scaling.factor", old)
-        if factor != 1:
-            values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        values["rope_scaling"] = {
-            "rope_type": "yarn",
-            "factor": metadata.number("rope.scaling.factor"),
-            "original_max_position_embeddings": metadata.integer(
-                "rope.scaling.original_context_length"
-            ),
-            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
-        }
-    elif kind not in ("none", "longrope"):
-        raise metadata.fail("rope.scaling.type", f"is {kind!r}, which is not supported")
-    if metadata.has_tensor("rope_freqs.weight"):
-        values["rope_scaling"] = _llama3_scaling(metadata, values["rope_theta"], rotated)
-    return values
-
-
-def longrope_values(metadata: Metadata) -> dict[str, Any]:
-    """Phi-3's rope_scaling, whose factors are tensors; no keys without them."""
-    names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
-    if not any(metadata.has_tensor(name) for name in names.values()):
-        return {}
-    for name in names.values():
-        metadata.rows_of(name)
-    factors = {
-        key: [float(value) for value in metadata.floats(name)] for key, name in names.items()
-    }
-    original = metadata.integer("rope.scaling.original_context_length")
-    return {
-        "rope_scaling": {"rope_type": "longrope", **factors},
-        "original_max_position_embeddings": original,
-    }
-
-
-def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
-    """Llama 3's rope_scaling, from the factors: the file has nothing else of it.
-
-    Llama 3.1 to 3.3 have the same low and high frequencies, between which factors go from 1 to
-    `factor`.
-    """
-    factors = metadata.floats("rope_freqs.weight")
-    factor, low, high, positions = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
-    if factors.size == size // 2:
-        waves = 2 * np.pi * theta ** (2 * np.arange(size // 2) / size)
-        smooth = (positions / waves - low) / (high - low)
-        between = 1 / ((1 - smooth) / factor + smooth)
-        expected = np.where(waves > positions / low, factor, between)
-        expected = np.where(waves < positions / high, 1.0, expected)
-        if np.allclose(factors, expected, rtol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": positions,
-            }
-    raise CheckpointError(
-        f"{metadata.model.path}: tensor 'rope_freqs.weight' has factors of no known model, which "
-        "are not supported"
-    )

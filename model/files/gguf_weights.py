@@ -16,6 +16,7 @@ from hotcold.model.config.build import build_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
 from hotcold.model.config.gguf_config import architecture_of, gguf_values
+from hotcold.model.config.gguf_rope import FACTORS
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
@@ -35,8 +36,6 @@ from hotcold.numba_kernels.formats import (
 # In memory these roles have one format: their matrices are multiplied with the same vectors.
 _TOGETHER = {"up": "gate", "shared_gate": "gate", "shared_up": "gate", "shared_down": "down"}
 _DOWN_T = "ffn_down_t"
-# They are read into the configuration.
-_NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,9 @@ class GgufWeights(WeightFile):
                     module = theirs.rsplit(".", 1)[-1]
                     places[ours + suffix] = _Place(theirs + suffix, module, role)
         places |= self._find_experts(config)
-        known = {place.name for place in places.values()}.union(_NOT_WEIGHTS)
+        known = {place.name for place in places.values()}.union(
+            FACTORS
+        )  # the configuration has these
         last = config.num_layers + config.num_extra_layers
         extra = tuple(
             self._architecture.names.layers.format(layer)

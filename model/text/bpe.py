@@ -53,7 +53,7 @@ SPLITTINGS: dict[str, Splitting] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Splitting(single_digits=True)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), Splitting(_GPT4O)),
     "tekken": Splitting(_TEKKEN, whole_words=True, adds_bos=True),

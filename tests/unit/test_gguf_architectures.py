@@ -77,7 +77,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def made(case: str, path: Path, arch: str | None = None) -> np.ndarray:
+def made(
+    case: str, path: Path, arch: str | None = None, extra: dict[str, np.ndarray] | None = None
+) -> np.ndarray:
     """Write a random model as a file; returns transformers' logits of it."""
     import torch
     import transformers
@@ -96,7 +98,7 @@ def made(case: str, path: Path, arch: str | None = None) -> np.ndarray:
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     values = SIZES | config.to_dict()
-    LlamaFile(values, tensors, keys=keys, arch=arch or case, **how).write(path)
+    LlamaFile(values, tensors, keys=keys, extra=extra or {}, arch=arch or case, **how).write(path)
     return logits
 
 
@@ -189,6 +191,30 @@ def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
     assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
     assert np.abs(expected).max() > 0.1
+
+
+@pytest.mark.parametrize("keys", [{}, {"phi3.rope.scaling.attn_factor": 1.25}])
+def test_lists_of_factors_of_the_rope(keys: dict[str, float], tmp_path: Path) -> None:
+    """Cosines and sines are multiplied with attn_factor; without it, as the context says."""
+    short, long = [1.0 + i / 8 for i in range(4)], [2.0 + i for i in range(4)]
+    scaling = {"short_factor": short, "long_factor": long, "rope_type": "longrope"}
+    own = {"attention_factor": 1.25} if keys else {}
+    rope = scaling | own | {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
+    changes = {"head_dim": 8, "rope_parameters": rope, "original_max_position_embeddings": 8}
+    CASES["longrope"] = (
+        "Phi3", changes, {"pairs_rows": False},
+        {"phi3.rope.scaling.original_context_length": 8} | keys,
+    )  # fmt: skip
+    extra = {
+        f"rope_factors_{name}.weight": np.array(factors, np.float32)
+        for name, factors in (("short", short), ("long", long))
+    }
+    try:
+        expected = made("longrope", tmp_path / "tiny.gguf", "phi3", extra)
+    finally:
+        del CASES["longrope"]
+    found = reference_logits(tmp_path / "tiny.gguf", IDS)
+    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError
+from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_embedding, load_head
@@ -119,6 +119,117 @@ def test_logits_are_transformers(
     held = file_of(model, tmp_path / "tiny.gguf", kinds, **keys)
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
     assert np.abs(found - logits_of(model, held)).max() < 1e-4
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_KEYS = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "keys"),
+    [
+        # cosines and sines: llama.cpp's (0.1 ln 4 + 1), times the file's own factor
+        (
+            YARN | {"attention_factor": (0.1 * np.log(4) + 1) * 1.4},
+            YARN_KEYS | {"llama.rope.scaling.attn_factor": 1.4},
+        ),
+        (
+            YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+            YARN_KEYS
+            | {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0},
+        ),
+        (
+            YARN | {"original_max_position_embeddings": 128},  # the file's context
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+        ),
+        # without a type it is linear, and "none" is none
+        (
+            {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+            {"llama.rope.scaling.factor": 3.0},
+        ),
+        (
+            {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+            {"llama.rope.scale_linear": 3.0},
+        ),
+        (
+            {"rope_type": "default", "rope_theta": 10000.0},
+            {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 3.0},
+        ),
+        (
+            YARN,
+            YARN_KEYS
+            | {
+                "llama.rope.scaling.finetuned": True,
+                "llama.rope.scaling.attn_factor": 1.0,
+                "llama.rope.scaling.yarn_ext_factor": 1.0,
+                "llama.rope.scaling.yarn_attn_factor": 0.1 * np.log(4.0) + 1,
+                "llama.rope.scaling.yarn_log_multiplier": 0.0,
+                "llama.rope.freq_base_swa": 10000.0,
+            },
+        ),
+    ],
+)
+def test_ropes_are_transformers(rope: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny.__wrapped__(rope_parameters=rope)
+    held = file_of(model, tmp_path / "tiny.gguf", **keys)
+    found, expected = reference_logits(tmp_path / "tiny.gguf", IDS), logits_of(model, held)
+    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("llama.rope.scaling.attn_factor", 1.4, {}),
+        ("llama.rope.scaling.attn_factor", 1.4, {"llama.rope.scaling.factor": 2.0}),
+        ("llama.rope.scaling.yarn_attn_factor", 1.4, YARN_KEYS),
+        ("llama.rope.scaling.yarn_ext_factor", 0.5, YARN_KEYS),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1, YARN_KEYS),
+        ("llama.rope.scaling.alpha", 1000.0, {}),
+        ("llama.rope.freq_base_swa", 1e6, {}),
+        ("llama.rope.dimension_count_swa", 8, {}),
+        ("llama.rope.dimension_sections", [16, 24, 24, 0], {}),
+        ("llama.rope.local.freq_base", 10000.0, {}),
+        ("llama.rope.interleaved", True, {}),
+        ("other.rope.scaling.attn_factor", 1.0, {}),
+    ],
+)
+def test_no_key_of_the_rope_is_left_out(
+    key: str, value: Any, others: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, **others)
+    read_config(path)
+    file_of(tiny(), path, **others, **{key: value})
+    with pytest.raises(CheckpointError, match=f"key '{key}' is .*would change the result"):
+        read_config(path)
+
+
+def test_factors_of_the_rope_stand_alone(tmp_path: Path) -> None:
+    """Not beside another factor; and a family that has no lists of factors does not lose them."""
+    path = tmp_path / "tiny.gguf"
+    model = tiny()
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    ones = np.ones(32, np.float32)
+    scaled = LlamaFile(model.config.to_dict(), tensors, keys={"llama.rope.scaling.factor": 2.0})
+    scaled.extra["rope_freqs.weight"] = ones
+    scaled.write(path)
+    with pytest.raises(CheckpointError, match=r"rope.scaling.factor stands beside factors"):
+        read_config(path)
+    keys = {"llama.rope.scaling.original_context_length": 32}
+    lists = LlamaFile(model.config.to_dict(), tensors, keys=keys)
+    lists.extra |= {f"rope_factors_{name}.weight": 2 * ones for name in ("long", "short")}
+    lists.write(path)
+    with pytest.raises(ConfigError, match="'longrope', which is not supported"):
+        read_config(path)
 
 
 def test_rope_factors_of_llama3(tmp_path: Path) -> None:

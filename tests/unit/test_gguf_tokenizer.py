@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.errors import ConfigError, PromptError
 from hotcold.model.text.bpe import SPLITTINGS, merges_of
 from hotcold.model.text.tokenizer import Tokenizer
@@ -75,7 +76,9 @@ def byte_level_file(path: Path, pre: str, **keys: Any) -> Path:
     return written(draft("gpt2", tokens, kinds, merges=merges, pre=pre, **keys), path)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "qwen2", "gpt-4o", "dbrx"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "llama-bpe", "tekken", "qwen2", "gpt-4o", "dbrx", "glm4", "chatglm-bpe"]
+)
 def test_byte_level_ids_are_transformers(pre: str, tmp_path: Path) -> None:
     path = byte_level_file(tmp_path / "a.gguf", pre, bos_token_id=0, add_bos_token=False)
     own, other = Tokenizer.from_model(path), theirs(path)
@@ -115,6 +118,24 @@ def test_where_texts_begin_and_end(
     assert own is not None
     plain, ids = own.encode("hello", add_special_tokens=False), own.encode("hello")
     assert ids == [*([] if first is None else [first]), *plain, *([] if last is None else [last])]
+
+
+@pytest.mark.parametrize(
+    ("texts", "keys", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>"], {"eos_token_id": 1}, {0, 1}),  # Phi-3
+        (["<|return|>", "<|end|>", "<|call|>"], {"eos_token_id": 0}, {0, 2}),  # gpt-oss
+        (["<|return|>", "<|end|>", "<|call|>"], {"eos_token_id": 0, "eot_token_id": 1}, {0, 2}),
+        (["<|channel|>", "<|end|>", "<|call|>", "<|endoftext|>"], {"eos_token_id": 3}, {2, 3}),
+        (["<|call|>", "<|im_end|>"], {"eos_token_id": 1}, {1}),
+    ],
+)
+def test_which_tokens_end_an_answer(
+    texts: list[str], keys: dict[str, int], ends: set[int], tmp_path: Path
+) -> None:
+    """Where an answer has channels, the end of one is no end of the answer; a call is one."""
+    made = draft("gpt2", [*texts, "a", "b"], [3] * len(texts) + [1, 1], **keys)
+    assert set(gguf_values(written(made, tmp_path / "a.gguf"))["eos_token_id"]) == ends
 
 
 def pieces_of(lines: list[str]) -> tuple[list[str], list[int], list[float]]:
